@@ -1,8 +1,16 @@
-"""Modules that need a package which is not installed are not searched for doctests."""
+"""What pytest collects, and how fast: every worker of a run imports all of it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from _pytest.doctest import DoctestModule
+
+DONT_WRITE_BYTECODE = sys.dont_write_bytecode
 
 NEEDED_BY = {
     "mfusepy": ["tests/chaos/away_fuse.py"],
@@ -13,7 +21,24 @@ NEEDED_BY = {
     ],
     "triton": ["tests/loader/kernels/interpreted.py", "src/stoker/loader/triton_gather.py"],
 }
+"""Packages, and the modules that need them: not searched for doctests where the package is not installed."""
 
 collect_ignore = [
     path for package, paths in NEEDED_BY.items() if find_spec(package) is None for path in paths
 ]
+
+sys.dont_write_bytecode = False  # asserts are rewritten, and modules compiled, once and not in every run
+
+
+def pytest_collection_finish() -> None:
+    """Give the setting back before tests run: they write modules again within a second."""
+    sys.dont_write_bytecode = DONT_WRITE_BYTECODE
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Search only files with examples for doctests: the search imports a module and looks at all it holds."""
+    found = yield
+    if file_path.suffix == ".py" and ">>> " not in file_path.read_text(encoding="utf-8"):
+        return [one for one in found if not isinstance(one, DoctestModule)]
+    return found

@@ -91,7 +91,7 @@ def once(
     """Step, plan and run, one after another."""
     files = [cache.path / shard.file for shard in cache.index.shards]
     step_s = alone(step)
-    expected = planned(cache, fraction, Step(seconds=step_s, cpus=cpus), files).predicted_stall(step_s)
+    expected = planned(cache, fraction, Step(seconds=step_s, cpus=cpus), files).stall_at(step_s)
     assert expected is not None
     found = measured(cache, fraction, step, files, seconds)
     return {

@@ -102,7 +102,7 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> floa
     plan = plan_tiers(
         demand, probe(), tier=place.tier, step_s=step_s, rates=Rates(served=served, measured=True)
     )
-    stall = plan.predicted_stall(step_s)
+    stall = plan.stall_at(step_s)
     assert stall is not None
     return stall
 

@@ -85,7 +85,7 @@ def make_encoder(kind: str) -> Any:
 
 def run_encoder(path: str, kind: str, count: str) -> dict[str, float]:
     """Seconds a sample of the encoder alone."""
-    from stoker.precompute.allocator import keep_freed_memory
+    from stoker.runtime.libc import keep_freed_memory
 
     encoder = make_encoder(kind)
     source = stoker.HDF5Source(path, preset="pdebench")

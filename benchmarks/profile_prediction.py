@@ -29,6 +29,7 @@ from measure import publish
 from stoker.config import load_config
 from stoker.pipeline.build import build_jobs
 from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.demo import BurgersSpec, write_burgers
 from stoker.pipeline.loaders import make_loader
 from stoker.pipeline.precompute import fill_caches
@@ -36,7 +37,7 @@ from stoker.pipeline.profile import profile_config
 from stoker.pipeline.train import loop_settings
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
 STEPS = 60
@@ -143,14 +144,14 @@ def of_a_configuration(folder: Path) -> tuple[Callable[[], Profile], dict[str, C
         f"{key}={folder / name}" for key, name in zip(own, ("burgers.hdf5", "cache", "run"), strict=True)
     ]
     config = load_config(None, [*where, "training.batch_size=64", "training.device=cpu", "model.width=64"])
-    fill_caches(config, ["train"])
-    (job,) = build_jobs(config, "burgers", ["train"])
+    fill_caches(Run(config), ["train"])
+    (job,) = build_jobs(Run(config).for_task("burgers"), ["train"])
     loaders = {}
     for tier in ("host", "disk"):
         tiered = load_config(None, [*where, "training.batch_size=64", f"training.tier={tier}"])
-        loaders[tier] = make_loader(tiered, locate(config, "burgers", "train").cache)
+        loaders[tier] = make_loader(Run(tiered), locate(Run(config).for_task("burgers"), "train").cache)
     host = loaders["host"]
-    step = steps_of(host, loop_settings(config, len(host), resume=False), folder / "steps")
+    step = steps_of(host, loop_settings(Run(config), len(host), resume=False))
 
     def without_a_cache() -> float:
         """An epoch's mean: all samples are read and encoded in it, one group of eight after another."""
@@ -167,7 +168,7 @@ def of_a_configuration(folder: Path) -> tuple[Callable[[], Profile], dict[str, C
         return (time.perf_counter() - began) / len(host)
 
     measuring = {tier: lambda loader=loader: wall_of(loader, step) for tier, loader in loaders.items()}
-    return lambda: profile_config(config, steps=20), {**measuring, ENCODE: without_a_cache}
+    return lambda: profile_config(Run(config), steps=20), {**measuring, ENCODE: without_a_cache}
 
 
 def main() -> None:

@@ -47,8 +47,7 @@ print(json.dumps({"open_ms": (opened - begin) * 1e3, "first_record_ms": (time.pe
 def chunks(count: int) -> Any:
     """What a loader makes batches from, over `count` examples of no cache."""
     from stoker.loader.chunks import Chunks, Locator
-    from stoker.loader.order import Order, OrderKind
-    from stoker.loader.places import Share
+    from stoker.loader.order import Order, OrderKind, RankShare
     from stoker.loader.windows import Examples
 
     per_record = min(WINDOWS, count // 10)
@@ -63,7 +62,7 @@ def chunks(count: int) -> Any:
         lengths={},
     )
     order = Order(kind=OrderKind(kind="full"), count=count, seed=0, global_batch=BATCH)
-    share = Share(positions=count, batch_size=BATCH, rank=0, world=1, drop_last=True, contiguous=False)
+    share = RankShare(positions=count, batch_size=BATCH, rank=0, world=1, drop_last=True, contiguous=False)
     return Chunks(order, share, locator, torch.device("cpu"), lambda: None)
 
 

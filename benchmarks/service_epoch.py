@@ -40,12 +40,13 @@ from stoker.extras.radio.demo import (
 )
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
+from stoker.train.config import TrainConfig
 
 BATCH = 256
-SETTINGS = FitSettings(epochs=5000, lr=1e-3)
+SETTINGS = TrainConfig(epochs=5000, lr=1e-3, checkpoint_every=None, save_every_s=1.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = ("receivers", "signal_mask", "target")
 

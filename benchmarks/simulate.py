@@ -49,7 +49,7 @@ from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import Scenario
 from stoker.loader.outputs import make_outputs
 from stoker.pipeline.plan import served_loads
-from stoker.plan import Load, probe
+from stoker.plan import BatchLoad, probe
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.measure import Trial, try_stages
 from stoker.store import make_recipe
@@ -94,8 +94,8 @@ def scenario_of(
     )
 
 
-def mean_load(*loads: Load) -> Load:
-    return Load(
+def mean_load(*loads: BatchLoad) -> BatchLoad:
+    return BatchLoad(
         **{n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")}
     )
 

@@ -15,7 +15,8 @@ from stoker.extras.radio.demo import (
     radio_columns,
     write_radio,
 )
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fitting import fit, one_thread
+from stoker.train.config import TrainConfig
 
 
 def main(folder: Path) -> None:
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
     model.set_statistics(rows.statistics)
     before = position_errors(model, val).mean_m
     with one_thread():
-        fit(Triangulation(model), train, val, FitSettings(epochs=24, lr=6e-3))
+        fit(Triangulation(model), train, val, TrainConfig(epochs=24, lr=6e-3))
     after = position_errors(model, val).mean_m
     print(f"{len(cache)} + {len(held_out)} rows: {after:,.0f} m off, {before:,.0f} m before training")
 

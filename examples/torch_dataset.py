@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     val = stoker.Loader(cache, batch_size=64, windows=windows, indices=range(32, 40), order="sequential")
 
     from stoker.train.config import TrainConfig
-    from stoker.train.loop import train as fit
+    from stoker.train.run import train as fit
 
     report = fit(train, val, TrainConfig(epochs=10, lr=2e-3, width=32, depth=2), folder / "run")
     print(f"NRMSE {report.val_nrmse:.3f} (persistence {report.persistence_nrmse:.3f})")

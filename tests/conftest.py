@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import hypothesis
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -17,6 +21,12 @@ from tests.sources.sql.server import NoServerError, Server
 hypothesis.settings.register_profile("stoker", deadline=None)
 hypothesis.settings.load_profile("stoker")
 
+SKETCHES = {
+    "png": base64.b64decode(
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    ),
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>',
+}
 SHARED_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
@@ -42,6 +52,32 @@ def default_signals() -> None:
     """SIGINT and SIGHUP end calls and commands, also where the tests run in the background or under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sketches() -> Iterator[dict[str, bool]]:
+    """Figures are saved without what they show: 0.3 s each, and a training run saves four."""
+    whole = matplotlib.figure.Figure.savefig
+    wanted = {"whole": False}
+
+    def savefig(figure: Any, file: Any, **named: Any) -> None:
+        sketch = SKETCHES.get(named.get("format", ""))
+        if wanted["whole"] or sketch is None:
+            whole(figure, file, **named)
+        elif isinstance(file, io.TextIOBase):
+            file.write(sketch.decode())
+        else:
+            Path(file).write_bytes(sketch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matplotlib.figure.Figure, "savefig", savefig)
+        yield wanted
+
+
+@pytest.fixture(autouse=True)
+def pictures(request: pytest.FixtureRequest, sketches: dict[str, bool]) -> None:
+    """Tests marked with `draws` get whole pictures."""
+    sketches["whole"] = request.node.get_closest_marker("draws") is not None
 
 
 @pytest.fixture

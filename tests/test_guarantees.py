@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
 from stoker.schema import Field
 from stoker.sources.protocol import Part, SourceIdentity
 from tests.conftest import write_burgers
+from tests.kit import forked as subprocess
 
 
 def grid_encoder(**changes: Any) -> stoker.GridEncoder:
@@ -276,7 +276,7 @@ def test_killed_at_any_instant_nothing_is_lost(tmp_path: Path) -> None:
     for _ in range(6):
         child = subprocess.Popen(command, start_new_session=True)
         try:
-            child.wait(timeout=chance.uniform(0.2, 3.0))
+            child.wait(timeout=chance.uniform(0.02, 0.6))
         except subprocess.TimeoutExpired:
             os.kill(child.pid, signal.SIGKILL)
             child.wait()

@@ -7,7 +7,7 @@ store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
-integrations/ adapters for training frameworks
+integrations  adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command

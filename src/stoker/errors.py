@@ -38,15 +38,48 @@ except inside a reader, where all are wrapped with path, sample and stage.
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MARK = re.compile("\ufdd0([^\ufdd0-\ufdd2]*)\ufdd1([^\ufdd0-\ufdd2]*)\ufdd2")
-"""An argument in a message as `arg` writes it: `setting=value`, then the same as Python calls it. Unicode has
-these characters for the inside of programs alone, so no path, query or error of a library has them."""
+_BEGIN, _PYTHON, _END = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Around an argument in the text of a message until its error takes it out. Unicode has these characters for
+the inside of programs alone, so no path, query or error of a library has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument that a message names: on the command line it is a setting."""
+
+    name: str
+    """Of the setting, as far as it is known: `data.sql.table`, `table`; or an option, `--ragged`."""
+    value: str | None
+    """As `repr` writes it, or `...` for any; None: none is named."""
+    python: str
+    """The argument as Python calls it."""
+
+    @property
+    def marked(self) -> str:
+        """As it is written in the text of a message."""
+        given = "" if self.value is None else self.value
+        return f"{_BEGIN}{self.name}={given}{_PYTHON}{self.python}{_END}"
+
+
+def _parts(text: str) -> tuple[str | Argument, ...]:
+    """A message's text, and the arguments that it names, in their order."""
+    first, *others = text.split(_BEGIN)
+    parts: list[str | Argument] = [first]
+    for other in others:
+        setting, begun, more = other.partition(_PYTHON)
+        python, ended, rest = more.partition(_END)
+        if begun and ended and _END not in setting and _PYTHON not in python:
+            name, _, value = setting.partition("=")
+            parts += [Argument(name, value or None, python), rest]
+        else:
+            parts.append(_BEGIN + other)
+    return tuple(parts)
 
 
 def arg(name: str, *value: object, call: str = "", setting: str = "") -> str:
@@ -65,7 +98,7 @@ def arg(name: str, *value: object, call: str = "", setting: str = "") -> str:
     """
     given = "" if not value else "..." if value[0] is ... else repr(value[0])
     python = f"{call}({name}={given})" if call else f"{name}={given}"
-    return f"\ufdd0{setting or name}={given}\ufdd1{python}\ufdd2"
+    return Argument(setting or name, given or None, python).marked
 
 
 class StokerError(Exception):
@@ -78,17 +111,27 @@ class StokerError(Exception):
     exit_code: int = 1
 
     def __init__(self, *args: object) -> None:
-        self._marked = str(args[0]) if args else ""
-        super().__init__(*(MARK.sub(r"\2", value) if isinstance(value, str) else value for value in args))
+        self.parts = _parts(str(args[0])) if args else ()
+        """The message: its text, and the arguments that it names."""
+        super().__init__(*(_as_python(value) if isinstance(value, str) else value for value in args))
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments that the message names."""
+        return tuple(part for part in self.parts if isinstance(part, Argument))
 
     @property
     def marked(self) -> str:
-        """The message with the marks of `arg`: for an error that is raised again with more text around it."""
-        return self._marked or str(self)
+        """The message with its arguments marked: for an error that is raised again with more text."""
+        return "".join(part if isinstance(part, str) else part.marked for part in self.parts) or str(self)
 
     def __str__(self) -> str:
         """The message alone; `KeyError` would quote it."""
         return str(self.args[0]) if self.args else type(self).__name__
+
+
+def _as_python(text: str) -> str:
+    return "".join(part if isinstance(part, str) else part.python for part in _parts(text))
 
 
 class ConfigError(StokerError, ValueError):

@@ -54,11 +54,14 @@ class JsonResult:
     __slots__ = ()
     json_keys: ClassVar[tuple[str, ...]] = ()
     """Fields and properties in their order; empty: all fields."""
+    json_within: ClassVar[str] = ""
+    """A field whose own keys come first, next to the others and not below its name."""
 
     def to_json(self) -> dict[str, Json]:
         """Return the keys that scripts rely on."""
         names = self.json_keys or [one.name for one in fields(cast("Any", self))]
-        return {name: as_json(getattr(self, name)) for name in names}
+        within = as_json(getattr(self, self.json_within)) if self.json_within else {}
+        return {**within, **{name: as_json(getattr(self, name)) for name in names}}
 
 
 Sample: TypeAlias = "dict[str, NDArray[Any]]"

@@ -21,6 +21,7 @@ from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config
 from stoker.pipeline.caches import inspect_cache
+from stoker.pipeline.context import Run
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.validate import validate_config
 from tests.cli.commands import Screen, run, run_json, strip_ansi
@@ -159,7 +160,7 @@ def test_debug_shows_where_an_error_came_from(project: Path) -> None:
 
 def test_without_colour_nothing_but_text_is_shown(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    result = plan_config(load_config("c.yaml"))
+    result = plan_config(Run(load_config("c.yaml")))
     shown: list[str] = []
     for no_color in ("", "1"):
         monkeypatch.setenv("NO_COLOR", no_color)
@@ -183,7 +184,7 @@ def test_a_narrow_terminal_loses_nothing(
     screen = Screen()
 
     output.inspect(summary, console(screen))
-    output.plan(plan_config(load_config("c.yaml")), console(screen))
+    output.plan(plan_config(Run(load_config("c.yaml"))), console(screen))
     output.validate(validate_config("c.yaml"), console(screen))
 
     text = strip_ansi(screen.getvalue())

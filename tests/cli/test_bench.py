@@ -8,6 +8,8 @@ import pytest
 from stoker.pipeline import bench
 from tests.cli.commands import run, run_json
 
+pytestmark = pytest.mark.draws
+
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:

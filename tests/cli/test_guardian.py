@@ -60,8 +60,8 @@ NEVER_ENDS = """\
 
 if "stoker.cli.main" in sys.orig_argv:
     import atexit, time
-    from stoker.precompute import guarded
-    guarded.EXIT_S = 1.0
+    from stoker.precompute import heartbeat
+    heartbeat.EXIT_S = 1.0
     atexit.register(time.sleep, 600)
 """
 

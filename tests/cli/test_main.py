@@ -218,6 +218,7 @@ def test_plan_shows_every_tier(project: Path) -> None:
         assert word in table
 
 
+@pytest.mark.draws
 def test_train_reports_and_leaves_its_pictures(project: Path) -> None:
     report = run_json("train", "c.yaml")
 

@@ -56,6 +56,7 @@ def test_a_configuration_gives_counts_sizes_and_speeds_and_words_win(project: Pa
     assert not list(Path("data").rglob(".simulate-*"))
 
 
+@pytest.mark.draws
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "plan.svg"
 

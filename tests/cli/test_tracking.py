@@ -14,7 +14,7 @@ import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
 from stoker.monitor.gpu import GpuWatch
-from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.pipeline.train import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 
 
@@ -52,6 +52,7 @@ def test_a_run_keeps_start_up_and_epochs_by_the_names_of_earlier_systems(project
     assert [phase["note"] for phase in again["startup"]["phases"]][1] == "nothing to encode"
 
 
+@pytest.mark.draws
 def test_the_page_holds_start_up_tiers_caches_machine_settings_and_recipe(project: Path) -> None:
     run("train", "c.yaml")
 
@@ -91,13 +92,14 @@ def test_an_absent_package_is_refused_before_anything_is_encoded(
 
 def a_tracking(project: Path, told: list[Any], **settings: Any) -> RunTracking:
     from stoker.config import load_config
+    from stoker.pipeline.context import Run
 
     (project / "run").mkdir(exist_ok=True)
     config = load_config(
         project / "c.yaml", ["training.run_dir=run", *(f"{k}={v}" for k, v in settings.items())]
     )
     startup = Startup(started_s=0.0, phases=[Phase(name="caches", seconds=1.0)], values={})
-    return RunTracking(config, startup, tell=lambda kind, facts: told.append(facts))
+    return RunTracking(Run(config), startup, tell=lambda kind, facts: told.append(facts))
 
 
 def test_a_resumed_run_goes_on_counting_what_it_cost(project: Path) -> None:
@@ -191,10 +193,8 @@ def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
     project: Path, theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
-    watch = partial(GpuWatch, opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
-    monkeypatch.setattr("stoker.pipeline.tracking.GpuWatch", watch)
-    monkeypatch.setattr("stoker.pipeline.tracking.device_of", lambda config: "cuda")
-    monkeypatch.setattr("stoker.pipeline.tracking._uuid", lambda device: "GPU-abc")
+    watch = partial(GpuWatch, "GPU-abc", opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
+    monkeypatch.setattr("stoker.pipeline.train.watch_gpu", lambda device: watch())
 
     _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
 

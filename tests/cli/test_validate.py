@@ -121,7 +121,9 @@ def test_validate_fails_for_what_precompute_or_train_refuse(
     _, message = run(refusing, "c.yaml", *overrides, exit_code=3)
     assert said in message
     assert len(message.splitlines()) == 1
-    assert not (project / "data").exists(), "refused only after something was encoded"
+    # Digests of files that are older than two seconds are noted: on a busy machine these are.
+    made = [path.name for path in (project / "data").rglob("*") if path.is_file()]
+    assert set(made) <= {".digests"}, "refused only after something was encoded"
 
 
 def test_validate_finds_a_split_that_the_other_splits_encoder_does_not_fit(project: Path) -> None:

@@ -10,7 +10,8 @@ from stoker.config import load_config
 from stoker.config.models import DataConfig
 from stoker.config.sections import KINDS, TAKEN_BY
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.build import build_source, tasks_of
+from stoker.pipeline.build import build_source
+from stoker.pipeline.context import Run
 from stoker.plugins import plugins_of
 
 
@@ -37,20 +38,22 @@ def test_kinds_made_of_files_build_their_split(tmp_path: Path) -> None:
             file[f"t{n}/u"] = np.full((3 + n, 2), n, "f4")
     given = [f"data.files={tmp_path}/flow.h5", "data.kind=arrays", "data.fields={u: 'u: t c'}"]
     config = load_config(None, given)
-    whole = [build_source(config, "flow", split) for split in ("train", "val", "test")]
+    whole = [build_source(Run(config).for_task("flow"), split) for split in ("train", "val", "test")]
 
     assert [len(source) for source in whole] == [6, 1, 3]
     assert whole[0].schema()["u"].ragged
-    assert (tasks_of(config), config.encoder.kind) == (["flow"], "identity")
+    assert ([*Run(config).tasks], config.encoder.kind) == (["flow"], "identity")
 
 
 def test_a_kind_made_of_files_needs_them_and_refuses_settings_of_another(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.kind=tar reads data\.files"):
-        build_source(load_config(None, ["data.kind=tar"]), "a", "train")
+        build_source(Run(load_config(None, ["data.kind=tar"])).for_task("a"), "train")
     with pytest.raises(ConfigError, match=r"data\.parquet is given, but data\.kind=tar has no use for it"):
         load_config(None, ["data.kind=tar", "data.files=a.tar", "data.parquet.key=id"])
     with pytest.raises(SourceError, match=r"a\.tar does not exist"):
-        build_source(load_config(None, ["data.kind=tar", f"data.files={tmp_path}/a.tar"]), "a", "train")
+        build_source(
+            Run(load_config(None, ["data.kind=tar", f"data.files={tmp_path}/a.tar"])).for_task("a"), "train"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,8 @@ from torch import nn
 
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.module import ModuleEncoder
-from stoker.encoders.normalize import Normalized, Statistics
 from stoker.encoders.protocol import Encoder
+from stoker.encoders.wrappers import Normalized, Statistics
 from stoker.schema import Field, Schema
 from stoker.testing import check_encoder
 

@@ -10,8 +10,7 @@ import torch
 
 from stoker.encoders import grid as decode_module
 from stoker.encoders.grid import GridEncoder, decoder_of
-from stoker.encoders.keeping import keeping
-from stoker.encoders.normalize import Normalized, Statistics
+from stoker.encoders.wrappers import Normalized, Statistics, keeping
 
 
 def fields(*shape: int) -> torch.Tensor:

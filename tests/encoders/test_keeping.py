@@ -10,8 +10,8 @@ import torch
 
 import stoker
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, EncoderError
 from stoker.loader import Loader, Mixture, Windows
 from stoker.sources.hdf5 import HDF5Source

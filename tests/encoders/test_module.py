@@ -320,7 +320,7 @@ def test_weights_without_a_value_are_refused_with_the_cure() -> None:
 
 
 def test_statistics_of_the_batch_are_refused() -> None:
-    with pytest.raises(EncoderError, match="neighbours"):
+    with pytest.raises(EncoderError, match="neighbors"):
         ModuleEncoder(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)))
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.normalize import Normalized, Statistics, fit_statistics
 from stoker.encoders.protocol import Encoder
+from stoker.encoders.wrappers import Normalized, Statistics, fit_statistics
 from stoker.errors import EncoderError, RecordError
 from stoker.schema import Field, Sample, Schema
 from stoker.sources.protocol import SourceIdentity
@@ -68,7 +68,7 @@ def test_minmax_maps_the_training_range_to_one() -> None:
 
 def test_pieces_give_the_same_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fit_statistics(Arrays(arrays()), "data")
-    monkeypatch.setattr("stoker.encoders.normalize.PIECE_BYTES", 150)
+    monkeypatch.setattr("stoker.encoders.wrappers.PIECE_BYTES", 150)
     source = Arrays(arrays())
 
     pieced = fit_statistics(source, "data")

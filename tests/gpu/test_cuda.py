@@ -13,7 +13,7 @@ import stoker
 from stoker.loader import placement
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.train.config import TrainConfig
-from stoker.train.loop import train
+from stoker.train.run import train
 from tests.conftest import write_burgers
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import values_of

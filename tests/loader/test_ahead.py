@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -13,9 +12,10 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.prefetch import Ahead, Strips, Turn
+from stoker.loader.prefetch import BatchPrefetcher, BegunStrip, Strips
 from stoker.runtime.threads import Pool
 from stoker.store import Cache
+from tests.kit import forked as subprocess
 from tests.loader.caches import trajectories, write_cache
 
 
@@ -41,7 +41,7 @@ class Clock:
                 self.now_s += self.make_s
             yield number
 
-    def strip(self, chooser: Ahead, count: int = 32) -> list[int]:
+    def strip(self, chooser: BatchPrefetcher, count: int = 32) -> list[int]:
         found: list[int] = []
         for number in chooser.of(self.made(count), count):
             found.append(number)
@@ -65,7 +65,7 @@ def test_the_thread_is_taken_where_it_can_pay(
     make_s: float, step_s: float, cores: int, expected: bool
 ) -> None:
     clock = Clock(make_s, step_s)
-    chooser = Ahead(cores=cores, clock=clock)
+    chooser = BatchPrefetcher(cores=cores, clock=clock)
 
     for _ in range(4):
         assert clock.strip(chooser) == list(range(32))
@@ -75,7 +75,7 @@ def test_the_thread_is_taken_where_it_can_pay(
 
 def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> None:
     clock = Clock(200e-6, 2e-3, handover_s=1e-3)
-    chooser = Ahead(cores=2, clock=clock)
+    chooser = BatchPrefetcher(cores=2, clock=clock)
 
     ways = []
     for _ in range(200):
@@ -88,7 +88,7 @@ def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> 
 
 def test_one_slow_strip_does_not_end_it() -> None:
     clock = Clock(200e-6, 2e-3)
-    chooser = Ahead(cores=2, clock=clock)
+    chooser = BatchPrefetcher(cores=2, clock=clock)
     for _ in range(4):
         clock.strip(chooser)
     clock.step_s = 1.0
@@ -103,7 +103,7 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
     made = {False: 0, True: 0}
 
     def epoch(*, beside: bool) -> list[tuple[Any, ...]]:
-        chooser = Ahead(cores=2)
+        chooser = BatchPrefetcher(cores=2)
         chooser.beside = beside
         chooser._made.append(1e-4)
         monkeypatch.setattr(chooser, "ended", lambda: None)
@@ -139,7 +139,7 @@ def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
             at_work.clear()
             yield number
 
-    chooser = Ahead(cores=2)
+    chooser = BatchPrefetcher(cores=2)
     chooser.beside = True
     chooser._made.append(1.0)
     batches = chooser.of(slow(), 100)
@@ -155,7 +155,7 @@ def test_an_error_comes_out_where_batches_are_asked_for() -> None:
         yield 1
         raise ValueError("no more")
 
-    chooser = Ahead(cores=2)
+    chooser = BatchPrefetcher(cores=2)
     chooser.beside = True
     chooser._made.append(1.0)
 
@@ -171,7 +171,7 @@ def test_nothing_is_timed_per_batch() -> None:
         asked.append(0.0)
         return 0.0
 
-    chooser = Ahead(cores=2, clock=clock)
+    chooser = BatchPrefetcher(cores=2, clock=clock)
     assert list(chooser.of(iter(range(1000)), 1000)) == list(range(1000))
     chooser.ended()
 
@@ -202,7 +202,7 @@ def test_a_pass_that_a_fork_inherits_is_left_or_refused_at_once() -> None:
     code = """
 import os, sys, threading, time
 from stoker.errors import StalledError
-from stoker.loader.prefetch import Ahead
+from stoker.loader.prefetch import BatchPrefetcher
 go = threading.Event()
 def source():
     for number in range(20):
@@ -210,7 +210,7 @@ def source():
             go.wait(50)
         yield number
 def begun():
-    chooser = Ahead(cores=2)
+    chooser = BatchPrefetcher(cores=2)
     chooser.beside = True
     chooser._made.append(1e-3)
     batches = chooser.of(source(), 20)
@@ -225,7 +225,7 @@ if not child:
         next(gone_on)
     except StalledError as error:
         assert "this one was forked from it without its threads" in str(error), error
-        chooser = Ahead(cores=2)
+        chooser = BatchPrefetcher(cores=2)
         chooser.beside = True
         chooser._made.append(1e-3)
         assert list(chooser.of(iter(range(50)), 50)) == list(range(50))
@@ -250,11 +250,11 @@ def test_the_next_strip_is_begun_beside_the_last_batches_of_this_one() -> None:
             by.append(threading.current_thread() is threading.main_thread())
             yield [number] * 20
 
-    chooser = Ahead(cores=2)
+    chooser = BatchPrefetcher(cores=2)
     chooser.beside = True
     chooser._made.append(1e-3)
     found: list[int] = []
-    for strip in (strips := Strips(source(), Turn())):
+    for strip in (strips := Strips(source(), BegunStrip())):
         for place, batch in enumerate(chooser.of(strip, len(strip), strips)):
             found.append(batch)
             if place == 19 and batch < 2:
@@ -278,7 +278,7 @@ def test_two_passes_never_begin_strips_at_one_time() -> None:
             at_work.pop()
             yield number
 
-    turn, pool = Turn(), Pool(1, "t")
+    turn, pool = BegunStrip(), Pool(1, "t")
     left, other = Strips(source(), turn), Strips(source(), turn)
     next(left)
     left.begin(pool)
@@ -294,7 +294,7 @@ def test_an_error_while_the_next_strip_begins_comes_out_in_its_place() -> None:
         yield 0
         raise ValueError("no more")
 
-    strips = Strips(source(), Turn())
+    strips = Strips(source(), BegunStrip())
     assert next(strips) == 0
     strips.begin(Pool(1, "t"))
 

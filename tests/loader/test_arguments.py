@@ -15,7 +15,7 @@ import stoker
 from stoker.errors import ConfigError
 from stoker.loader import design
 from stoker.loader.options import check_share
-from stoker.loader.places import Share
+from stoker.loader.order import RankShare
 from stoker.plan import Resources
 from stoker.plan.resources import resolve_device
 
@@ -95,7 +95,7 @@ def test_dropping_all_there_is_is_refused_with_the_numbers(cache: stoker.Cache) 
 
 
 def test_more_ranks_than_examples_need_fewer_ranks() -> None:
-    share = Share(positions=2, batch_size=1, rank=0, world=3, drop_last=True, contiguous=False)
+    share = RankShare(positions=2, batch_size=1, rank=0, world=3, drop_last=True, contiguous=False)
 
     with pytest.raises(ConfigError, match="Use at most 2 ranks"):
         check_share(share)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.encoders.normalize import Normalized, Statistics
+from stoker.encoders.wrappers import Normalized, Statistics
 from stoker.loader import Loader, Mixture, Normalise, Windows
 from stoker.loader.fused import fused_of
 from stoker.schema import Field

@@ -15,10 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import CorruptError, StalledError
-from stoker.loader import Loader, partial, placement
+from stoker.loader import Loader, disk, placement
 from stoker.loader import tiers as device_tier
 from stoker.loader.gather import MemoryBatches
-from stoker.loader.outputs import Output
+from stoker.loader.outputs import OutputSpec
 from stoker.loader.places import find_places
 from stoker.loader.tiers import STAGING_BUFFERS, Memory, Staging, resident
 from stoker.store import Cache, open_cache
@@ -169,7 +169,7 @@ def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch
     def note(device: torch.device) -> None:
         begun.add(threading.current_thread().name)
 
-    for module in (device_tier, partial):
+    for module in (device_tier, disk):
         monkeypatch.setattr(module, "begin_thread", note)
     cache = write_cache(tmp_path, {"x": torch.randn(12, 3)}, shards=(6,))
     monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
@@ -196,7 +196,7 @@ def test_one_call_gathers_many_batches_on_a_device(tmp_path: Path, width: int, c
     cache = write_cache(tmp_path, {"x": values})
     memory = on_cpu(cache)
     memory.load(0)
-    output = Output(name="x", field="x", index="record", dtype=torch.uint8, shape=(width,))
+    output = OutputSpec(name="x", field="x", index="record", dtype=torch.uint8, shape=(width,))
     batches = MemoryBatches(memory, cache.recipe.columns, (output,), 2, static=False, threads=1)
     rows = torch.arange(19).flip(0)  # nine batches and a short one
     if width == 65_536:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stoker.loader.gather import WORDS_FROM_BYTES, Gather
-from stoker.loader.outputs import Output
+from stoker.loader.outputs import OutputSpec
 
 ROWS, BATCH = 24, 8
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -31,7 +31,7 @@ def test_large_rows_of_any_length_and_place_are_bit_identical(
 ) -> None:
     width = WORDS_FROM_BYTES // dtype.itemsize // 4 + (odd == "length")
     view = rows_of(dtype, (4, width), skipped=1 if odd == "place" else 0)
-    output = Output(name="x", field="x", index="record", dtype=dtype, shape=(4, width))
+    output = OutputSpec(name="x", field="x", index="record", dtype=dtype, shape=(4, width))
     index = torch.randperm(ROWS)[:count]
     batch = Gather(view, output, BATCH, None).direct()(index)
     assert batch.dtype == dtype
@@ -43,7 +43,7 @@ def test_a_batch_that_is_kept_is_not_written_over() -> None:
     width = 4 * WORDS_FROM_BYTES // 2
     view = rows_of(torch.float16, (width,))
     gather = Gather(
-        view, Output(name="x", field="x", index="record", dtype=torch.float16, shape=(width,)), 8, None
+        view, OutputSpec(name="x", field="x", index="record", dtype=torch.float16, shape=(width,)), 8, None
     )
     kept = [gather(torch.arange(begin, begin + 8)) for begin in range(0, ROWS, 8)]
     assert b"".join(map(bits, kept)) == bits(view)

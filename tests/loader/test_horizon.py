@@ -11,8 +11,8 @@ import torch
 from stoker.loader import Loader, Windows
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
-from stoker.loader.places import Share
-from stoker.loader.prefetch import Depth, Horizon, Reach
+from stoker.loader.order import RankShare
+from stoker.loader.prefetch import BlockLocator, RequestDepth, UpcomingBlocks
 from stoker.store import Cache
 from stoker.store.storage import LocalFile
 from tests.loader.caches import trajectories, write_cache
@@ -35,12 +35,12 @@ def varying(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return write_cache(tmp_path_factory.mktemp("varying"), fields, timed=("latent",), shards=(6, 9))
 
 
-def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[Reach, Horizon]:
+def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[BlockLocator, UpcomingBlocks]:
     design = design_of(loader)
-    reach = Reach(
+    reach = BlockLocator(
         design.cache, design.places, design.examples, stored_outputs(design.outputs), block_bytes=BLOCK
     )
-    return reach, Horizon(design.share, design.order.epoch, reach.blocks, lambda: most)
+    return reach, UpcomingBlocks(design.share, design.order.epoch, reach.blocks, lambda: most)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_horizon_goes_over_the_end_of_an_epoch_and_knows_every_next_use(wide: 
 def test_the_blocks_of_a_stretch_come_in_the_order_of_their_first_use(wide: Cache) -> None:
     loader = Loader(wide, batch_size=1, seed=2, tier="disk")
     reach, horizon = horizon_of(loader)
-    share: Share = design_of(loader).share
+    share: RankShare = design_of(loader).share
     ids = design_of(loader).order.epoch(0)
 
     one_by_one = [block for i in range(share.steps()) for block in reach.blocks(ids(i, i + 1)).tolist()]
@@ -127,7 +127,7 @@ def test_the_blocks_of_a_stretch_come_in_the_order_of_their_first_use(wide: Cach
 
 def test_as_much_is_under_way_as_the_way_holds() -> None:
     """A way of 100 MB/s whose answers take 0.2 s holds 20 MB."""
-    depth = Depth(least_bytes=4_000_000, most_bytes=400_000_000)
+    depth = RequestDepth(least_bytes=4_000_000, most_bytes=400_000_000)
     assert depth.bytes == 4_000_000
 
     for _ in range(40):

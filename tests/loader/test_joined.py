@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import stoker
-from stoker.encoders.keeping import keeping
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.joins import join_table

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from stoker.loader import Loader, RecordBatch, Windows, disk, options, serving
 from stoker.loader.design import Design, Engine
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
+from tests.kit import forked as subprocess
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, STEPS, TIMED, indices_of_records, values_of
 

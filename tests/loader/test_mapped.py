@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from stoker.loader import Loader, tiers
 from stoker.loader.places import find_places
 from stoker.loader.tiers import Memory, map_host, resident
 from stoker.store import Cache
+from tests.kit import forked as subprocess
 from tests.loader.caches import write_cache
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from stoker.errors import ConfigError, CorruptError, ResourceError
 from stoker.loader import Loader, Mixture, Windows, design
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Cache, open_cache
+from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
 

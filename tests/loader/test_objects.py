@@ -7,7 +7,6 @@ are slow ones.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from stoker.monitor import StallMeter
 from stoker.store import Cache
 from stoker.store.mirror import folder, root
 from stoker.units import KIB
+from tests.kit import forked as subprocess
 from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import S3Server, an_s3_server, missing
@@ -141,7 +141,7 @@ CHILD = """
 import json, sys, torch
 from pathlib import Path
 from stoker.errors import StalledError
-from stoker.loader import Loader, read_ahead
+from stoker.loader import Loader
 from tests.loader.objects import opened
 url, mirrors, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 cache, mirror = opened(url, mirrors)

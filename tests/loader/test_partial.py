@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import Loader, Normalise, Windows, partial
+from stoker.loader import Loader, Normalise, Windows, disk
 from stoker.loader.disk import Pieces
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
@@ -100,7 +100,7 @@ def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -
     expected = list(Loader(records, tier="disk", **common))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial, "GROUP_BYTES", held * 500)
+        patch.setattr(disk, "GROUP_BYTES", held * 500)
         loader = loader_at(records, data.draw(homes), **common)
         moves = sorted(data.draw(st.lists(st.integers(1, max(1, len(expected) - 1)), max_size=4)))
         got: list[Any] = []
@@ -191,7 +191,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
     expected = list(Loader(cache, tier="disk", **common))
     loader = loader_at(cache, ["device"] + ["host"] * 3 + ["disk"] * 2, **common)
     copied: list[tuple[int, int]] = []
-    far = partial.PartialBatches._far
+    far = disk.PartialBatches._far
 
     def noted(self: Any, records: Any, starts: Any, index: Any) -> Any:
         values, rows, read = far(self, records, starts, index)
@@ -199,7 +199,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
         assert rows is not None or len(records) < 2 * per_record
         return values, rows, read
 
-    monkeypatch.setattr(partial.PartialBatches, "_far", noted)
+    monkeypatch.setattr(disk.PartialBatches, "_far", noted)
     loader._serving.running()._pace.batches = 64
 
     got = list(loader)

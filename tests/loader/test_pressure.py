@@ -22,9 +22,9 @@ with open(sys.argv[2], "w") as file:
     file.write(str(os.getpid()))
 import torch
 torch.set_num_threads(1)
-from stoker.loader import Loader, watch
+from stoker.loader import Loader, placement
 from stoker.store import open_cache
-watch.LOOK_S = 0.05
+placement.LOOK_S = 0.05
 loader = Loader(open_cache(sys.argv[1]), batch_size=16, seed=1)
 epochs = {}
 until = time.monotonic() + 90

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import ConfigError, RecordError, StaleStateError
 from stoker.loader import Loader, Mixture, Pad, Windows
+from stoker.loader.assembly import pack, pad
 from stoker.loader.gather import RaggedGather
-from stoker.loader.points import pack, pad
 from stoker.store import Cache
 from tests.loader.caches import write_cache
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
-from stoker.loader.places import Share
+from stoker.loader.order import RankShare
 from tests.loader.caches import write_cache
 
 
-def share(rank: int = 0, **changes: object) -> Share:
+def share(rank: int = 0, **changes: object) -> RankShare:
     given: dict = {
         "positions": 50,
         "batch_size": 4,
@@ -23,10 +23,10 @@ def share(rank: int = 0, **changes: object) -> Share:
         "contiguous": False,
         "rank": rank,
     }
-    return Share(**{**given, **changes})
+    return RankShare(**{**given, **changes})
 
 
-def served(of: Share) -> list[np.ndarray]:
+def served(of: RankShare) -> list[np.ndarray]:
     """Every batch of a rank, through the same two calls that chunks use."""
 
     def ids(start: int, stop: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from stoker.loader import Loader, prefetch
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
-from stoker.loader.prefetch import Reach
+from stoker.loader.prefetch import BlockLocator
 from stoker.store.mirror import folder, root
 from stoker.units import KIB
 from tests.loader.objects import opened, settings, size_of, stored
@@ -31,8 +31,8 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
     design = design_of(Loader(cache, **settings(batch_size=8, order="block(64,192)")))
     outputs = stored_outputs(design.outputs)
 
-    def reach(block_bytes: int) -> Reach:
-        return Reach(cache, design.places, design.examples, outputs, block_bytes)
+    def reach(block_bytes: int) -> BlockLocator:
+        return BlockLocator(cache, design.places, design.examples, outputs, block_bytes)
 
     ahead = prefetch.read_ahead_of(cache, reach, design.share, design.order.epoch)
     assert ahead is not None

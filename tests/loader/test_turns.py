@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.loader import turns as module
-from stoker.loader.turns import Lap, Turns, apportion, make_turns, shares_of
+from stoker.loader import mixture as module
+from stoker.loader.mixture import Lap, Turns, make_turns, shares_of
+from stoker.loader.order import apportion
 
 laps = st.lists(
     st.builds(Lap, whole=st.integers(1, 9), tail=st.integers(0, 3), step=st.just(4)), min_size=1, max_size=4

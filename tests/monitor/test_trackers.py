@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.monitor.trackers import TrackedRun
-from stoker.monitor.tracking import Tracking
+from stoker.monitor.trackers import TrackedRun, Tracking
 
 SETTINGS: dict[str, Any] = {"training": {"lr": 0.1, "order": "full"}}
 ROWS = {3: {"training/stall": 0.5, "startup/cache_reused": 1.0}, 7: {"training/stall": 0.25}}

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.monitor.trackers import TrackedRun, check_trackers
-from stoker.monitor.tracking import Tracking, serve
+from stoker.monitor.trackers import TrackedRun, Tracking, check_trackers, serve
 
 TRACKERS = """
 import json, os, time

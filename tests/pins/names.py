@@ -25,8 +25,7 @@ from stoker import (
 )
 from stoker.cli.main import app
 from stoker.encoders.mesh import MeshEncoder
-from stoker.encoders.normalize import Normalized, Statistics
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder
 from stoker.errors import StokerError
 from stoker.loader import Normalise, Pad, Weights
 from stoker.loader.order import Draws, Order, epoch_on, parse_order

@@ -11,6 +11,7 @@ import torch
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
+from stoker.pipeline.context import Run
 from stoker.pipeline.loaders import make_loader, make_val_loader, read_numbers
 from stoker.pipeline.train import prepare, train_config
 from stoker.store import Cache
@@ -18,7 +19,7 @@ from tests.pipeline.conftest import Configure
 
 
 def caches_of(config: Config) -> tuple[Cache, Cache]:
-    train, val = prepare(config).caches
+    train, val = prepare(Run(config)).caches
     return train.cache, val.cache
 
 
@@ -33,12 +34,12 @@ def numbers(loader: Loader) -> list[int]:
 def test_noise_is_on_training_alone_and_normalization_on_both(configure: Configure) -> None:
     config = configure("training.transforms=[{kind: normalize}, {kind: noise, std: 3.0}]")
     train, val = caches_of(config)
-    plain = states(make_val_loader(configure(), val))
+    plain = states(make_val_loader(Run(configure()), val))
     statistics = train.statistics["latent"]["channels"]
     mean, std = torch.tensor(statistics["mean"]), torch.tensor(statistics["std"])
 
-    validated = states(make_val_loader(config, val, train_cache=train))
-    trained = states(make_loader(config, train))
+    validated = states(make_val_loader(Run(config), val, train_cache=train))
+    trained = states(make_loader(Run(config), train))
 
     assert torch.allclose(validated, (plain - mean) / std, atol=0.01)
     assert trained.std().item() == pytest.approx(10**0.5, rel=0.1)
@@ -47,7 +48,7 @@ def test_noise_is_on_training_alone_and_normalization_on_both(configure: Configu
 def test_a_run_with_transforms_trains(configure: Configure) -> None:
     transforms = "training.transforms=[{kind: normalize}, {kind: noise, std: 0.01, fields: [z0]}]"
 
-    result = train_config(configure(transforms, "training.epochs=2", "training.subset=0.5"))
+    result = train_config(Run(configure(transforms, "training.epochs=2", "training.subset=0.5")))
 
     assert result.report.epochs == 2
     assert result.report.val_nrmse is not None
@@ -59,20 +60,20 @@ def test_a_crop_that_makes_states_smaller_is_refused_before_the_first_step(confi
         with pytest.raises(
             ConfigError, match=r"crop of size 8 along axes .*a state is of shape \[\d+, \d+\]"
         ):
-            train_config(configure(f"training.transforms=[{crop}]", "training.max_steps=1"))
+            train_config(Run(configure(f"training.transforms=[{crop}]", "training.max_steps=1")))
 
 
 def test_a_subset_is_chosen_by_the_seed_of_the_data(configure: Configure) -> None:
     train, _ = caches_of(configure())
 
     found = {
-        seed: numbers(make_loader(configure("training.subset=0.4", f"data.seed={seed}"), train))
+        seed: numbers(make_loader(Run(configure("training.subset=0.4", f"data.seed={seed}")), train))
         for seed in (0, 1)
     }
 
     assert found[0] == subset(train, 0.4, seed=0).tolist()
     assert found[0] != found[1]
-    assert numbers(make_loader(configure("training.subset=0.4", "training.seed=5"), train)) == found[0]
+    assert numbers(make_loader(Run(configure("training.subset=0.4", "training.seed=5")), train)) == found[0]
 
 
 def test_files_choose_samples_and_weigh_them(configure: Configure, tmp_path: Path) -> None:
@@ -82,9 +83,9 @@ def test_files_choose_samples_and_weigh_them(configure: Configure, tmp_path: Pat
     (tmp_path / "weights.txt").write_text("0\n2.5\n1\n")
     settings = [f"training.indices_file={tmp_path}/indices.npy"]
 
-    assert numbers(make_loader(configure(*settings), train)) == chosen.tolist()
+    assert numbers(make_loader(Run(configure(*settings)), train)) == chosen.tolist()
     settings.append(f"training.weights_file={tmp_path}/weights.txt")
-    assert numbers(make_loader(configure(*settings), train)) == chosen[1:].tolist()
+    assert numbers(make_loader(Run(configure(*settings)), train)) == chosen[1:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,6 @@ def test_settings_that_contradict_each_other_are_refused(configure: Configure) -
     train, _ = caches_of(configure())
 
     with pytest.raises(ConfigError, match="both choose samples"):
-        make_loader(configure("training.subset=0.4", "training.indices_file=x"), train)
+        make_loader(Run(configure("training.subset=0.4", "training.indices_file=x")), train)
     with pytest.raises(ConfigError, match="a mean without a std"):
-        make_loader(configure("training.transforms=[{kind: normalize, mean: 1}]"), train)
+        make_loader(Run(configure("training.transforms=[{kind: normalize, mean: 1}]")), train)

@@ -75,6 +75,7 @@ def test_no_time_is_no_measurement() -> None:
         run_bench(None, seconds=0, picture=None)
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("tiers", [{}, {"host": figure(5e9, limit="gather", fraction=0.8, batch_s=1e-4)}])
 def test_a_picture_of_anything(tiers: dict[str, Figure], tmp_path: Path) -> None:
     found = {"gather": figure(6e9), "copy": figure(8e9, scatter=0.5)}

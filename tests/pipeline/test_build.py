@@ -7,14 +7,15 @@ import pytest
 
 from stoker.encoders.grid import GridEncoder
 from stoker.errors import EncoderError, SplitError, StokerError
-from stoker.pipeline.build import build_jobs, stem_of, tasks_of
-from stoker.pipeline.caches import batch_size_of, windows_of
+from stoker.pipeline.build import build_jobs
+from stoker.pipeline.context import Run, stem_of
+from stoker.schema import Field
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
 
 
 def test_caches_are_named_by_task_and_split(configure: Configure) -> None:
-    jobs = build_jobs(configure(), "burgers1d", ["train", "val"])
+    jobs = build_jobs(Run(configure()).for_task("burgers1d"), ["train", "val"])
 
     assert [(job.name, len(job.source)) for job in jobs] == [("burgers1d_train", 12), ("burgers1d_val", 4)]
 
@@ -36,13 +37,13 @@ def test_without_a_task_the_first_file_names_the_cache(files: str | list[str], n
 
 
 def test_a_task_that_is_given_wins_over_the_files_name(configure: Configure) -> None:
-    assert tasks_of(configure("data.files=raw/x.h5")) == ["x"]
-    assert tasks_of(configure("data.files=raw/x.h5", "data.task=mine")) == ["mine"]
-    assert tasks_of(configure("data.task=[a,b]")) == ["a", "b"]
+    assert [*Run(configure("data.files=raw/x.h5")).tasks] == ["x"]
+    assert [*Run(configure("data.files=raw/x.h5", "data.task=mine")).tasks] == ["mine"]
+    assert [*Run(configure("data.task=[a,b]")).tasks] == ["a", "b"]
 
 
 def test_all_splits_share_the_encoder(configure: Configure) -> None:
-    train, val = build_jobs(configure(), "burgers1d", ["train", "val"])
+    train, val = build_jobs(Run(configure()).for_task("burgers1d"), ["train", "val"])
 
     assert train.encoder is val.encoder
     assert isinstance(train.encoder, GridEncoder)
@@ -51,16 +52,16 @@ def test_all_splits_share_the_encoder(configure: Configure) -> None:
 
 def test_a_patch_that_does_not_divide_says_which_would(configure: Configure) -> None:
     with pytest.raises(EncoderError, match=r"does not divide.*patch=\(1, 4\)"):
-        build_jobs(configure("encoder.patch_size=5"), "burgers1d", ["train"])
+        build_jobs(Run(configure("encoder.patch_size=5")).for_task("burgers1d"), ["train"])
 
 
 def test_an_absent_split_is_an_error(configure: Configure) -> None:
     with pytest.raises(SplitError, match="train, val"):
-        len(build_jobs(configure(), "burgers1d", ["test"])[0].source)
+        len(build_jobs(Run(configure()).for_task("burgers1d"), ["test"])[0].source)
 
 
 def test_no_encoder_stores_samples_as_they_are(configure: Configure) -> None:
-    job = build_jobs(configure("encoder.kind=identity"), "burgers1d", ["train"])[0]
+    job = build_jobs(Run(configure("encoder.kind=identity")).for_task("burgers1d"), ["train"])[0]
 
     assert job.encoder is None
 
@@ -69,8 +70,8 @@ def test_val_is_normalised_by_statistics_of_train(configure: Configure, tmp_path
     write_burgers(tmp_path / "raw" / "burgers1d_val.h5", samples=4, seed=9)
     config = configure("data.normalize=true", "encoder.kind=identity")
 
-    val = build_jobs(config, "burgers1d", ["val"])[0]
-    train = build_jobs(config, "burgers1d", ["train", "val"])[0]
+    val = build_jobs(Run(config).for_task("burgers1d"), ["val"])[0]
+    train = build_jobs(Run(config).for_task("burgers1d"), ["train", "val"])[0]
 
     assert val.encoder is not None
     assert train.encoder is not None
@@ -82,10 +83,10 @@ def test_val_is_normalised_by_statistics_of_train(configure: Configure, tmp_path
 def test_statistics_are_fitted_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every start would read all raw data again to know the fingerprint."""
     config = configure("data.normalize=true")
-    first = build_jobs(config, "burgers1d", ["train"])[0]
+    first = build_jobs(Run(config).for_task("burgers1d"), ["train"])[0]
     monkeypatch.setattr("stoker.pipeline.build.fit_statistics", None)
 
-    again = build_jobs(config, "burgers1d", ["train"])[0]
+    again = build_jobs(Run(config).for_task("burgers1d"), ["train"])[0]
 
     assert first.encoder is not None
     assert again.encoder is not None
@@ -94,11 +95,11 @@ def test_statistics_are_fitted_once(configure: Configure, monkeypatch: pytest.Mo
 
 def test_damaged_statistics_are_fitted_again(configure: Configure, tmp_path: Path) -> None:
     config = configure("data.normalize=true")
-    first = build_jobs(config, "burgers1d", ["train"])[0]
+    first = build_jobs(Run(config).for_task("burgers1d"), ["train"])[0]
     kept = next((tmp_path / "data/latent_cache/.statistics").iterdir())
     kept.write_text(kept.read_text().replace("1", "2"))
 
-    again = build_jobs(config, "burgers1d", ["train"])[0]
+    again = build_jobs(Run(config).for_task("burgers1d"), ["train"])[0]
 
     assert first.encoder is not None
     assert again.encoder is not None
@@ -108,8 +109,9 @@ def test_damaged_statistics_are_fitted_again(configure: Configure, tmp_path: Pat
 def test_batch_trajectories_counts_as_the_earlier_systems_did(configure: Configure) -> None:
     config = load_without_batch_size(configure, "training.batch_trajectories=3", "training.time_stride=2")
 
-    assert windows_of(config).start_every == 2
-    assert batch_size_of(config, steps=9) == 3 * 4  # starts 0, 2, 4, 6 of 9 steps
+    assert Run(config).windows.start_every == 2
+    schema = {"data": Field(dtype="float32", shape=(9, 4), time=True)}
+    assert Run(config).batch_size(schema) == 3 * 4  # starts 0, 2, 4, 6 of 9 steps
 
 
 def load_without_batch_size(configure: Configure, *overrides: str) -> object:
@@ -127,4 +129,4 @@ def load_without_batch_size(configure: Configure, *overrides: str) -> object:
 
 def test_a_root_without_files_of_the_task_is_named(configure: Configure) -> None:
     with pytest.raises(StokerError, match="advection1d"):
-        build_jobs(configure("data.task=advection1d"), "advection1d", ["train"])
+        build_jobs(Run(configure("data.task=advection1d")).for_task("advection1d"), ["train"])

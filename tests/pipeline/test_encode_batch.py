@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from stoker.config import Config
 from stoker.encoders.module import ModuleEncoder
-from stoker.pipeline import encode_batch
+from stoker.pipeline import build
 from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import precompute_config
 from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.schema import Field
@@ -26,7 +27,7 @@ AUTO = "precompute.encode_batch=auto"
 
 
 def groups(config: Config) -> list[int]:
-    return [result.cache.recipe.group.samples for result in precompute_config(config).caches]
+    return [result.cache.recipe.group.samples for result in precompute_config(Run(config)).caches]
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(device)
         return EncodeBatch(samples=2 + len(calls), device=device, trials=(), why="test")
 
-    monkeypatch.setattr(encode_batch, "measure_encode_batch", measure)
+    monkeypatch.setattr(build, "measure_encode_batch", measure)
     return calls
 
 
 def test_what_is_measured_holds_for_all_later_runs(configure: Configure, measured: list[str]) -> None:
     assert groups(configure(AUTO, "data.split=train")) == [3, 3]
     assert groups(configure(AUTO)) == [3, 3]
-    assert not locate(configure(AUTO), "burgers1d", "train").missing
+    assert not locate(Run(configure(AUTO)).for_task("burgers1d"), "train").missing
     assert measured == ["cpu"]
     assert groups(configure(AUTO, "latent.dim=4")) == [4, 4]  # another encoder
 
@@ -54,7 +55,7 @@ def test_the_number_of_a_cache_that_is_there_is_kept(configure: Configure, measu
     by_rule = groups(configure("data.split=val"))
     assert groups(configure("precompute.encode_batch=5")) == [5, 5]
 
-    again = precompute_config(configure(AUTO))
+    again = precompute_config(Run(configure(AUTO)))
 
     assert [result.cache.recipe.group.samples for result in again.caches] == [5, 5]
     assert [result.encoded for result in again.caches] == [0, 0]
@@ -62,7 +63,7 @@ def test_the_number_of_a_cache_that_is_there_is_kept(configure: Configure, measu
 
 
 def test_nothing_is_measured_to_look(configure: Configure, measured: list[str], tmp_path: Path) -> None:
-    assert locate(configure(AUTO), "burgers1d", "train").missing == 12
+    assert locate(Run(configure(AUTO)).for_task("burgers1d"), "train").missing == 12
     assert measured == []
 
 

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from stoker.errors import ConfigError, CorruptError, DivergedError, Interrupted, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitReport, FitSettings, fit
+from stoker.pipeline.fitting import FitReport, fit
 from stoker.store import Cache
+from stoker.train.config import Schedule, TrainConfig
+from stoker.train.state import load_checkpoint, save_checkpoint
+from stoker.train.step import learning_rate
 from tests.loader.caches import write_cache
 
 ROWS, BATCH, STEPS = 60, 16, 4
-SETTINGS = FitSettings(epochs=3, lr=1e-2, warmup=0.2, save_every_s=0.0)
+SETTINGS = TrainConfig(epochs=3, lr=1e-2, warmup=0.2, save_every_s=0.0)
 
 
 class Line:
@@ -59,7 +62,7 @@ def run(
     cache: Cache,
     folder: Path | None,
     lesson: Line | None = None,
-    settings: FitSettings = SETTINGS,
+    settings: TrainConfig = SETTINGS,
     **given: Any,
 ) -> tuple[Line, FitReport, list[tuple[str, Any]]]:
     lesson, events = lesson or Line(), list[tuple[str, Any]]()
@@ -110,6 +113,42 @@ def test_broken_off_at_any_step_it_ends_with_the_same_weights_and_figures(
     assert end is die_before or again.steps == 3 * STEPS - step, "nothing that was done is done again"
 
 
+def test_a_checkpoint_of_an_earlier_version_is_continued(cache: Cache, tmp_path: Path) -> None:
+    """It lacks names that came later. Its batches, all of the last pass, still wait to be judged."""
+    whole, _, _ = run(cache, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(cache, tmp_path / "old", Line(before_step=stop_before(3 * STEPS)))
+    found = load_checkpoint(newest(tmp_path / "old")[0])
+    known = ("step", "epoch", "batch", "examples", "sums", "best", "best_epoch", "epochs", "extended", "row")
+    progress = {name: found.state["progress"][name] for name in known}
+    state = {**found.state, "progress": progress, "settings": {"epochs": 3}}
+    save_checkpoint(tmp_path / "old" / "checkpoints", "last", replace(found, state=state))
+
+    again, report, events = run(cache, tmp_path / "old")
+
+    assert again.steps == 0
+    assert report.epochs == 3
+    assert [row["epoch"] for row in of(events, "epoch")] == [3]
+    assert all(map(torch.equal, again.weights, whole.weights))
+
+
+def test_a_signal_while_it_is_judged_is_heeded_and_judging_done_again(cache: Cache, tmp_path: Path) -> None:
+    class Stopped(Line):
+        def judge(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+            signal.raise_signal(signal.SIGINT)
+            return super().judge(batches)
+
+    whole, _, _ = run(cache, tmp_path / "whole")
+    with pytest.raises(Interrupted, match="SIGINT after step 4 in epoch 1"):
+        run(cache, tmp_path / "broken", Stopped())
+
+    again, _, events = run(cache, tmp_path / "broken")
+
+    assert [row["epoch"] for row in of(events, "epoch")] == [1, 2, 3]
+    assert again.steps == 2 * STEPS
+    assert all(map(torch.equal, again.weights, whole.weights))
+
+
 def damage(folder: Path, name: str = "model.safetensors") -> None:
     data = bytearray((folder / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -154,7 +193,7 @@ def test_it_fails_when_checkpoints_are_gone_that_there_were(cache: Cache, tmp_pa
 def test_the_figures_of_an_epoch_are_told_after_its_checkpoint(cache: Cache, tmp_path: Path) -> None:
     _, _, events = run(cache, tmp_path)
 
-    kinds = [kind for kind, facts in events if kind == "epoch" or facts.get("kind") == "last"]
+    kinds = [kind for kind, _ in events if kind in ("epoch", "checkpoint")]
     assert kinds == ["checkpoint", "epoch"] * 3
     row = of(events, "epoch")[-1]
     assert row["tier"] == "host"
@@ -169,8 +208,8 @@ def test_quick_epochs_are_not_saved_one_by_one_but_the_best_and_the_last_are(
     rare = replace(SETTINGS, save_every_s=1e9, epochs=6)
     whole, _, told = run(cache, tmp_path / "whole", settings=replace(rare, save_every_s=0.0))
     _, report, events = run(cache, tmp_path / "rare", settings=rare)
-    saved = [(facts["kind"], facts["step"]) for facts in of(events, "checkpoint")]
-    assert saved == [("best", report.best_epoch * STEPS), ("last", 6 * STEPS)]
+    saved = [(kind, facts["step"]) for kind, facts in events if kind in ("best", "checkpoint")]
+    assert saved == [("best", report.best_epoch * STEPS), ("checkpoint", 6 * STEPS)]
     best = [f"{name}/checkpoints/best-{report.best_epoch * STEPS:09d}" for name in ("whole", "rare")]
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in best}) == 1
 
@@ -221,15 +260,16 @@ def test_a_checkpoint_of_another_network_is_refused(cache: Cache, tmp_path: Path
 
 
 def test_the_rate_rises_then_falls_or_stays() -> None:
-    rates = [SETTINGS.rate(step, 10) for step in range(10)]
-    flat = replace(SETTINGS, schedule="constant")
+    def rates(schedule: Schedule) -> list[float]:
+        return [learning_rate(step, 10, peak=1e-2, warmup=0.2, schedule=schedule) for step in range(10)]
 
-    assert rates[0] < rates[1] == 1e-2 > rates[5] > rates[9]
-    assert [flat.rate(step, 10) for step in (0, 1, 5, 9)] == [5e-3, 1e-2, 1e-2, 1e-2]
+    falls, stays = rates("cosine"), rates("constant")
+    assert falls[0] < falls[1] == 1e-2 > falls[5] > falls[9]
+    assert stays == [5e-3, *[1e-2] * 9]
 
 
 def test_patience_needs_something_to_judge_by(cache: Cache) -> None:
-    with pytest.raises(ConfigError, match="patience 0"):
+    with pytest.raises(ConfigError, match="patience is 1, and early stopping needs a validation set"):
         fit(Line(), Loader(cache, BATCH), None, replace(SETTINGS, patience=1))
 
     report = fit(Line(), Loader(cache, BATCH), None, SETTINGS)

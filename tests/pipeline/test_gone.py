@@ -11,6 +11,7 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
 from stoker.store.use import unused_for_s
@@ -22,7 +23,7 @@ from tests.store.kill_points import make_old
 @pytest.fixture
 def filled(configure: Configure, tmp_path: Path) -> Path:
     """Caches are there, raw data is not."""
-    fill_caches(configure(), ["train", "val"])
+    fill_caches(Run(configure()), ["train", "val"])
     shutil.rmtree(tmp_path / "raw")
     return tmp_path
 
@@ -31,7 +32,7 @@ def test_training_goes_on_without_the_raw_data(
     configure: Configure, filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "stoker"):
-        result = train_config(configure("training.max_steps=2"))
+        result = train_config(Run(configure("training.max_steps=2")))
 
     assert result.cache_reused
     assert [cache.source_gone for cache in result.caches] == [True, True]
@@ -48,27 +49,27 @@ def test_training_goes_on_without_the_raw_data(
 )  # fmt: skip
 def test_another_setting_does_not_match(configure: Configure, filled: Path, change: str) -> None:
     with pytest.raises(SourceError):
-        fill_caches(configure(change), ["train"])
+        fill_caches(Run(configure(change)), ["train"])
 
 
 def test_the_one_that_matches_is_chosen_among_several(configure: Configure, tmp_path: Path) -> None:
-    wanted = fill_caches(configure(), ["train"])[0]
-    fill_caches(configure("latent.dim=6"), ["train"])
+    wanted = fill_caches(Run(configure()), ["train"])[0]
+    fill_caches(Run(configure("latent.dim=6")), ["train"])
     shutil.rmtree(tmp_path / "raw")
 
-    found = fill_caches(configure(), ["train"])[0]
+    found = fill_caches(Run(configure()), ["train"])[0]
 
     assert found.cache.fingerprint == wanted.cache.fingerprint
 
 
 def test_only_the_one_that_is_chosen_counts_as_used(configure: Configure, tmp_path: Path) -> None:
-    wanted = fill_caches(configure(), ["train"])[0].cache.path
-    other = fill_caches(configure("latent.dim=6"), ["train"])[0].cache.path
+    wanted = fill_caches(Run(configure()), ["train"])[0].cache.path
+    other = fill_caches(Run(configure("latent.dim=6")), ["train"])[0].cache.path
     shutil.rmtree(tmp_path / "raw")
     make_old(wanted)
     make_old(other)
 
-    assert locate(configure(), "burgers1d", "train").folder == wanted
+    assert locate(Run(configure()).for_task("burgers1d"), "train").folder == wanted
 
     assert unused_for_s(wanted) < 60
     assert unused_for_s(other) > 86400
@@ -85,22 +86,22 @@ def test_only_the_one_that_is_chosen_counts_as_used(configure: Configure, tmp_pa
 )
 def test_the_split_rule_must_match(configure: Configure, tmp_path: Path, change: str, hit: bool) -> None:
     write_burgers(tmp_path / "one.h5", samples=20)
-    fill_caches(configure("data.files=one.h5"), ["train"])
+    fill_caches(Run(configure("data.files=one.h5")), ["train"])
     (tmp_path / "one.h5").unlink()
 
     located = None
     with contextlib.suppress(SourceError):
-        located = locate(configure("data.files=one.h5", change), "one", "train")
+        located = locate(Run(configure("data.files=one.h5", change)).for_task("one"), "train")
 
     assert (located is not None) is hit
 
 
 def test_normalised_caches_are_found_too(configure: Configure, tmp_path: Path) -> None:
     config = configure("data.normalize=true")
-    fill_caches(config, ["train", "val"])
+    fill_caches(Run(config), ["train", "val"])
     shutil.rmtree(tmp_path / "raw")
 
-    assert [result.source_gone for result in fill_caches(config, ["train", "val"])] == [True, True]
+    assert [result.source_gone for result in fill_caches(Run(config), ["train", "val"])] == [True, True]
 
 
 def test_an_incomplete_cache_is_no_replacement(configure: Configure, filled: Path) -> None:
@@ -109,26 +110,26 @@ def test_an_incomplete_cache_is_no_replacement(configure: Configure, filled: Pat
             index.unlink()
 
     with pytest.raises(SourceError, match="raw"):
-        fill_caches(configure(), ["train"])
+        fill_caches(Run(configure()), ["train"])
 
 
 def test_damaged_raw_data_is_not_gone(configure: Configure, tmp_path: Path) -> None:
     """Else a broken disk would go unnoticed."""
-    fill_caches(configure(), ["train"])
+    fill_caches(Run(configure()), ["train"])
     (tmp_path / "raw" / "burgers1d_train.h5").write_bytes(b"not HDF5 at all")
 
     with pytest.raises(SourceError):
-        fill_caches(configure(), ["train"])
+        fill_caches(Run(configure()), ["train"])
 
 
 def test_a_part_that_is_missing_is_an_error_not_the_cache_of_the_rest(
     configure: Configure, tmp_path: Path
 ) -> None:
     write_burgers(tmp_path / "a.h5", samples=20)
-    fill_caches(configure("data.files=a.h5"), ["train"])
+    fill_caches(Run(configure("data.files=a.h5")), ["train"])
 
     with pytest.raises(SourceError, match=r"b\.h5 does not exist"):
-        fill_caches(configure("data.files=[a.h5,b.h5]"), ["train"])
+        fill_caches(Run(configure("data.files=[a.h5,b.h5]")), ["train"])
 
 
 @pytest.mark.parametrize(
@@ -151,13 +152,13 @@ def test_all_named_files_must_be_in_the_cache(
     for seed, file in enumerate(files):
         file.parent.mkdir(exist_ok=True)
         write_burgers(file, samples=20, seed=seed)
-    fill_caches(configure(f"data.files={made}", "data.task=t"), ["train"])
+    fill_caches(Run(configure(f"data.files={made}", "data.task=t")), ["train"])
     for file in files:
         file.unlink()
 
     located = None
     with contextlib.suppress(SourceError):
-        located = locate(configure(f"data.files={asked}", "data.task=t"), "t", "train")
+        located = locate(Run(configure(f"data.files={asked}", "data.task=t")).for_task("t"), "train")
 
     assert (located is not None) is hit
 
@@ -182,11 +183,11 @@ def test_the_declared_layout_must_match(
 ) -> None:
     preset = ["data.preset=pdebench"] if "{tensor" in made else []
     write_burgers(tmp_path / "one.h5", samples=20)
-    fill_caches(configure("data.files=one.h5", made, *preset), ["train"])
+    fill_caches(Run(configure("data.files=one.h5", made, *preset)), ["train"])
     (tmp_path / "one.h5").unlink()
 
     located = None
     with contextlib.suppress(SourceError):
-        located = locate(configure("data.files=one.h5", asked, *preset), "one", "train")
+        located = locate(Run(configure("data.files=one.h5", asked, *preset)).for_task("one"), "train")
 
     assert (located is not None) is hit

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.errors import ConfigError, SourceError
 from stoker.extras.import_pt.run import ImportSettings, PtReader, Refused, import_pt
 from stoker.loader import Loader, Windows
-from stoker.pipeline.keep import repair_cache
+from stoker.pipeline.precompute import repair_cache
 from stoker.units import MIB
 
 STEPS, TOKENS, WIDTH = 9, 4, 8

@@ -9,15 +9,14 @@ import pytest
 
 from stoker.errors import SourceError, arg
 from stoker.extras.radio.demo import RadioSpec
-from stoker.pipeline.bench import BenchResult, Figure
-from stoker.pipeline.caches import CacheFolder, CacheSummary
+from stoker.pipeline.bench import BenchResult, EncodeBench, Figure
+from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
 from stoker.pipeline.staging import StageReport, StageResult
-from stoker.pipeline.tracking import Phase
-from stoker.pipeline.train import TrainResult
+from stoker.pipeline.train import Phase, TrainResult
 from stoker.pipeline.validate import Row, Validation
-from stoker.pipeline.why import Explanation
 from stoker.precompute.background import SpotReport
+from stoker.precompute.measure import EncodeBatch
 from stoker.schema import Field
 from stoker.store import Difference
 from stoker.train.config import TrainReport
@@ -104,9 +103,19 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         PrecomputeResult(
-            caches=(), failed=(TaskFailure(task="a", error=SourceError(f"use {arg('preset', 'well')}")),)
+            caches=(), failed=(TaskFailure(task="a", cause=SourceError(f"use {arg('preset', 'well')}")),)
         ),
         {"caches": [], "failed": [{"task": "a", "error": "use data.preset=well", "exit_code": 3}]},
+    ),
+    (
+        EncodeBench(
+            task="a", settled=None, fixed_rule=8,
+            found=EncodeBatch(samples=4, device="cpu", trials=(), why="memory ends"),
+        ),
+        {
+            "samples": 4, "device": "cpu", "trials": [], "why": "memory ends", "task": "a",
+            "setting": "precompute.encode_batch=4", "fixed_rule": 8, "in_force": None,
+        },
     ),
     (
         Validation(rows=(Row(check="disk", status="fail", detail="full", exit_code=6),)),

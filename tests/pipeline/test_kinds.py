@@ -10,7 +10,7 @@ import torch
 from stoker.config import Config, load_config
 from stoker.encoders.features import FeatureEncoder
 from stoker.errors import ConfigError
-from stoker.pipeline.build import tasks_of
+from stoker.pipeline.context import Run
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import train_config
@@ -42,13 +42,13 @@ def loaded(path: Path, *overrides: str) -> Config:
 def test_images_are_cached_by_split_under_the_folders_name_and_boxes_keep_their_precision(
     settings: Path,
 ) -> None:
-    caches = precompute_config(loaded(settings)).caches
+    caches = precompute_config(Run(loaded(settings))).caches
 
-    assert tasks_of(loaded(settings)) == ["cells"]
+    assert [*Run(loaded(settings)).tasks] == ["cells"]
     assert [(cache.name, cache.count) for cache in caches] == [("cells_train", 6), ("cells_val", 4)]
     assert caches[0].cache[0]["boxes"].dtype == torch.float32
     assert caches[0].cache[0]["boxes"][0].tolist() == [8, 4, 24, 20.5]
-    assert precompute_config(loaded(settings)).caches[0].encoded == 0
+    assert precompute_config(Run(loaded(settings))).caches[0].encoded == 0
 
 
 def test_images_become_features_of_a_local_model(settings: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_images_become_features_of_a_local_model(settings: Path, tmp_path: Path)
     text = settings.read_text().replace("[24, 32]", "[28, 42]").replace("{readers", "{keep: image, readers")
     settings.write_text(f"{text}encoder: {{kind: features, folder: {folder}, pooling: mean}}\n")
 
-    first = precompute_config(loaded(settings)).caches
+    first = precompute_config(Run(loaded(settings))).caches
 
     encoder = FeatureEncoder(folder, "mean")
     for cache in (one.cache for one in first):
@@ -66,11 +66,11 @@ def test_images_become_features_of_a_local_model(settings: Path, tmp_path: Path)
         found = torch.stack([cache[n]["features"] for n in range(len(cache))])
         torch.testing.assert_close(found, encoder.encode({"image": images})["features"], rtol=0, atol=1e-5)
         assert "boxes" in cache.schema
-    assert [one.encoded for one in precompute_config(loaded(settings)).caches] == [0, 0]
-    other = precompute_config(loaded(settings, "encoder.pooling=tokens")).caches[0]
+    assert [one.encoded for one in precompute_config(Run(loaded(settings))).caches] == [0, 0]
+    other = precompute_config(Run(loaded(settings, "encoder.pooling=tokens"))).caches[0]
     assert other.cache[0]["features"].shape == (7, 16)
     with pytest.raises(ConfigError, match=r"needs encoder\.folder, a local folder"):
-        precompute_config(loaded(settings, "encoder.folder=null"))
+        precompute_config(Run(loaded(settings, "encoder.folder=null")))
 
 
 def test_a_storage_dtype_can_be_given_for_all_or_for_one_field(settings: Path) -> None:
@@ -78,13 +78,13 @@ def test_a_storage_dtype_can_be_given_for_all_or_for_one_field(settings: Path) -
     one = loaded(settings, "training.latent_cache_dtype={boxes: float16}")
 
     for config in (every, one):
-        assert precompute_config(config).caches[0].cache[0]["boxes"].dtype == torch.float16
+        assert precompute_config(Run(config)).caches[0].cache[0]["boxes"].dtype == torch.float16
 
 
 def test_plan_counts_images_and_validate_passes(settings: Path) -> None:
-    precompute_config(loaded(settings))
+    precompute_config(Run(loaded(settings)))
 
-    assert plan_config(loaded(settings)).records == 6
+    assert plan_config(Run(loaded(settings))).records == 6
     checked = validate_config(settings)
     assert checked.exit_code == 0
     (windows,) = [row for row in checked.rows if row.check == "windows"]
@@ -93,7 +93,7 @@ def test_plan_counts_images_and_validate_passes(settings: Path) -> None:
 
 def test_train_says_that_there_is_no_operator_before_it_encodes(settings: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none with time.*stoker precompute.*stoker\.Loader"):
-        train_config(loaded(settings))
+        train_config(Run(loaded(settings)))
 
     assert not (tmp_path / "cache" / "cells_train").exists()
 

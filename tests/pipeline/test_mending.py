@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import CorruptError
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import fill_caches, precompute_config
 from stoker.store import Cache, open_cache
 from stoker.store.maintain import repair
@@ -17,7 +18,7 @@ def test_precompute_and_train_make_a_removed_shard_again(
     configure: Configure, retry: bool, damaged: bool
 ) -> None:
     config = configure("data.split=train")
-    cache = next(c.cache for c in precompute_config(config, splits=["train"]).caches)
+    cache = next(c.cache for c in precompute_config(Run(config), splits=["train"]).caches)
     first = cache[0]
     entry = cache.index.shards[0]
     path = cache.path / entry.file
@@ -29,7 +30,7 @@ def test_precompute_and_train_make_a_removed_shard_again(
             open_cache(cache.path)[0]
     path.unlink()
 
-    (mended,) = fill_caches(config, ["train"], training=not retry)
+    (mended,) = fill_caches(Run(config), ["train"], training=not retry)
 
     assert (mended.encoded, mended.reused) == (entry.rows, len(cache) - entry.rows)
     assert mended.cache.verify().ok
@@ -54,14 +55,14 @@ def flip(cache: Cache, number: int) -> None:
 def test_damage_that_precompute_meets_is_encoded_again_in_the_same_run(configure: Configure) -> None:
     """The statistics of a shard with a record set aside are counted anew, which reads its other records."""
     config = configure("data.split=train")
-    (first,) = fill_caches(config, ["train"])
+    (first,) = fill_caches(Run(config), ["train"])
     numbers = first.cache.numbers.tolist()
     before = {number: first.cache[number]["latent"].tolist() for number in numbers}
     flip(first.cache, numbers[1])
     assert repair(first.cache.path).missing == [numbers[1]]
     flip(open_cache(first.cache.path, require_complete=False), numbers[3])
 
-    (mended,) = fill_caches(config, ["train"])
+    (mended,) = fill_caches(Run(config), ["train"])
 
     assert (mended.cache.complete, mended.encoded) == (True, 2)
     assert mended.cache.verify().ok

@@ -14,6 +14,7 @@ import stoker
 from stoker.config import load_config
 from stoker.encoders.mesh import mesh_encoder_for
 from stoker.errors import ConfigError
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
 from stoker.schema import unfolded
@@ -48,13 +49,13 @@ def test_training_reports_errors_at_the_points(
     example.write(tmp_path, 10)
     config = load_config(tmp_path / f"{name}.yaml", SMALL)
 
-    report = train_config(config).report
+    report = train_config(Run(config)).report
 
     assert report.physical_nrmse is not None
     assert report.physical_rollout_nrmse is not None
     assert report.physical_persistence_nrmse is not None
     cache = stoker.open_cache(tmp_path / "cache" / f"{kind}_val")
-    source = fill_caches(config, ["val"])[0].cache.filler.source  # pyright: ignore
+    source = fill_caches(Run(config), ["val"])[0].cache.filler.source  # pyright: ignore
     encoder = mesh_encoder_for(source.schema(), tokens=config.latent.tokens, dim=config.latent.dim)
     wrong = size = still = moved = 0.0
     for number in cache.numbers.tolist():
@@ -94,7 +95,7 @@ def test_an_operator_on_raw_points_is_told_to_encode_them(example: ModuleType, t
     example.write(tmp_path, 8)
 
     with pytest.raises(ConfigError, match=r"encoder\.kind=mesh"):
-        train_config(load_config(tmp_path / "mesh.yaml", [*SMALL, "encoder.kind=identity"]))
+        train_config(Run(load_config(tmp_path / "mesh.yaml", [*SMALL, "encoder.kind=identity"])))
 
 
 def test_records_in_float16_keep_their_coordinates(example: ModuleType, tmp_path: Path) -> None:

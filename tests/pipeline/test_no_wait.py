@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError
+from stoker.pipeline.context import Run
 from stoker.pipeline.loaders import check_beside
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
@@ -16,13 +17,15 @@ from tests.pipeline.conftest import Configure
 
 
 def test_a_run_trains_at_once_and_leaves_complete_caches(configure: Configure) -> None:
-    result = train_config(configure("precompute.wait=false", "training.epochs=2", "precompute.readers=1"))
+    result = train_config(
+        Run(configure("precompute.wait=false", "training.epochs=2", "precompute.readers=1"))
+    )
 
     assert result.report.epochs == 2
     assert [cache.cache.complete for cache in result.caches] == [True, True]
     assert all(cache.encoded == len(cache.cache) for cache in result.caches)
     assert result.reason.endswith("from the fastest tier") or "host" in result.reason
-    assert not any(cache.encoded for cache in fill_caches(configure(), ["train", "val"]))
+    assert not any(cache.encoded for cache in fill_caches(Run(configure()), ["train", "val"]))
 
 
 @pytest.mark.parametrize(
@@ -38,17 +41,17 @@ def test_what_needs_the_whole_cache_is_refused_until_it_is_complete(
     early = configure("precompute.wait=false", "precompute.readers=1", "training.epochs=1", setting)
 
     with pytest.raises(ConfigError, match=rf"{names} .* of \d+ records.*Leave --no-wait .*{cure}"):
-        train_config(early)
+        train_config(Run(early))
 
-    fill_caches(configure(), ["train", "val"])
-    assert train_config(early).report.epochs == 1
+    fill_caches(Run(configure()), ["train", "val"])
+    assert train_config(Run(early)).report.epochs == 1
 
 
 def test_what_cannot_be_served_beside_the_filling_is_refused_before_it_begins(
     configure: Configure, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"training\.order=static needs a complete cache.*Leave --no-wait"):
-        train_config(configure("precompute.wait=false", "training.order=static"))
+        train_config(Run(configure("precompute.wait=false", "training.order=static")))
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
@@ -59,8 +62,8 @@ def test_ranks_and_lengths_that_vary_are_refused_as_well(configure: Configure) -
     fixed = {"latent": Field(shape=(9, 4, 6), dtype="float32", time=True)}
     varying = {"latent": Field(shape=(-1, 4, 6), dtype="float32", time=True, ragged=True)}
 
-    check_beside(configure("training.weights_file=weights.npy"), fixed, ALONE)
+    check_beside(Run(configure("training.weights_file=weights.npy"), ranks=ALONE), fixed)
     with pytest.raises(ConfigError, match="training with 2 ranks needs a complete cache"):
-        check_beside(configure(), fixed, Two())
+        check_beside(Run(configure(), ranks=Two()), fixed)
     with pytest.raises(ConfigError, match="trajectories of varying length needs a complete cache"):
-        check_beside(configure(), varying, ALONE)
+        check_beside(Run(configure(), ranks=ALONE), varying)

@@ -14,13 +14,14 @@ import torch
 import stoker
 from stoker.config import load_config
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import SteadyEncoder
 from stoker.errors import ConfigError, EncoderError
 from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.train import train_config
 from stoker.schema import Field
 from stoker.train.config import TrainConfig
-from stoker.train.loop import train
+from stoker.train.run import train
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -78,7 +79,7 @@ MORE = {
 def test_one_command_comes_to_a_physical_error(
     made: ModuleType, tmp_path: Path, make: Callable[..., Path], name: str, more: tuple[str, ...]
 ) -> None:
-    report = train_config(settings(make(made, tmp_path), name, tmp_path, *more)).report
+    report = train_config(Run(settings(make(made, tmp_path), name, tmp_path, *more))).report
 
     assert report.physical_nrmse is not None
     assert report.physical_persistence_nrmse is not None
@@ -90,8 +91,8 @@ def test_one_command_comes_to_a_physical_error(
 
 def test_a_steady_problem_is_a_pair_of_latents_without_time(made: ModuleType, tmp_path: Path) -> None:
     config = settings(made.darcy(tmp_path, 48), "train_darcy.yaml", tmp_path)
-    report = train_config(config).report
-    located = locate(config, "darcy2d", "train")
+    report = train_config(Run(config)).report
+    located = locate(Run(config).for_task("darcy2d"), "train")
     cache = located.cache
     assert cache is not None
 
@@ -104,14 +105,16 @@ def test_a_steady_problem_is_a_pair_of_latents_without_time(made: ModuleType, tm
         torch.testing.assert_close(back, torch.from_numpy(source.read(0)[field]), atol=2e-3, rtol=2e-3)
     # the baseline is the mean solution, and an untrained operator is as good as that
     solutions = torch.stack([cache[n]["latent"] for n in cache.numbers.tolist()]).double()
-    val = locate(config, "darcy2d", "val").cache
+    val = locate(Run(config).for_task("darcy2d"), "val").cache
     assert val is not None
     truth = torch.stack([val[n]["latent"] for n in val.numbers.tolist()]).double()
     mean = float((truth - solutions.mean(0)).norm() / truth.norm())
     assert report.persistence_nrmse == pytest.approx(mean, rel=0.05)
 
     with pytest.raises(ConfigError, match=r"data\.input"):
-        train_config(settings(Path(str(config.data.files)), "train_darcy.yaml", tmp_path, "data.input=null"))
+        train_config(
+            Run(settings(Path(str(config.data.files)), "train_darcy.yaml", tmp_path, "data.input=null"))
+        )
     loader = stoker.Loader(cache, 16, seed=1)
     again = train(loader, None, TrainConfig(epochs=1, width=16, depth=1), tmp_path / "by-hand")
     assert again.steps == len(loader)
@@ -119,7 +122,7 @@ def test_a_steady_problem_is_a_pair_of_latents_without_time(made: ModuleType, tm
     with pytest.raises(ConfigError, match=r"windows=stoker\.Windows\(\)"):
         train(stoker.Loader(plain, 16), None, TrainConfig(epochs=1), tmp_path / "refused")
     Path(str(config.data.files)).unlink()
-    assert locate(config, "darcy2d", "train").source_gone
+    assert locate(Run(config).for_task("darcy2d"), "train").source_gone
 
 
 def test_a_field_with_time_is_no_input_of_a_steady_problem() -> None:
@@ -147,7 +150,7 @@ def test_what_a_problem_cannot_train_is_refused(
     made: ModuleType, tmp_path: Path, more: tuple[str, ...], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        train_config(settings(made.darcy(tmp_path, 24), "train_darcy.yaml", tmp_path, *more))
+        train_config(Run(settings(made.darcy(tmp_path, 24), "train_darcy.yaml", tmp_path, *more)))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

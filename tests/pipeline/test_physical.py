@@ -14,6 +14,7 @@ import torch
 
 from stoker.pipeline import physical
 from stoker.pipeline.build import build_jobs
+from stoker.pipeline.context import Run
 from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
@@ -24,8 +25,8 @@ SMALL = ("training.max_steps=4", "latent.dim=6")
 
 def lost(configure: Configure, *settings: str) -> float:
     """What records of the validation set lose, over the samples that are compared (all four)."""
-    (job,) = build_jobs(configure(*settings), "burgers1d", ["val"])
-    (cache,) = (result.cache for result in fill_caches(configure(*settings), ["val"]))
+    (job,) = build_jobs(Run(configure(*settings)).for_task("burgers1d"), ["val"])
+    (cache,) = (result.cache for result in fill_caches(Run(configure(*settings)), ["val"]))
     encoder: Any = job.encoder
     raw = torch.stack([torch.from_numpy(job.source.read(n)["data"]) for n in range(4)]).double()
     back = torch.stack([encoder.decode(cache[n]["latent"]) for n in range(4)]).double()
@@ -33,7 +34,7 @@ def lost(configure: Configure, *settings: str) -> float:
 
 
 def test_training_reports_both_spaces_and_what_the_encoder_loses(configure: Configure) -> None:
-    result = train_config(configure(*SMALL))
+    result = train_config(Run(configure(*SMALL)))
 
     report = result.report
     assert report.physical_nrmse is not None
@@ -63,7 +64,7 @@ physical.physical_space(open_cache(sys.argv[1]))
 
 def test_a_program_that_ends_while_it_is_measured_is_no_abort(configure: Configure) -> None:
     """As when the first step fails: the error counts, not a thread that ends inside torch."""
-    (cache,) = (result.cache for result in fill_caches(configure(*SMALL), ["val"]))
+    (cache,) = (result.cache for result in fill_caches(Run(configure(*SMALL)), ["val"]))
     for _ in range(2):
         words = [sys.executable, "-c", EXIT_WHILE_MEASURING, str(cache.path)]
         subprocess.run(words, timeout=60, check=True)
@@ -71,12 +72,14 @@ def test_a_program_that_ends_while_it_is_measured_is_no_abort(configure: Configu
 
 @pytest.mark.slow
 def test_it_needs_no_raw_data_and_kept_fields_stand_in_for_it(configure: Configure, tmp_path: Path) -> None:
-    before = train_config(configure(*SMALL)).report
-    kept = train_config(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept")).report
+    before = train_config(Run(configure(*SMALL))).report
+    kept = train_config(Run(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept"))).report
     shutil.rmtree(tmp_path / "raw")
 
-    after = train_config(configure(*SMALL, "training.run_dir=after")).report
-    kept_after = train_config(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept-after")).report
+    after = train_config(Run(configure(*SMALL, "training.run_dir=after"))).report
+    kept_after = train_config(
+        Run(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept-after"))
+    ).report
 
     assert after.physical_nrmse == before.physical_nrmse == kept.physical_nrmse
     assert after.reconstruction_nrmse is None
@@ -86,8 +89,8 @@ def test_it_needs_no_raw_data_and_kept_fields_stand_in_for_it(configure: Configu
 
 def test_fields_come_in_units_of_the_data(configure: Configure) -> None:
     config = configure("data.normalize=true", "latent.dim=8", "training.latent_cache_dtype=float32")
-    (job,) = build_jobs(config, "burgers1d", ["val"])
-    (cache,) = (result.cache for result in fill_caches(config, ["val"]))
+    (job,) = build_jobs(Run(config).for_task("burgers1d"), ["val"])
+    (cache,) = (result.cache for result in fill_caches(Run(config), ["val"]))
 
     space = physical_space(cache)
 
@@ -100,7 +103,7 @@ def test_fields_come_in_units_of_the_data(configure: Configure) -> None:
 
 
 def test_without_a_decoder_there_are_no_such_errors(configure: Configure) -> None:
-    report = train_config(configure("encoder.kind=identity", "training.max_steps=2")).report
+    report = train_config(Run(configure("encoder.kind=identity", "training.max_steps=2"))).report
 
     assert report.physical_nrmse is None
     assert "physical" not in (report.run_dir / "report.html").read_text()
@@ -108,10 +111,10 @@ def test_without_a_decoder_there_are_no_such_errors(configure: Configure) -> Non
 
 def test_weights_that_are_gone_cost_the_figures_alone(configure: Configure) -> None:
     config = configure(*SMALL)
-    fill_caches(config, ["train", "val"])
+    fill_caches(Run(config), ["train", "val"])
     shutil.rmtree(Path(config.training.latent_cache_dir) / "encoders")
 
-    report = train_config(config).report
+    report = train_config(Run(config)).report
 
     assert report.val_nrmse is not None
     assert report.physical_nrmse is None
@@ -124,7 +127,7 @@ def test_raw_data_that_does_not_answer_costs_one_figure(
     monkeypatch.setattr(physical, "WAIT_S", 0.1)
     monkeypatch.setattr(physical._Reconstruction, "_measure", lambda _: gate.wait(30))
 
-    report = train_config(configure(*SMALL)).report
+    report = train_config(Run(configure(*SMALL))).report
 
     assert report.physical_nrmse is not None
     assert report.reconstruction_nrmse is None

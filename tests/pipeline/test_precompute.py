@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import IncompleteError
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import fill_caches, precompute_config, wanted_splits
 from stoker.pipeline.train import prepare
 from stoker.sources.hdf5 import HDF5Source
@@ -15,7 +16,7 @@ from tests.pipeline.conftest import Configure
 @pytest.fixture
 def flaky(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """A train cache of which sample 3 is set aside: its disk failed for a while."""
-    fill_caches(configure(), ["val"])
+    fill_caches(Run(configure()), ["val"])
     read = HDF5Source.read
 
     def fail(self: HDF5Source, number: int, *args: Any) -> Any:
@@ -25,12 +26,12 @@ def flaky(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(HDF5Source, "read", fail)
-        result = fill_caches(configure("precompute.max_quarantined=0.5"), ["train"])[0]
+        result = fill_caches(Run(configure("precompute.max_quarantined=0.5")), ["train"])[0]
     assert [failure["number"] for failure in result.failures] == [3]
 
 
 def test_training_takes_the_cache_as_it_is(configure: Configure, flaky: None) -> None:
-    caches = prepare(configure("precompute.max_quarantined=0.5")).caches
+    caches = prepare(Run(configure("precompute.max_quarantined=0.5"))).caches
 
     assert (caches[0].encoded, len(caches[0].cache)) == (0, 11)
 
@@ -38,7 +39,7 @@ def test_training_takes_the_cache_as_it_is(configure: Configure, flaky: None) ->
 def test_precompute_tries_once_more_what_failed_for_a_passing_reason(
     configure: Configure, flaky: None
 ) -> None:
-    cache = precompute_config(configure("precompute.max_quarantined=0.5")).caches[0]
+    cache = precompute_config(Run(configure("precompute.max_quarantined=0.5"))).caches[0]
 
     assert (cache.encoded, cache.reused, len(cache.failures)) == (1, 11, 0)
 
@@ -52,17 +53,17 @@ def test_training_refuses_more_quarantined_samples_than_allowed(
     monkeypatch.setattr(HDF5Source, "read", fail)
 
     with pytest.raises(IncompleteError, match="quarantined"):
-        prepare(configure("precompute.max_quarantined=0.01"))
+        prepare(Run(configure("precompute.max_quarantined=0.01")))
 
 
 def test_precompute_makes_what_training_needs(configure: Configure) -> None:
-    assert wanted_splits(configure()) == ["train", "val"]
-    assert wanted_splits(configure("data.split=val")) == ["val"]
-    assert wanted_splits(configure("data.split=[train,valid]")) == ["train", "val"]
+    assert wanted_splits(Run(configure())) == ["train", "val"]
+    assert wanted_splits(Run(configure("data.split=val"))) == ["val"]
+    assert wanted_splits(Run(configure("data.split=[train,valid]"))) == ["train", "val"]
 
-    precompute_config(configure())
+    precompute_config(Run(configure()))
 
-    assert [cache.encoded for cache in prepare(configure()).caches] == [0, 0]
+    assert [cache.encoded for cache in prepare(Run(configure())).caches] == [0, 0]
 
 
 def test_several_tasks_have_caches_of_their_own(configure: Configure) -> None:
@@ -71,7 +72,7 @@ def test_several_tasks_have_caches_of_their_own(configure: Configure) -> None:
     for split in ("train", "val"):
         shutil.copyfile(f"raw/burgers1d_{split}.h5", f"raw/advection_{split}.h5")
 
-    caches = precompute_config(configure("data.task=[burgers1d,advection]")).caches
+    caches = precompute_config(Run(configure("data.task=[burgers1d,advection]"))).caches
 
     assert [c.name for c in caches] == [
         "burgers1d_train",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from stoker.pipeline import plan as plan_module
+from stoker.pipeline.context import Run
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import fill_caches
 from stoker.plan import probe
@@ -24,13 +25,13 @@ def by_dtype(result: Any) -> dict[str, Any]:
 
 
 def test_bytes_and_errors_are_what_storing_so_really_comes_to(configure: Configure) -> None:
-    fill_caches(configure(*WIDE), ["train"])
+    fill_caches(Run(configure(*WIDE)), ["train"])
 
-    told = by_dtype(plan_config(configure(*WIDE)))
+    told = by_dtype(plan_config(Run(configure(*WIDE))))
 
     assert [*told] == ["float16", "int8", "float8_e4m3fn"]
     for dtype, one in told.items():
-        (made,) = fill_caches(configure(*WIDE[:2], f"training.latent_cache_dtype={dtype}"), ["train"])
+        (made,) = fill_caches(Run(configure(*WIDE[:2], f"training.latent_cache_dtype={dtype}")), ["train"])
         records = made.cache.recipe.columns
         assert one.bytes == len(made.cache) * sum(f.size_bytes() for f in records.values())
         error = made.cache.index.error["latent"]
@@ -41,7 +42,7 @@ def test_bytes_and_errors_are_what_storing_so_really_comes_to(configure: Configu
 
 
 def test_before_encoding_bytes_are_known_and_errors_are_not(configure: Configure) -> None:
-    result = plan_config(configure(*WIDE))
+    result = plan_config(Run(configure(*WIDE)))
 
     assert by_dtype(result)["int8"].max_error is None
     assert by_dtype(result)["int8"].bytes < result.plan.to_json()["bytes"]  # type: ignore[operator]
@@ -52,8 +53,8 @@ def test_it_says_which_tier_the_records_would_fit(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the records fit in memory as float32; all of them do as int8."""
-    fill_caches(configure(*WIDE), ["train"])
-    size = plan_config(configure(*WIDE)).plan.to_json()["bytes"]
+    fill_caches(Run(configure(*WIDE)), ["train"])
+    size = plan_config(Run(configure(*WIDE))).plan.to_json()["bytes"]
     assert isinstance(size, int)
     monkeypatch.setattr(
         plan_module,
@@ -61,7 +62,7 @@ def test_it_says_which_tier_the_records_would_fit(
         lambda **given: replace(probe(**given), host_bytes=size // 2, host_total_bytes=size),
     )
 
-    result = plan_config(configure(*WIDE, "training.reserve_bytes=0"))
+    result = plan_config(Run(configure(*WIDE, "training.reserve_bytes=0")))
 
     assert result.plan.records_by_tier()["disk"] == 6
     assert by_dtype(result)["int8"].plan.records_by_tier()["host"] == 12
@@ -71,22 +72,22 @@ def test_it_says_which_tier_the_records_would_fit(
 
 
 def test_the_bound_that_was_set_is_kept(configure: Configure) -> None:
-    fill_caches(configure(*WIDE), ["train"])
+    fill_caches(Run(configure(*WIDE)), ["train"])
 
-    assert "=int8 " in plan_config(configure(*WIDE, "precompute.max_error=0.01")).advice
-    assert "limit you set: 0.01" in plan_config(configure(*WIDE, "precompute.max_error=0.01")).advice
-    assert "=float16 " in plan_config(configure(*WIDE, "precompute.max_error=0.001")).advice
-    assert plan_config(configure(*WIDE, "precompute.max_error=1e-9")).advice == ""
+    assert "=int8 " in plan_config(Run(configure(*WIDE, "precompute.max_error=0.01"))).advice
+    assert "limit you set: 0.01" in plan_config(Run(configure(*WIDE, "precompute.max_error=0.01"))).advice
+    assert "=float16 " in plan_config(Run(configure(*WIDE, "precompute.max_error=0.001"))).advice
+    assert plan_config(Run(configure(*WIDE, "precompute.max_error=1e-9"))).advice == ""
 
 
 def test_a_cache_at_an_address_is_planned_through_its_local_copy(
     configure: Configure, tmp_path: Path
 ) -> None:
     at = (*WIDE, f"training.latent_cache_dir=file://{tmp_path}/share")
-    fill_caches(configure(*at), ["train"])
+    fill_caches(Run(configure(*at)), ["train"])
 
-    whole = plan_config(configure(*at)).reason
-    small = plan_config(configure(*at, "training.mirror_bytes=4096")).reason
+    whole = plan_config(Run(configure(*at))).reason
+    small = plan_config(Run(configure(*at, "training.mirror_bytes=4096"))).reason
 
     assert f"from file://{tmp_path}/share/" in whole
     assert "through a local cache of all" in whole
@@ -94,13 +95,13 @@ def test_a_cache_at_an_address_is_planned_through_its_local_copy(
 
 
 def test_nothing_is_smaller_than_what_is_packed(configure: Configure) -> None:
-    assert plan_config(configure(*WIDE[:2], "training.latent_cache_dtype=int8")).smaller == ()
+    assert plan_config(Run(configure(*WIDE[:2], "training.latent_cache_dtype=int8"))).smaller == ()
 
 
 def test_a_dtype_that_does_not_pay_is_not_tried(configure: Configure) -> None:
     raw = configure("encoder.kind=identity", "training.latent_cache_dtype=float32")
 
-    assert [*by_dtype(plan_config(raw))] == ["float16"]
+    assert [*by_dtype(plan_config(Run(raw)))] == ["float16"]
 
 
 def test_a_dtype_that_cannot_hold_the_records_is_told_and_not_advised(
@@ -109,9 +110,9 @@ def test_a_dtype_that_cannot_hold_the_records_is_told_and_not_advised(
     for name in ("train", "val"):
         with h5py.File(tmp_path / "raw" / f"burgers1d_{name}.h5", "r+") as file:
             file["tensor"][...] = np.asarray(file["tensor"]) * np.float32(1e6)
-    fill_caches(configure(*WIDE), ["train"])
+    fill_caches(Run(configure(*WIDE)), ["train"])
 
-    result = plan_config(configure(*WIDE, "precompute.max_error=0.001"))
+    result = plan_config(Run(configure(*WIDE, "precompute.max_error=0.001")))
 
     assert "float16 ends at" in by_dtype(result)["float16"].refused
     assert by_dtype(result)["int8"].refused == ""

@@ -12,6 +12,7 @@ import pytest
 from stoker.config import Config, load_config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import build_jobs
+from stoker.pipeline.context import Run
 from stoker.pipeline.loaders import joined, serve
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import prepare
@@ -44,10 +45,10 @@ training:
 
 
 def test_a_table_becomes_caches_by_split(settings: Path) -> None:
-    report = precompute_config(load_config(settings), splits=["train", "val"])
+    report = precompute_config(Run(load_config(settings)), splits=["train", "val"])
 
     assert [(one.name, len(one.cache)) for one in report.caches] == [("lab_train", 32), ("lab_val", 8)]
-    again = precompute_config(load_config(settings), splits=["train", "val"])
+    again = precompute_config(Run(load_config(settings)), splits=["train", "val"])
     assert [one.encoded for one in again.caches] == [0, 0]
 
 
@@ -59,7 +60,7 @@ def test_the_splits_are_of_one_reading(settings: Path, monkeypatch: pytest.Monke
         "stoker.sources.sql.source.read_table", lambda request: read.append(1) or whole(request)
     )
 
-    jobs = build_jobs(load_config(settings), "lab", ["train", "val"])
+    jobs = build_jobs(Run(load_config(settings)).for_task("lab"), ["train", "val"])
 
     assert [len(job.source) for job in jobs] == [32, 8]
     assert not {*jobs[0].source.keys()} & {*jobs[1].source.keys()}
@@ -78,7 +79,7 @@ def test_the_splits_are_of_one_reading(settings: Path, monkeypatch: pytest.Monke
 )
 def test_what_makes_no_sense_is_refused(settings: Path, override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
-        build_jobs(load_config(settings, [override]), "lab", ["train"])
+        build_jobs(Run(load_config(settings, [override])).for_task("lab"), ["train"])
     assert "hush" not in str(raised.value)
 
 
@@ -91,7 +92,7 @@ def test_columns_are_joined_to_both_caches_of_a_run(configure: Callable[..., Con
         "data.join.key=n",
         "data.join.columns={rate: float32}",
     )
-    served = serve(config, [result.cache for result in prepare(config).caches])
+    served = serve(Run(config), [result.cache for result in prepare(Run(config)).caches])
 
     assert len(served.loaders) == 2
     for loader in served.loaders:
@@ -99,7 +100,11 @@ def test_columns_are_joined_to_both_caches_of_a_run(configure: Callable[..., Con
         assert batch.cond["rate"].shape == (len(batch.index), 1)
         assert batch.cond["rate"][:, 0].tolist() == (batch.index[:, 0] / 10).tolist()
     with pytest.raises(ConfigError, match=r"data.join.columns names none"):
-        joined(configure("data.join.table=rates.csv"), served.loaders[0].dataset, "burgers1d", "train")
+        joined(
+            Run(configure("data.join.table=rates.csv")).for_task("burgers1d"),
+            served.loaders[0].dataset,
+            "train",
+        )
 
 
 def test_columns_are_joined_by_the_keys_of_the_source(settings: Path, tmp_path: Path) -> None:
@@ -108,11 +113,11 @@ def test_columns_are_joined_by_the_keys_of_the_source(settings: Path, tmp_path: 
     join = f"  join: {{table: {tmp_path}/rates.csv, key: id, on: keys, columns: [rate]}}\n"
     settings.write_text(settings.read_text().replace("training:", f"{join}training:"))
     config = load_config(settings, ["data.sql.columns={power: float32}"])
-    jobs = build_jobs(config, "lab", ["train", "val"])
-    caches = precompute_config(config, splits=["train", "val"]).caches
+    jobs = build_jobs(Run(config).for_task("lab"), ["train", "val"])
+    caches = precompute_config(Run(config), splits=["train", "val"]).caches
 
     for job, one in zip(jobs, caches, strict=True):
-        cache = joined(config, one.cache, "lab", job.split)
+        cache = joined(Run(config).for_task("lab"), one.cache, job.split)
         keys = [*map(float, job.source.keys())]
         assert [float(cache[n]["rate"]) for n in range(len(cache))] == keys
         assert [float(cache[n]["power"]) * 2 for n in range(len(cache))] == keys

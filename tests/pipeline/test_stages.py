@@ -11,7 +11,8 @@ import stoker
 from stoker.config import load_config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import build_jobs
-from stoker.pipeline.stages import kept_fields, stages_of, with_epochs
+from stoker.pipeline.context import Run
+from stoker.pipeline.stages import stages_of, with_epochs
 from stoker.pipeline.train import train_config
 from tests.pipeline.conftest import Configure
 
@@ -71,11 +72,11 @@ def test_inverse_losses_have_weights_and_keep_the_raw_field(
 
     (stage,) = stages_of(config)
     assert (stage.lambda_inv_enc, stage.lambda_inv_dec) == weights
-    assert kept_fields(config) == (("data",) if any(weights) else ())
+    assert Run(config).kept_fields == (("data",) if any(weights) else ())
 
 
 def test_a_run_in_stages_goes_from_settings_to_figures_of_each(configure: Configure) -> None:
-    result = train_config(configure(THREE, "training.time_stride=[1, 2]"))
+    result = train_config(Run(configure(THREE, "training.time_stride=[1, 2]")))
 
     found = result.to_json()
     stages = found["stages"]
@@ -90,11 +91,11 @@ def test_a_run_in_stages_goes_from_settings_to_figures_of_each(configure: Config
 def test_one_stage_after_another_with_epochs_of_their_own(configure: Configure, tmp_path: Path) -> None:
     config = configure(THREE)
     with pytest.raises(ConfigError, match="--stage operator"):
-        train_config(config, stage="decoder")
-    first = train_config(config, stage="operator")
+        train_config(Run(config), stage="decoder")
+    first = train_config(Run(config), stage="operator")
     longer = with_epochs(config, "decoder", 2)
-    second = train_config(longer, stage="decoder")
-    third = train_config(config)
+    second = train_config(Run(longer), stage="decoder")
+    third = train_config(Run(config))
 
     assert not first.report.finished
     assert [stage["epochs"] for stage in second.report.stages] == [1, 2]
@@ -105,16 +106,17 @@ def test_one_stage_after_another_with_epochs_of_their_own(configure: Configure, 
 def test_what_has_no_field_to_decode_to_says_so(configure: Configure) -> None:
     on = "training.use_inverse_losses=true"
     with pytest.raises(ConfigError, match="grid"):
-        train_config(configure(on, "encoder.kind=identity"))
+        train_config(Run(configure(on, "encoder.kind=identity")))
     with pytest.raises(ConfigError, match=r"data\.normalize"):
-        train_config(configure(on, "training.transforms=[{kind: normalize}]"))
+        train_config(Run(configure(on, "training.transforms=[{kind: normalize}]")))
     with pytest.raises(ConfigError, match="stages="):
-        train_config(configure(), stage="decoder")
+        train_config(Run(configure()), stage="decoder")
 
 
 def test_caches_of_runs_without_a_decoder_are_those_they_were(configure: Configure) -> None:
     plain, staged = (
-        build_jobs(configure(*own), "burgers1d", ["train"])[0].encoder for own in ((), ("stages=[operator]",))
+        build_jobs(Run(configure(*own)).for_task("burgers1d"), ["train"])[0].encoder
+        for own in ((), ("stages=[operator]",))
     )
 
     assert plain is not None

@@ -15,6 +15,7 @@ from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
 from stoker.pipeline import staging
 from stoker.pipeline.build import build_source
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
 from stoker.plan.resources import Mount
@@ -59,44 +60,44 @@ def test_the_kind_of_storage_is_asked_for_the_mount_not_the_path(
 ) -> None:
     config = settings(files, tmp_path, "data.stage=auto")
     monkeypatch.setattr(staging, "storage_of", lambda _: LOCAL)
-    assert not stage_task(config, "burgers1d").staged
+    assert not stage_task(Run(config).for_task("burgers1d")).staged
 
     far = Mount(point=str(files), kind="fuse.sshfs", source="host:/x")
     monkeypatch.setattr(staging, "storage_of", lambda path: far if files in path.parents else LOCAL)
-    result = stage_task(config, "burgers1d")
+    result = stage_task(Run(config).for_task("burgers1d"))
     assert result.staged
     assert "fuse.sshfs" in result.reason
     monkeypatch.setattr(staging, "storage_of", lambda _: far)
-    assert "name local storage with data.stage_dir" in stage_task(config, "burgers1d").reason
+    assert "name local storage with data.stage_dir" in stage_task(Run(config).for_task("burgers1d")).reason
 
 
 def test_a_cache_made_from_copies_is_the_cache_of_the_files(files: Path, tmp_path: Path) -> None:
-    plain = precompute_config(settings(files, tmp_path))
+    plain = precompute_config(Run(settings(files, tmp_path)))
     config = settings(files, tmp_path, "data.stage=always", f"data.stage_dir={tmp_path}/near")
-    report = stage_config(config).tasks[0]
+    report = stage_config(Run(config)).tasks[0]
 
     assert report.staged
     assert report.copied_bytes == report.bytes == sum(file.stat().st_size for file in files.iterdir())
-    assert stage_config(config).tasks[0].copied_bytes == 0
-    source = build_source(config, "burgers1d", "train")
+    assert stage_config(Run(config)).tasks[0].copied_bytes == 0
+    source = build_source(Run(config).for_task("burgers1d"), "train")
     paths = [ref.path for part in source.identity().parts for ref in part.files]
     assert all(path.is_relative_to(tmp_path / "near") for path in paths)
     assert source.identity().parts[0].name == "burgers1d_train.h5"
-    again = precompute_config(config)
+    again = precompute_config(Run(config))
     assert [one.cache.fingerprint for one in again.caches] == [one.cache.fingerprint for one in plain.caches]
     assert [one.encoded for one in again.caches] == [0, 0]
 
 
 def test_a_changed_or_added_file_is_not_served_from_an_old_copy(files: Path, tmp_path: Path) -> None:
     config = settings(files, tmp_path, "data.stage=always")
-    stage_config(config)
+    stage_config(Run(config))
     with h5py.File(files / "burgers1d_train.h5", "a") as file:
         file["data"][0] = 7
-    source = build_source(config, "burgers1d", "train")
+    source = build_source(Run(config).for_task("burgers1d"), "train")
     assert source.read(0)["data"][0, 0, 0, 0] == 7
-    result = stage_config(config).tasks[0]
+    result = stage_config(Run(config)).tasks[0]
     assert 0 < result.copied_bytes < result.bytes
-    assert build_source(config, "burgers1d", "train").read(0)["data"][0, 0, 0, 0] == 7
+    assert build_source(Run(config).for_task("burgers1d"), "train").read(0)["data"][0, 0, 0, 0] == 7
 
 
 def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkeypatch) -> None:
@@ -211,19 +212,19 @@ def test_no_room_is_said_before_anything_is_copied(files: Path, tmp_path: Path, 
 
     monkeypatch.setattr(staging.os, "statvfs", statvfs(f_bavail=0))
     with pytest.raises(ResourceError, match=r"has 0 B free, staging 2 files needs"):
-        stage_config(config)
+        stage_config(Run(config))
     far = Mount(point=str(files), kind="nfs4", source="host:/x")
     monkeypatch.setattr(staging, "storage_of", lambda path: far if files in path.parents else LOCAL)
-    assert not stage_task(config, "burgers1d", mode="auto").staged
+    assert not stage_task(Run(config).for_task("burgers1d"), mode="auto").staged
     monkeypatch.setattr(staging.os, "statvfs", statvfs(f_files=100, f_favail=3))
     with pytest.raises(ResourceError, match="room for 3 more files"):
-        stage_config(config)
+        stage_config(Run(config))
 
 
 def test_never_means_never_and_says_so(files: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Give data\.stage=auto"):
-        stage_config(settings(files, tmp_path))
-    precompute_config(settings(files, tmp_path))
+        stage_config(Run(settings(files, tmp_path)))
+    precompute_config(Run(settings(files, tmp_path)))
     assert not (tmp_path / "cache" / ".staged").exists()
 
 
@@ -237,7 +238,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_path: Path, later) -> None:
     """And those of unchanged files stay, of whatever set; a dry run removes nothing."""
     config = settings(files, tmp_path, "data.stage=always")
-    stage_config(config)
+    stage_config(Run(config))
     folder = tmp_path / "cache" / ".staged"
     assert prune_staged(folder).removed == []
     (files / "burgers1d_val.h5").touch()
@@ -260,11 +261,11 @@ def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_pa
     assert len([path for path in (folder / "objects").iterdir() if not path.name.endswith(".lock")]) == 2
     assert not any((folder / "views").iterdir())
     assert prune_staged(folder).removed == []
-    assert stage_config(config).tasks[0].copied_bytes == (files / "burgers1d_val.h5").stat().st_size
+    assert stage_config(Run(config)).tasks[0].copied_bytes == (files / "burgers1d_val.h5").stat().st_size
 
 
 def test_what_may_still_be_read_is_not_pruned(files: Path, tmp_path: Path, monkeypatch) -> None:
-    stage_config(settings(files, tmp_path, "data.stage=always"))
+    stage_config(Run(settings(files, tmp_path, "data.stage=always")))
     folder = tmp_path / "cache" / ".staged"
     original = look_at(files / "burgers1d_val.h5")
     (files / "burgers1d_val.h5").touch()

@@ -16,13 +16,13 @@ from stoker.config import Config
 from stoker.config.document import describe_settings
 from stoker.errors import ConfigError, DeviceError, Interrupted, SourceError
 from stoker.pipeline import precompute as module
-from stoker.pipeline.build import build_jobs, share_encoders
-from stoker.pipeline.caches import run_dir_of
+from stoker.pipeline.build import build_jobs
+from stoker.pipeline.caches import explain
+from stoker.pipeline.context import Run
 from stoker.pipeline.loaders import OneTask, Served, TaskPairs, serve
 from stoker.pipeline.plan import plan_config, plan_tasks
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import prepare, train_config
-from stoker.pipeline.why import explain
 from stoker.precompute.background import SpotChecks
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
@@ -50,13 +50,13 @@ def two(configure: Configure, tmp_path: Path) -> Configure:
 
 
 def loaders(config: Config) -> Served:
-    return serve(config, [result.cache for result in prepare(config).caches])
+    return serve(Run(config), [result.cache for result in prepare(Run(config)).caches])
 
 
 def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure) -> None:
     config = two("training.epochs=3", "model.width=32", "training.lr=1e-2")
 
-    result = train_config(config)
+    result = train_config(Run(config))
 
     report = result.report
     assert list(report.tasks) == ["burgers1d", "long"]
@@ -76,10 +76,10 @@ def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure)
     ]
     printed: Any = result.to_json()
     assert printed["tasks"]["long"]["val_nrmse"] == report.tasks["long"]["val_nrmse"]
-    assert run_dir_of(config) == Path("runs/burgers1d+long")
-    rows = [json.loads(line) for line in (run_dir_of(config) / "metrics.jsonl").read_text().splitlines()]
+    assert Run(config).run_dir == Path("runs/burgers1d+long")
+    rows = [json.loads(line) for line in (Run(config).run_dir / "metrics.jsonl").read_text().splitlines()]
     assert "val_nrmse/long" in [row for row in rows if row["kind"] == "epoch"][-1]
-    page = (run_dir_of(config) / "report.html").read_text()
+    page = (Run(config).run_dir / "report.html").read_text()
     assert "<h2>Tasks</h2>" in page
     assert "burgers1d" in page
 
@@ -88,13 +88,13 @@ def test_each_task_is_judged_in_physical_space_and_spot_checked(
     two: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpotChecks, "finish", partialmethod(SpotChecks.finish, 60.0))
-    result = train_config(two("training.max_steps=2", "verify.spot_check=2"))
+    result = train_config(Run(two("training.max_steps=2", "verify.spot_check=2")))
 
     report = result.report
     for own in report.tasks.values():
         assert own["physical_nrmse"] is not None
         assert own["reconstruction_nrmse"] is not None
-    by_itself = train_config(two("data.task=long", "training.max_steps=2")).report
+    by_itself = train_config(Run(two("data.task=long", "training.max_steps=2"))).report
     assert report.tasks["long"]["reconstruction_nrmse"] == by_itself.reconstruction_nrmse
     losses = [own["reconstruction_nrmse"] or 0.0 for own in report.tasks.values()]
     assert report.reconstruction_nrmse == pytest.approx(sum(losses) / 2)
@@ -106,12 +106,12 @@ def test_each_task_is_judged_in_physical_space_and_spot_checked(
 
 @pytest.mark.slow
 def test_an_interrupted_mixture_goes_on_and_ends_as_if_it_had_not_been(two: Configure) -> None:
-    whole = train_config(two("training.run_dir=whole"))
+    whole = train_config(Run(two("training.run_dir=whole")))
     with pytest.raises(Interrupted):
-        train_config(two(), on_event=Events(stop=True))
+        train_config(Run(two()), on_event=Events(stop=True))
     events = Events()
 
-    resumed = train_config(two(), on_event=events)
+    resumed = train_config(Run(two()), on_event=events)
 
     assert "resume" in events.kinds
     assert resumed.report.tasks == whole.report.tasks
@@ -158,7 +158,7 @@ def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_enco
     with pytest.raises(
         ConfigError, match=r"burgers1d \(4 tokens of 8 numbers\) and long \(2 tokens of 8 numbers\)"
     ):
-        train_config(two("tasks.long.latent.tokens=2"))
+        train_config(Run(two("tasks.long.latent.tokens=2")))
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
@@ -171,14 +171,14 @@ def test_a_condition_that_would_be_lost_under_one_of_ours_is_refused(
             file.attrs[name] = 1.0
 
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
-        train_config(two())
+        train_config(Run(two()))
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
 @pytest.mark.slow
 def test_several_tasks_are_trained_on_while_they_are_encoded(two: Configure) -> None:
     """Slow: four processes begin, each with torch. In the second epoch all caches are complete."""
-    result = train_config(two("precompute.wait=false", "training.epochs=2", "precompute.readers=1"))
+    result = train_config(Run(two("precompute.wait=false", "training.epochs=2", "precompute.readers=1")))
 
     assert result.report.epochs == 2
     assert list(result.report.tasks) == ["burgers1d", "long"]
@@ -186,7 +186,7 @@ def test_several_tasks_are_trained_on_while_they_are_encoded(two: Configure) -> 
 
 
 def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog: Any) -> None:
-    result = precompute_config(configure("data.task=[nowhere,burgers1d]"))
+    result = precompute_config(Run(configure("data.task=[nowhere,burgers1d]")))
 
     assert [cache.name for cache in result.caches] == ["burgers1d_train", "burgers1d_val"]
     assert [failure.task for failure in result.failed] == ["nowhere"]
@@ -198,7 +198,7 @@ def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog:
 
 def test_one_task_alone_fails_as_ever(configure: Configure) -> None:
     with pytest.raises(SourceError):
-        precompute_config(configure("data.task=nowhere"))
+        precompute_config(Run(configure("data.task=nowhere")))
 
 
 @pytest.mark.parametrize("error", [Interrupted("SIGTERM"), DeviceError("the GPU is gone")])
@@ -207,21 +207,21 @@ def test_what_ends_the_process_ends_all_tasks(
 ) -> None:
     asked: list[str] = []
 
-    def fail(config: Any, *_: Any, **__: Any) -> Any:
-        asked.append(config.data.task)
+    def fail(run: Run, *_: Any, **__: Any) -> Any:
+        asked.append(run.task)
         raise error
 
     monkeypatch.setattr(module, "fill_caches", fail)
 
     with pytest.raises(type(error)):
-        precompute_config(two())
+        precompute_config(Run(two()))
     assert asked == ["burgers1d"]
 
 
 def test_every_task_is_planned_in_the_memory_that_the_others_leave(two: Configure) -> None:
     config = two()
-    plans = plan_tasks(config)
-    alone = plan_config(two("data.task=long"))
+    plans = plan_tasks(Run(config))
+    alone = plan_config(Run(two("data.task=long")))
 
     printed: Any = plans.to_json()
     assert list(printed["tasks"]) == ["burgers1d", "long"]
@@ -232,7 +232,7 @@ def test_every_task_is_planned_in_the_memory_that_the_others_leave(two: Configur
 
 
 def test_a_cache_of_any_task_explains_itself(two: Configure, tmp_path: Path) -> None:
-    precompute_config(two())
+    precompute_config(Run(two()))
     path = tmp_path / "c.yaml"
     path.write_text(two().to_yaml())
 
@@ -244,15 +244,12 @@ def test_a_cache_of_any_task_explains_itself(two: Configure, tmp_path: Path) -> 
 
 
 def test_equal_encoders_are_shared(two: Configure) -> None:
-    config, known = two("tasks.long.encoder.patch_size=4"), dict[str, Any]()
-    first, second = (
-        share_encoders(build_jobs(config.for_task(task), task, ["train", "val"]), known)
-        for task in ("burgers1d", "long")
-    )
+    run = Run(two("tasks.long.encoder.patch_size=4"))
+    first, second = (build_jobs(part, ["train", "val"]) for part in run.parts())
 
     assert first[0].encoder is first[1].encoder
     assert first[0].encoder is not second[0].encoder
-    again = share_encoders(build_jobs(config.for_task("long"), "long", ["val"]), known)
+    again = build_jobs(run.for_task("long"), ["val"])
     assert again[0].encoder is second[0].encoder
 
 

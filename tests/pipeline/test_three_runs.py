@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from stoker.config import Config
+from stoker.pipeline.caches import explain
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.pipeline.train import train_config
-from stoker.pipeline.why import explain
 from stoker.store import open_cache
 from tests.conftest import SHARED_DATA, write_burgers
 from tests.pipeline.conftest import Configure
@@ -33,7 +34,7 @@ def raw(configure: Configure, tmp_path: Path) -> Path:
 
 
 def fill(config: Config, splits: Sequence[str] = ("train", "val")) -> list[CacheResult]:
-    return fill_caches(config, splits)
+    return fill_caches(Run(config), splits)
 
 
 def encoded(results: Sequence[CacheResult]) -> list[int]:
@@ -66,7 +67,7 @@ def test_a_cold_a_warm_and_a_changed_training_run_say_what_starting_took(
 ) -> None:
     one = [f"data.files={raw}/1D_Burgers_Sols_Nu0.01.hdf5", "training.max_steps=3", "data.limit=5"]
     cold, warm, changed, back = (
-        train_config(configure(*one, *more)) for more in ([], [], ["latent.dim=16"], [])
+        train_config(Run(configure(*one, *more))) for more in ([], [], ["latent.dim=16"], [])
     )
 
     assert [run.cache_reused for run in (cold, warm, changed, back)] == [False, True, False, True]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError
-from stoker.pipeline.caches import write_diary
-from stoker.pipeline.loaders import make_loader, make_val_loader, on_own_device, own_trajectories, share_steps
+from stoker.pipeline.context import Run, write_diary
+from stoker.pipeline.loaders import make_loader, make_val_loader, own_trajectories, share_steps
 from stoker.pipeline.precompute import fill_caches
 from stoker.scale.ranks import ALONE, Ranks
 from tests.pipeline.conftest import Configure
@@ -26,21 +26,21 @@ class Played(Ranks):
 
 
 def test_a_new_run_has_the_batch_size_on_each_rank(configure: Configure) -> None:
-    cache = fill_caches(configure(), ["train"])[0].cache
+    cache = fill_caches(Run(configure()), ["train"])[0].cache
 
-    shared = share_steps(configure(), "digest", cache, Played(0, 4))
+    shared = share_steps(Run(configure(), ranks=Played(0, 4)), "digest", cache)
 
     assert (shared.resume, shared.begun, shared.batch_size, shared.drop_last) == (False, 4, 16, True)
-    assert not share_steps(configure(), "digest", cache, ALONE).drop_last
+    assert not share_steps(Run(configure(), ranks=ALONE), "digest", cache).drop_last
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 64), (2, 32), (8, 8)])
 def test_a_run_that_goes_on_keeps_its_global_batch(configure: Configure, world: int, batch_size: int) -> None:
     config = configure("training.run_dir=.", "training.order=static")
-    cache = fill_caches(config, ["train"])[0].cache
+    cache = fill_caches(Run(config), ["train"])[0].cache
     write_diary(cache.path.parents[2].parent, digest="d", finished=False, work="w", step_s=None, ranks=4)
 
-    shared = [share_steps(config, "d", cache, Played(rank, world, "4")) for rank in range(world)]
+    shared = [share_steps(Run(config, ranks=Played(rank, world, "4")), "d", cache) for rank in range(world)]
 
     assert {one.batch_size for one in shared} == {batch_size}
     assert {one.order for one in shared} == {"static(4)"}
@@ -49,21 +49,21 @@ def test_a_run_that_goes_on_keeps_its_global_batch(configure: Configure, world: 
 
 def test_ranks_that_cannot_share_the_global_batch_are_refused(configure: Configure) -> None:
     config = configure("training.run_dir=.")
-    cache = fill_caches(config, ["train"])[0].cache
+    cache = fill_caches(Run(config), ["train"])[0].cache
     write_diary(cache.path.parents[2].parent, digest="d", finished=False, work="w", step_s=None, ranks=4)
 
     with pytest.raises(ConfigError, match="64 examples a step, begun with 4 ranks, which 3 cannot"):
-        share_steps(config, "d", cache, Played(0, 3))
+        share_steps(Run(config, ranks=Played(0, 3)), "d", cache)
 
 
 def test_ranks_validate_on_whole_trajectories_each_once(configure: Configure) -> None:
     config = configure()
-    cache = fill_caches(config, ["val"])[0].cache
+    cache = fill_caches(Run(config), ["val"])[0].cache
 
     for world in (2, 3, 7):
         parts = [own_trajectories(cache, Played(rank, world)) for rank in range(world)]
         assert [number for part in parts for number in part or ()] == cache.numbers.tolist()
-        loaders = [make_val_loader(config, cache, ranks=Played(rank, world)) for rank in range(world)]
+        loaders = [make_val_loader(Run(config, ranks=Played(rank, world)), cache) for rank in range(world)]
         seen = [tuple(row) for one in loaders if one for batch in one for row in batch.index.tolist()]
         assert len(seen) == len(set(seen)) == 4 * 8
         assert [one is None for one in loaders] == [not part for part in parts]
@@ -71,12 +71,12 @@ def test_ranks_validate_on_whole_trajectories_each_once(configure: Configure) ->
 
 def test_ranks_train_on_disjoint_slices_of_one_global_batch(configure: Configure) -> None:
     config = configure()
-    cache = fill_caches(config, ["train"])[0].cache
+    cache = fill_caches(Run(config), ["train"])[0].cache
     ranks = [Played(rank, 2) for rank in range(2)]
-    shared = [share_steps(config, "none", cache, one) for one in ranks]
-    whole = make_loader(configure("training.batch_size=32"), cache)
+    shared = [share_steps(Run(config, ranks=one), "none", cache) for one in ranks]
+    whole = make_loader(Run(configure("training.batch_size=32")), cache)
 
-    loaders = [make_loader(config, cache, ranks=ranks[n], shared=shared[n]) for n in range(2)]
+    loaders = [make_loader(Run(config, ranks=ranks[n]), cache, shared=shared[n]) for n in range(2)]
 
     assert [len(one) for one in loaders] == [3, 3]
     for both, one in zip(zip(*loaders, strict=True), whole, strict=False):
@@ -88,9 +88,9 @@ def test_a_rank_tells_what_it_encoded_and_all_hear_the_sum(configure: Configure)
         def tell(self, text: str, what: str) -> list[str]:
             return [text, json.dumps([0, [[5, 0, 1.0]]])] if what == "the end of precompute" else [text] * 2
 
-    fill_caches(configure(), ["train"])
+    fill_caches(Run(configure()), ["train"])
 
-    result = fill_caches(configure(), ["train"], ranks=Two(0, 2))[0]
+    result = fill_caches(Run(configure(), ranks=Two(0, 2)), ["train"])[0]
 
     assert (result.encoded, result.reused, result.encode_seconds) == (5, 7, 1.0)
 
@@ -102,5 +102,5 @@ def test_each_rank_uses_its_own_gpu(configure: Configure, monkeypatch: pytest.Mo
     rank.local_rank = 3
     config = configure("training.device=cuda")
 
-    assert on_own_device(config, rank).training.device == "cuda:3"
+    assert Run(config, ranks=rank).on_own_device().config.training.device == "cuda:3"
     assert used == ["cuda:3"]

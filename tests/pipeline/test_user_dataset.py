@@ -11,7 +11,8 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, SourceError, SplitError
-from stoker.pipeline.build import build_source, tasks_of
+from stoker.pipeline.build import build_source
+from stoker.pipeline.context import Run
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import train_config
@@ -65,9 +66,9 @@ def config(module: str, name: str, *more: str, readers: int = 0) -> Any:
 def test_it_is_encoded_planned_and_trained_on(module: str) -> None:
     settings = config(module, "Waves", "data.torch.arguments={count: 30}", "encoder.kind=grid")
 
-    filled = precompute_config(settings)
-    plan = plan_config(settings)
-    result = train_config(settings)
+    filled = precompute_config(Run(settings))
+    plan = plan_config(Run(settings))
+    result = train_config(Run(settings))
 
     assert settings.data.kind == "torch"
     assert [cache.name for cache in filled.caches] == ["waves_train", "waves_val"]
@@ -76,27 +77,29 @@ def test_it_is_encoded_planned_and_trained_on(module: str) -> None:
     assert result.cache_reused
     assert result.report.val_nrmse < 2
     changed = config(module, "Waves", "data.torch.arguments={count: 30, steps: 6}", "encoder.kind=grid")
-    assert plan_config(changed).missing == 24
+    assert plan_config(Run(changed)).missing == 24
 
 
 def test_what_takes_a_split_gives_it(module: str) -> None:
     settings = config(module, "by_split")
 
-    assert tasks_of(settings) == ["by_split"]
-    assert [len(build_source(settings, "t", split)) for split in ("train", "val")] == [6, 2]
+    assert [*Run(settings).tasks] == ["by_split"]
+    assert [len(build_source(Run(settings).for_task("t"), split)) for split in ("train", "val")] == [6, 2]
     with pytest.raises(SplitError, match="gives None for split 'test'"):
-        build_source(settings, "t", "test")
+        build_source(Run(settings).for_task("t"), "test")
     fixed = config(
         module, "by_split", "data.torch.arguments={split: val, count: 9}", "data.splits={train: 1}"
     )
-    assert len(build_source(fixed, "t", "train")) == 2
-    assert len(build_source(config(module, "ready", "data.splits={train: 1}"), "t", "train")) == 4
+    assert len(build_source(Run(fixed).for_task("t"), "train")) == 2
+    assert (
+        len(build_source(Run(config(module, "ready", "data.splits={train: 1}")).for_task("t"), "train")) == 4
+    )
 
 
 def test_readers_import_it_from_the_folder_of_the_command(module: str, tmp_path: Path) -> None:
     settings = config(str(tmp_path / f"{module}.py"), "Waves", "data.split=val", readers=1)
 
-    (cache,) = precompute_config(settings).caches
+    (cache,) = precompute_config(Run(settings)).caches
 
     assert (cache.name, len(cache.cache), cache.encoded) == ("waves_val", 2, 2)
 
@@ -123,7 +126,7 @@ def test_what_is_wrong_is_named(module: str, spec: str, error: type[Exception], 
     settings = load_config(None, [f"data.dataset={spec}", "data.torch.arguments={root: here}"])
 
     with pytest.raises(error, match=says.replace("NAME", module)):
-        build_source(settings, "t", "train")
+        build_source(Run(settings).for_task("t"), "train")
 
 
 @pytest.mark.parametrize(
@@ -139,11 +142,11 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(module: str, te
     Path(f"{name}.py").write_text(text)
 
     with pytest.raises(SourceError, match=says):
-        build_source(config(name, "Waves"), "t", "train")
+        build_source(Run(config(name, "Waves")).for_task("t"), "train")
 
 
 def test_a_dataset_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.dataset is given, but data\.kind=hdf5 has no use for it"):
         load_config(None, ["data.dataset=a:b", "data.kind=hdf5"])
     with pytest.raises(ConfigError, match=r"data\.kind=torch needs data\.dataset"):
-        build_source(load_config(None, ["data.kind=torch"]), "t", "train")
+        build_source(Run(load_config(None, ["data.kind=torch"])).for_task("t"), "train")

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from stoker.config import Config
 from stoker.errors import ConfigError, EncoderError
 from stoker.pipeline.build import build_jobs
-from stoker.pipeline.caches import locate
+from stoker.pipeline.caches import explain, locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import train_config
-from stoker.pipeline.why import explain
 from stoker.store import Cache
 
 MODULE = """
@@ -90,11 +90,11 @@ def named(tmp_path: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch)
 
 
 def fingerprint(config: Config) -> str:
-    return locate(config, "burgers1d", "train").recipe.fingerprint
+    return locate(Run(config).for_task("burgers1d"), "train").recipe.fingerprint
 
 
 def filled(config: Config) -> list[Cache]:
-    return [result.cache for result in precompute_config(config).caches]
+    return [result.cache for result in precompute_config(Run(config)).caches]
 
 
 def test_it_is_encoded_trained_on_and_judged_in_fields(named: Configure, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_it_is_encoded_trained_on_and_judged_in_fields(named: Configure, tmp_pat
     before = torch.get_rng_state()
 
     train, val = filled(config)
-    result = train_config(config)
+    result = train_config(Run(config))
 
     assert torch.equal(before, torch.get_rng_state())
     assert (train.schema["latent"].shape, train.schema["latent"].time, len(val)) == ((9, 8, 6), True, 4)
@@ -137,8 +137,8 @@ def test_a_checkpoint_decides_the_weights(suffix: str, named: Configure, tmp_pat
     given = [f"encoder.checkpoint={path}", "encoder.checkpoint_prefix=enc."]
     given += ["encoder.checkpoint_key=model"] if suffix == "pt" else []
 
-    (job,) = build_jobs(named("Net", *given), "burgers1d", ["train"])
-    (again,) = build_jobs(named("ready", *given, "encoder.seed=4"), "burgers1d", ["train"])
+    (job,) = build_jobs(Run(named("Net", *given)).for_task("burgers1d"), ["train"])
+    (again,) = build_jobs(Run(named("ready", *given, "encoder.seed=4")).for_task("burgers1d"), ["train"])
 
     assert job.encoder
     assert again.encoder

@@ -8,8 +8,9 @@ from torch.utils.data import TensorDataset
 
 from stoker import cached
 from stoker.errors import ConfigError, FormatError
+from stoker.pipeline.caches import explain
+from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import fill_caches
-from stoker.pipeline.why import explain
 from tests.pipeline.conftest import Configure
 
 
@@ -19,8 +20,8 @@ def write_settings(configure: Configure, path: Path, *overrides: str) -> Path:
 
 
 def test_the_nearest_cache_is_the_one_that_differs_least(configure: Configure, tmp_path: Path) -> None:
-    fill_caches(configure("latent.dim=6", "encoder.seed=3"), ["train"])
-    near = fill_caches(configure("encoder.seed=3"), ["train"])[0]
+    fill_caches(Run(configure("latent.dim=6", "encoder.seed=3")), ["train"])
+    near = fill_caches(Run(configure("encoder.seed=3")), ["train"])[0]
 
     found = explain(write_settings(configure, tmp_path / "c.yaml"))
 
@@ -50,21 +51,21 @@ def test_samples_of_a_torch_dataset_were_probed(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_compared_with_its_neighbours_not_with_itself(configure: Configure) -> None:
-    one = fill_caches(configure(), ["train"])[0]
-    two = fill_caches(configure("encoder.seed=3"), ["train"])[0]
+    one = fill_caches(Run(configure()), ["train"])[0]
+    two = fill_caches(Run(configure("encoder.seed=3")), ["train"])[0]
 
     assert explain(one.cache.path).b == str(two.cache.path)
 
 
 def test_a_lone_cache_has_nothing_to_be_compared_with(configure: Configure) -> None:
-    only = fill_caches(configure(), ["train"])[0]
+    only = fill_caches(Run(configure()), ["train"])[0]
 
     with pytest.raises(FormatError, match="no other cache"):
         explain(only.cache.path)
 
 
 def test_settings_are_compared_by_the_cache_of_the_same_name(configure: Configure, tmp_path: Path) -> None:
-    val = fill_caches(configure(), ["train", "val"])[1]
+    val = fill_caches(Run(configure()), ["train", "val"])[1]
 
     found = explain(val.cache.path, write_settings(configure, tmp_path / "c.yaml"))
 
@@ -73,7 +74,7 @@ def test_settings_are_compared_by_the_cache_of_the_same_name(configure: Configur
 
 
 def test_settings_of_other_data_are_refused(configure: Configure, tmp_path: Path) -> None:
-    cache = fill_caches(configure(), ["train"])[0].cache
+    cache = fill_caches(Run(configure()), ["train"])[0].cache
 
     with pytest.raises(ConfigError, match="Compare caches of one name"):
         explain(cache.path, write_settings(configure, tmp_path / "c.yaml", "data.task=other"))

@@ -10,7 +10,7 @@ from stoker.units import GIB
 def test_records_follow_from_bytes_and_what_is_left_to_the_model() -> None:
     unseen, seen = (gpu_table(1e6, 10**9, model_bytes=model) for model in (None, GIB))
 
-    assert [row.name for row in unseen] == list(MEMORY_GIB)
+    assert [row.gpu for row in unseen] == list(MEMORY_GIB)
     for row, other in zip(unseen, seen, strict=True):
         assert row.records == int(row.memory_bytes * 0.5) // 10**6
         assert other.records == (int(row.memory_bytes * 0.98) - GIB) // 10**6

@@ -12,7 +12,7 @@ from stoker.extras.simulation.report import HEAD, cells, remarks
 from stoker.extras.simulation.result import encoding_with
 from stoker.extras.simulation.run import hit_share, simulate
 from stoker.extras.simulation.scenario import KEYS, Scenario, parse_scenario, rate
-from stoker.plan import Demand, Load, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import BatchLoad, Demand, Rates, Resources, plan_tiers, stall_of
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
 CLUSTER = replace(  # read as a mounted folder is, byte by byte
@@ -79,7 +79,7 @@ def test_steps_take_turns_at_too_few_cores() -> None:
 
 def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
     """One arithmetic: what a plan says of a machine a simulation of one node says too."""
-    for load in (None, Load(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
+    for load in (None, BatchLoad(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
         served = {} if load is None else {"host": load}
         scenario = replace(SMALL, cores=2, served=served)
         demand = Demand(records=10_000, record_bytes=1e6, batch_examples=10, example_bytes=1e6)
@@ -88,7 +88,7 @@ def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
         )
         plan = plan_tiers(demand, machine, tier="host", step_s=0.02, rates=Rates(served=served))
 
-        assert simulate(scenario).way("host").stall == pytest.approx(plan.predicted_stall(0.02), abs=1e-6)
+        assert simulate(scenario).way("host").stall == pytest.approx(plan.stall_at(0.02), abs=1e-6)
 
 
 def test_the_slowest_stage_of_precompute_sets_the_pace_and_more_of_it_passes_it_on() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import TIERS, Demand, Load, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import TIERS, BatchLoad, Demand, Plan, Rates, Resources, plan_tiers, stall_of
 
 RECORD = 1_000  # bytes; round, so that expected counts can be read off the budgets
 RATES = Rates(copy_bytes_s=1e9, disk_bytes_s=1e8, h2d_bytes_s=1e10, device_bytes_s=1e12, measured=True)
@@ -241,9 +241,9 @@ def test_a_mixed_batch_loads_in_proportion() -> None:
     direct_s = host.direct_s
     beside_s = disk.beside_s / 2
 
-    assert plan.predicted_stall(1.0) == pytest.approx(direct_s / (direct_s + 1.0))
+    assert plan.stall_at(1.0) == pytest.approx(direct_s / (direct_s + 1.0))
     waits = direct_s + beside_s - 0.01
-    assert plan.predicted_stall(0.01) == pytest.approx(waits / (waits + 0.01))
+    assert plan.stall_at(0.01) == pytest.approx(waits / (waits + 0.01))
 
 
 def test_until_a_step_is_timed_the_plan_says_which_steps_do_not_stall() -> None:
@@ -251,7 +251,7 @@ def test_until_a_step_is_timed_the_plan_says_which_steps_do_not_stall() -> None:
 
     assert plan.no_stall_step_s is not None
     assert "no stall (below 1 %) at steps of 990 ms or longer" in plan.reason
-    assert plan.predicted_stall(plan.no_stall_step_s) == pytest.approx(0.01)
+    assert plan.stall_at(plan.no_stall_step_s) == pytest.approx(0.01)
     assert plan.to_json()["predicted_stall"] is None
 
 
@@ -284,7 +284,7 @@ def test_the_reason_gives_the_figures_that_decided() -> None:
 def test_missing_records_make_the_stall_unknown() -> None:
     plan = plan_tiers(demand(10, missing_records=1), machine(host=25, disk_bytes=10**6), step_s=1.0)
 
-    assert plan.predicted_stall(1.0) is None
+    assert plan.stall_at(1.0) is None
     assert "1 of them not stored yet" in plan.reason
     assert plan.rows[3].note == "not stored yet; storing them takes 1000 B of disk, 977 KiB free"
 
@@ -317,29 +317,29 @@ def test_nonsense_is_refused(make: Any) -> None:
 
 def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
     """Loading beside a step slows it, and part of a long load is hidden: no sum of parts gives that."""
-    load = Load(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
+    load = BatchLoad(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
     plan = plan_tiers(
         demand(10), machine(host=25), step_s=2e-3, rates=Rates(served={"host": load}, measured=True)
     )
     host = plan.rows[1]
 
-    assert plan.predicted_stall(2e-3) == pytest.approx(1 / 3)
+    assert plan.stall_at(2e-3) == pytest.approx(1 / 3)
     assert host.stall == pytest.approx(1 / 3)
     # A longer step hides no less, a shorter one comes nearer to no step at all.
-    assert plan.predicted_stall(8e-3) == pytest.approx(1 / 9)
-    assert plan.predicted_stall(1e-3) == pytest.approx(2.5 / 3.5)
+    assert plan.stall_at(8e-3) == pytest.approx(1 / 9)
+    assert plan.stall_at(1e-3) == pytest.approx(2.5 / 3.5)
 
 
 def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
-    load = Load(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
-    other = Load(alone_s=0.0, direct_s=0.0, beside_s=0.0)
+    load = BatchLoad(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
+    other = BatchLoad(alone_s=0.0, direct_s=0.0, beside_s=0.0)
     plan = plan_tiers(
         demand(40), machine(host=25), rates=Rates(served={"disk": load, "host": other}, measured=True)
     )
     assert plan.rows[1].records == plan.rows[2].records
 
     # Half of 4 ms is hidden by the step; beside it half of 1 ms more was lost than that says.
-    assert plan.predicted_stall(2e-3) == pytest.approx(0.5 / 2.5)
+    assert plan.stall_at(2e-3) == pytest.approx(0.5 / 2.5)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
     [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],
 )
 def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float, beside_s: float) -> None:
-    served = {"host": Load(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
+    served = {"host": BatchLoad(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
     plan = plan_tiers(
         demand(10, step_cpus=step_cpus), machine(host=25), rates=Rates(served=served, measured=True)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
 from stoker.units import MIB
+from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ConfinedSource, FakeSource
 

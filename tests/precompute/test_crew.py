@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -19,6 +18,7 @@ import torch
 
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.precompute import Deadlines, PrecomputeReport, precompute
+from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import assert_same, records, run

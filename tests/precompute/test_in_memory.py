@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import stoker
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import resources
 from stoker.precompute.space import SHARED_MEMORY, MemoryFolder
+from tests.kit import forked as subprocess
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no memory file system")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import open_cache
+from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

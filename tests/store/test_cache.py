@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from stoker.store import FileDigest, make_recipe, open_cache, open_folder
 from stoker.store import shard as shard_module
 from stoker.store.cache import Cache
 from stoker.store.index import LISTED_SEGMENTS
+from tests.kit import forked as subprocess
 from tests.loader.caches import write_cache
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, fill, make_cache
 

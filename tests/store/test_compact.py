@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +18,7 @@ from stoker.schema import Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder, use
 from stoker.store.maintain import compact
 from stoker.store.write import OpenShard
+from tests.kit import forked as subprocess
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from stoker.errors import ConfigError, ReadOnlyError, RecordError
 from stoker.store import Cache, Failure, Folder, make_recipe, open_cache, open_folder
 from stoker.store.storage import LocalStorage
+from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]

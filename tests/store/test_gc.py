@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from stoker.store.gc import GcPolicy, GcReport, collect
 from stoker.store.maintain import compact, repair
 from stoker.store.storage import LocalStorage
 from stoker.store.use import Use, alone, unused_for_s
+from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 from tests.store.kill_points import make_old
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit import forked as subprocess
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import textwrap
 import traceback
@@ -19,6 +18,7 @@ from stoker.loader import Loader
 from stoker.schema import Field
 from stoker.store import Cache, shard
 from stoker.store.storage import LocalFile
+from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, make_cache, same_bits
 
 SMALL = {"x": Field(shape=(3,), dtype="float32")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from stoker.store.cache import rebuild
 from stoker.store.gc import collect
 from stoker.store.maintain import compact, folder_to_repair, repair
 from stoker.store.use import indexing
+from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 
 ROOT = Path(__file__).parents[2]

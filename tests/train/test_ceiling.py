@@ -16,8 +16,10 @@ from stoker.errors import DivergedError
 from stoker.monitor.meter import StallMeter
 from stoker.train import loop
 from stoker.train.config import TrainConfig, TrainReport
-from stoker.train.loop import time_steps, train, twin_of
-from stoker.train.run import load_checkpoint
+from stoker.train.loop import time_steps
+from stoker.train.objective import OperatorObjective
+from stoker.train.run import train
+from stoker.train.state import load_checkpoint
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 LONG: dict[str, Any] = {"epochs": 25, "width": 8, "depth": 1, "heads": 2, "lr": 0.01}
@@ -171,8 +173,10 @@ def test_the_twin_is_gone_when_the_peak_of_memory_is_measured_anew(
     twins: list[weakref.ref[Any]] = []
     alive: list[bool] = []
 
-    def noted(made: Any) -> Any:
-        twin = twin_of(made)
+    make = OperatorObjective.twin
+
+    def noted(made: OperatorObjective) -> OperatorObjective:
+        twin = make(made)
         twins.append(weakref.ref(twin.model))
         return twin
 
@@ -180,7 +184,7 @@ def test_the_twin_is_gone_when_the_peak_of_memory_is_measured_anew(
         gc.collect()  # parts of a model refer to each other
         alive.append(twins[-1]() is not None)
 
-    monkeypatch.setattr(loop, "twin_of", noted)
+    monkeypatch.setattr(OperatorObjective, "twin", noted)
     monkeypatch.setattr(loop, "give_back", look)
 
     run(tmp_path / "run", StallMeter())

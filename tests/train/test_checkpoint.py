@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError, ResourceError
-from stoker.train.run import (
+from stoker.train.state import (
     KEPT,
     Checkpoint,
     Kind,

@@ -11,6 +11,8 @@ import pytest
 
 from stoker.train.report import curves_as_svg, draw_curves
 
+pytestmark = pytest.mark.draws
+
 
 def epoch(number: int, **changes: Any) -> dict[str, Any]:
     errors = {

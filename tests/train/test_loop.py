@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +16,10 @@ import torch
 from stoker.errors import ConfigError, DivergedError, Interrupted, RecordError, ResourceError, StaleStateError
 from stoker.monitor.meter import StallMeter
 from stoker.train.config import TrainConfig, TrainReport
-from stoker.train.loop import train
-from stoker.train.run import MetricsLog, load_checkpoint
+from stoker.train.run import train
+from stoker.train.state import MetricsLog, load_checkpoint
 from stoker.train.step import learning_rate
+from tests.kit import forked as subprocess
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {
@@ -70,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.draws
 def test_training_beats_persistence_and_leaves_everything(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -467,7 +468,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 torch.set_num_threads(1)
 from stoker.train.config import TrainConfig
-from stoker.train.loop import train
+from stoker.train.run import train
 from tests.train.fakes import FakeLoader, waves
 
 config = TrainConfig(epochs=6, width=8, depth=1, heads=2, checkpoint_every=4, log_every=1, resume=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stoker.train.run import MetricsLog
+from stoker.train.state import MetricsLog
 
 
 def test_lines_are_read_back_and_infinities_become_null(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from stoker.train.objective import Objective
+from stoker.train.objective import StageLoss
 from stoker.train.operator import LatentOperator, OperatorShape, Scales
 
 SHAPE = OperatorShape(tokens=4, dim=3, cond=2, width=16, depth=2, heads=2)
@@ -49,7 +49,7 @@ def test_works_without_a_condition() -> None:
 def test_every_weight_gets_a_gradient_after_the_first_steps() -> None:
     model = trained_a_little(SHAPE)
 
-    Objective(model)(torch.randn(4, 4, 3), torch.randn(4, 2, 4, 3), torch.randn(4, 2)).mean().backward()
+    StageLoss(model)(torch.randn(4, 4, 3), torch.randn(4, 2, 4, 3), torch.randn(4, 2)).mean().backward()
 
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
 
@@ -64,7 +64,7 @@ def test_errors_are_in_usual_steps_and_unroll_over_all_states() -> None:
     z0 = torch.zeros(1, 4, 3)
     states = torch.stack([torch.full((1, 4, 3), 1.0), torch.full((1, 4, 3), 2.0)], dim=1)
 
-    errors = Objective(model)(z0, states, torch.zeros(1, 2))
+    errors = StageLoss(model)(z0, states, torch.zeros(1, 2))
 
     assert errors.tolist() == [(2.0**2 + 4.0**2) / 2]  # the untrained operator stays at 0: 2 and 4 steps off
     assert torch.equal(model.state_dict()["step_std"], torch.full((3,), 0.5))

@@ -15,11 +15,11 @@ from torch import Tensor
 from stoker.errors import DivergedError, StaleStateError
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import TrainConfig
-from stoker.train.evaluate import evaluate
-from stoker.train.guard import FiniteGuard, StepFacts
-from stoker.train.loop import train
+from stoker.train.evaluate import ERRORS, evaluate
 from stoker.train.operator import LatentOperator, OperatorShape, measure_scales, to_pairs
-from stoker.train.run import Checkpoint, check_same
+from stoker.train.run import check_same, train
+from stoker.train.state import Checkpoint
+from stoker.train.step import FiniteGuard, StepFacts
 from tests.train.fakes import FakeLoader, waves
 
 
@@ -74,8 +74,9 @@ def test_ranks_evaluate_the_whole_set_each_example_once(world: int, samples: int
 
     assert found[1:] == found[:-1], "a decision that depends on it is the same everywhere"
     assert (found[0].windows, found[0].rollout_steps) == (whole.windows, whole.rollout_steps) == (56, 8)
-    for name in ("nrmse", "persistence", "rollout", "rollout_persistence"):
-        assert getattr(found[0], name) == pytest.approx(getattr(whole, name), rel=1e-6), name
+    assert found[0].errors.keys() == whole.errors.keys() == {*ERRORS[:4]}
+    for name, error in whole.errors.items():
+        assert found[0].errors[name] == pytest.approx(error, rel=1e-6), name
 
 
 @pytest.mark.parametrize("spoilt", ["loss", "gradient", "both"])

@@ -12,19 +12,19 @@ import torch
 
 import stoker
 from stoker.encoders.grid import decoder_of, encode_of
-from stoker.encoders.keeping import keeping
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, RecordError, StaleStateError
-from stoker.train.config import FieldSpace, Stage, StageName, TrainConfig, TrainReport
-from stoker.train.loop import train
-from stoker.train.objective import Objective
+from stoker.train.config import FieldSpace, StageName, TrainConfig, TrainReport, TrainStage
+from stoker.train.objective import StageLoss
 from stoker.train.operator import DecoderShape, FieldDecoder, LatentOperator, OperatorShape
-from stoker.train.run import Checkpoint, load_checkpoint
+from stoker.train.run import train
+from stoker.train.state import Checkpoint, load_checkpoint
 from tests.conftest import write_burgers
 
 STAGES = (
-    Stage(name="operator", epochs=2),
-    Stage(name="decoder", epochs=3, lr=1e-2),
-    Stage(name="consistency", epochs=1),
+    TrainStage(name="operator", epochs=2),
+    TrainStage(name="decoder", epochs=3, lr=1e-2),
+    TrainStage(name="consistency", epochs=1),
 )
 ENCODER = stoker.GridEncoder(channels=1, grid=(1, 32), patch=(1, 4), tokens=8, dim=2, seed=0)
 """Half as many numbers as values: what it loses is there to be learned."""
@@ -58,7 +58,7 @@ def run(
     space: FieldSpace | None,
     folder: Path,
     *,
-    stages: tuple[Stage, ...] = STAGES,
+    stages: tuple[TrainStage, ...] = STAGES,
     only: StageName | None = None,
     sink: Any = None,
     stride: Any = 1,
@@ -152,7 +152,7 @@ def test_stages_done_one_by_one_are_the_run_in_one_go(
 def test_a_stage_ends_early_by_its_own_patience(
     cache: stoker.Cache, space: FieldSpace, tmp_path: Path
 ) -> None:
-    stages = (Stage(epochs=2), Stage(name="decoder", epochs=9, lr=1e-30, patience=1), STAGES[2])
+    stages = (TrainStage(epochs=2), TrainStage(name="decoder", epochs=9, lr=1e-30, patience=1), STAGES[2])
 
     report = run(cache, space, tmp_path, stages=stages)
 
@@ -163,7 +163,7 @@ def test_a_stage_ends_early_by_its_own_patience(
 def test_inverse_losses_train_the_decoder_and_the_operator(
     cache: stoker.Cache, space: FieldSpace, tmp_path: Path
 ) -> None:
-    plain = Stage(epochs=3, lr=1e-2)
+    plain = TrainStage(epochs=3, lr=1e-2)
     found = {
         name: run(cache, space, tmp_path / name, stages=(stage,))
         for name, stage in {
@@ -186,7 +186,7 @@ def test_what_a_decoder_needs_is_asked_for(cache: stoker.Cache, space: FieldSpac
     with pytest.raises(ConfigError, match="space="):
         run(cache, None, tmp_path)
     with pytest.raises(ConfigError, match="lambda_inv_dec"):
-        run(cache, replace(space, encode=None), tmp_path, stages=(Stage(lambda_inv_dec=1.0),))
+        run(cache, replace(space, encode=None), tmp_path, stages=(TrainStage(lambda_inv_dec=1.0),))
     with pytest.raises(RecordError, match=r"precompute\.keep=speed"):
         run(cache, replace(space, field="speed"), tmp_path)
 
@@ -237,15 +237,15 @@ class Doubling(LatentOperator):
 
 def test_consistency_is_no_loss_where_predictions_agree_and_one_where_they_do_not() -> None:
     operator = Doubling(OperatorShape(tokens=1, dim=1, cond=1, width=4, depth=1, heads=1))
-    stage = Stage(name="consistency")
-    consistent = Objective(operator, stage, columns={"stride": 0}, most_stride=2)
+    stage = TrainStage(name="consistency")
+    consistent = StageLoss(operator, stage, columns={"stride": 0}, most_stride=2)
     z0, stride = torch.ones(2, 1, 1), torch.tensor([[1.0], [1.0]])
     truth = torch.stack([2 * z0, 4 * z0, 8 * z0], dim=1)
 
     assert consistent(z0, truth, stride).tolist() == [0.0, 0.0]
     wrong = truth.clone()
     wrong[1, 0] = 3.0  # another z1: rolled out from there, the end is another one
-    plain = Objective(operator, replace(stage, lambda_consistency=0.0))
+    plain = StageLoss(operator, replace(stage, lambda_consistency=0.0))
     assert (consistent(z0, wrong, stride) - plain(z0, wrong, stride)).tolist() == [0.0, (12.0 - 8.0) ** 2]
 
 
@@ -253,7 +253,7 @@ def test_a_mask_leaves_states_beyond_the_horizon_out_of_the_loss() -> None:
     operator = LatentOperator(OperatorShape(tokens=1, dim=1, cond=0, width=4, depth=1, heads=1))
     z0, states = torch.zeros(1, 1, 1), torch.tensor([[[[2.0]], [[100.0]]]])
 
-    loss = Objective(operator)(z0, states, torch.zeros(1, 0), torch.tensor([[1.0, 0.0]]))
+    loss = StageLoss(operator)(z0, states, torch.zeros(1, 0), torch.tensor([[1.0, 0.0]]))
 
     assert loss.tolist() == [4.0]
 

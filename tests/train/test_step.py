@@ -8,7 +8,7 @@ from torch import nn
 
 from stoker.errors import DivergedError
 from stoker.train.config import TrainConfig
-from stoker.train.run import make_optimizer
+from stoker.train.state import make_optimizer
 from stoker.train.step import Losses, Stepper
 
 INDEX = torch.tensor([[7, 0], [9, 2]])

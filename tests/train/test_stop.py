@@ -8,7 +8,7 @@ import time
 import pytest
 
 from stoker.precompute.share import TOGETHER_S
-from stoker.train.guard import StopFlag
+from stoker.train.step import StopFlag
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -13,8 +13,8 @@ import stoker
 from stoker.errors import StaleStateError
 from stoker.monitor.meter import StallMeter
 from stoker.train.config import TrainConfig, TrainReport
-from stoker.train.loop import train
-from stoker.train.run import load_checkpoint
+from stoker.train.run import train
+from stoker.train.state import load_checkpoint
 from tests.conftest import write_burgers
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from stoker.cli.edge import Edge, Teller, edge
-from stoker.cli.flags import CachePath, Config, Debug, Json, Overrides, duration, share, size
+from stoker.cli.edge import Edge, Teller, at_edge
+from stoker.cli.flags import CachePath, Config, Overrides, duration, share, size
 from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -26,7 +26,9 @@ def register_caches(app: typer.Typer) -> None:
     app.command()(stage)
 
 
+@at_edge
 def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     path: CachePath,
     repair: Annotated[
         bool, typer.Option("--repair", help="Set aside what is damaged or lost, so that the rest serves.")
@@ -42,8 +44,6 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         float, typer.Option(parser=share, metavar="5%", help="Part of the records to read; all by default.")
     ] = cast(float, "100%"),
     seed: Annotated[int, typer.Option(help="Which records --subset picks.")] = 0,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Read a cache back and compare checksums.
 
@@ -58,34 +58,32 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         raise typer.BadParameter("--repair reads every record: leave --subset out")
     if not repair and (config or overrides):
         raise typer.BadParameter("--config and settings go with --repair")
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
+    from stoker.cli import output
 
-        if repair:
-            _repair(out, path, config, overrides or [])
-            return
-        from stoker.store import open_cache
+    if repair:
+        _repair(out, path, config, overrides or [])
+        return
+    from stoker.store import open_cache
 
-        report = open_cache(path, require_complete=False).verify(subset, seed=seed)
-        out.show(report, output.verify)
-        if not report.ok:
-            raise typer.Exit(FormatError.exit_code)
+    report = open_cache(path, require_complete=False).verify(subset, seed=seed)
+    out.show(report, output.verify, exit_code=0 if report.ok else FormatError.exit_code)
 
 
 def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> None:
     from stoker.cli import output
     from stoker.config import load_config
-    from stoker.pipeline.keep import repair_cache
+    from stoker.pipeline.context import Run
+    from stoker.pipeline.precompute import repair_cache
 
     if config is None and overrides:
         raise ConfigError(f"settings ({', '.join(overrides)}) go with --config, which is not given")
-    result = repair_cache(path, None if config is None else load_config(config, overrides))
-    out.show(result, output.repair)
-    if not result.ok:
-        raise typer.Exit(IncompleteError.exit_code)
+    result = repair_cache(path, None if config is None else Run(load_config(config, overrides)))
+    out.show(result, output.repair, exit_code=0 if result.ok else IncompleteError.exit_code)
 
 
+@at_edge
 def compact(
+    out: Edge,
     path: CachePath,
     compression: Annotated[
         str | None,
@@ -93,8 +91,6 @@ def compact(
             metavar="none|zstd|lz4", help="Also rewrite shards that are stored in another way than this."
         ),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Merge short shards, or compress a cache.
 
@@ -106,17 +102,16 @@ def compact(
       stoker compact data/latent_cache/burgers1d_train
       stoker compact data/latent_cache/burgers1d_train --compression zstd
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
-        from stoker.store.maintain import compact as merge
+    from stoker.cli import output
+    from stoker.store.maintain import compact as merge
 
-        report = merge(path, compression=compression)
-        out.show(report, output.compact)
-        if report.left:
-            raise typer.Exit(FormatError.exit_code)
+    report = merge(path, compression=compression)
+    out.show(report, output.compact, exit_code=FormatError.exit_code if report.left else 0)
 
 
+@at_edge
 def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     cache_dir: Annotated[
         str, typer.Argument(metavar="CACHE_DIR", help="The folder, or address, that holds caches by name.")
     ],
@@ -141,8 +136,6 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     at_address: Annotated[
         bool, typer.Option("--at-address", help="Of an address: also shards there that serve nothing.")
     ] = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Remove what no cache needs any more.
 
@@ -155,28 +148,29 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker gc data/latent_cache --older-than 30d --keep 1 --dry-run
       stoker gc data/latent_cache --max-size 20GB
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
-        from stoker.store.gc import GcPolicy, collect
-        from stoker.store.mirror.root import MARKER, here
-        from stoker.store.mirror.transfer import clean
-        from stoker.store.remote import is_url
+    from stoker.cli import output
+    from stoker.store.gc import GcPolicy, collect
+    from stoker.store.mirror.root import MARKER, here
+    from stoker.store.mirror.transfer import clean
+    from stoker.store.remote import is_url
 
-        policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        # Copies of an address may be kept anywhere, and be named by their folder.
-        if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
-            report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
-        elif at_address:
-            raise ConfigError(
-                f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
-                "what serves nothing always goes"
-            )
-        else:
-            report = collect(cache_dir, policy, dry_run=dry_run)
-        out.show(report, output.gc)
+    policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
+    # Copies of an address may be kept anywhere, and be named by their folder.
+    if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
+        report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+    elif at_address:
+        raise ConfigError(
+            f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
+            "what serves nothing always goes"
+        )
+    else:
+        report = collect(cache_dir, policy, dry_run=dry_run)
+    out.show(report, output.gc)
 
 
-def stage(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@at_edge
+def stage(
+    out: Edge,
     config: Config,
     overrides: Overrides = None,
     prune: Annotated[
@@ -188,8 +182,6 @@ def stage(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     force: Annotated[
         bool, typer.Option("--force", help="With --prune: also what was used in the last day.")
     ] = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Copy a configuration's files to local storage.
 
@@ -203,16 +195,16 @@ def stage(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     if (dry_run or force) and not prune:
         raise typer.BadParameter("--dry-run and --force go with --prune")
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
-        from stoker.config import load_config
-        from stoker.pipeline.staging import prune_staged, stage_config, stage_folder
+    from stoker.cli import output
+    from stoker.config import load_config
+    from stoker.pipeline.context import Run
+    from stoker.pipeline.staging import prune_staged, stage_config, stage_folder
 
-        if prune:
-            folder = stage_folder(load_config(config, overrides or []))
-            out.show(prune_staged(folder, dry_run=dry_run, force=force), output.gc)
-            return
-        out.show(stage_config(load_config(config, overrides or [])), output.stage)
+    run = Run(load_config(config, overrides or []))
+    if prune:
+        out.show(prune_staged(stage_folder(run), dry_run=dry_run, force=force), output.gc)
+        return
+    out.show(stage_config(run), output.stage)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -228,7 +220,8 @@ def register_remote(app: typer.Typer) -> None:
     app.command()(pull)
 
 
-def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = False) -> None:
+@at_edge
+def push(out: Edge, path: CachePath, url: Address) -> None:
     """Bring a cache to an address.
 
     To URL/NAME/FINGERPRINT, on an object store or a shared folder. Each shard is checked, and a push
@@ -238,15 +231,16 @@ def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = Fa
     Example:
       stoker push data/latent_cache/burgers1d_train s3://bucket/caches
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.store.mirror.transfer import push as run
+    from stoker.store.mirror.transfer import push as run
 
-        with Teller(out) as teller:
-            report = run(path, url, listen=partial(_listen, teller))
-        out.show(report, render_transfer)
+    with Teller(out) as teller:
+        report = run(path, url, listen=partial(_listen, teller))
+    out.show(report, render_transfer)
 
 
-def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@at_edge
+def pull(
+    out: Edge,
     url: Address,
     cache_dir: Annotated[
         str, typer.Argument(metavar="[CACHE_DIR]", help="The folder that holds caches.")
@@ -258,8 +252,6 @@ def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     records: Annotated[
         str | None, typer.Option(metavar="FIRST:STOP", help="Only shards that hold these samples.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Bring a cache here from an address.
 
@@ -271,14 +263,13 @@ def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker pull s3://bucket/caches/burgers1d_train
       stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world 8
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.store.mirror.transfer import Wanted
-        from stoker.store.mirror.transfer import pull as run
+    from stoker.store.mirror.transfer import Wanted
+    from stoker.store.mirror.transfer import pull as run
 
-        wanted = Wanted(rank=rank, world=world, records=_range(records))
-        with Teller(out) as teller:
-            report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
-        out.show(report, render_transfer)
+    wanted = Wanted(rank=rank, world=world, records=_range(records))
+    with Teller(out) as teller:
+        report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
+    out.show(report, render_transfer)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -302,10 +293,9 @@ def render_transfer(report: TransferReport, console: Console) -> None:
     """What was brought, and what is there now."""
     rate = f" at {format_bytes(report.bytes / report.seconds)}/s" if report.seconds else ""
     state = "complete" if report.complete else "not all of the cache: the index there says which"
-    console.print(f"{report.url}\n{report.path}", soft_wrap=True, markup=False)
+    console.print(f"{report.url}\n{report.path}", markup=False)
     console.print(
         f"{format_count(report.shards, 'shard')}, {format_bytes(report.bytes)} in "
-        f"{format_seconds(report.seconds)}{rate}; {format_count(report.present)} were there already",
-        soft_wrap=True,
+        f"{format_seconds(report.seconds)}{rate}; {format_count(report.present)} were there already"
     )
-    console.print(f"{format_count(report.records, 'record')}, {state}", soft_wrap=True)
+    console.print(f"{format_count(report.records, 'record')}, {state}")

@@ -20,15 +20,17 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.cli.flags import Debug, Json, with_parameters
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.precompute.heartbeat import EXIT_S, say_end
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
@@ -36,8 +38,8 @@ from stoker.scale.place import Place, find_place
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.scale.ranks import Ranks
-    from stoker.schema import Json
+    from stoker.pipeline.context import Run
+    from stoker.schema import Json as JsonValue
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -59,24 +61,24 @@ def name_of_rank() -> str:
 
 
 @contextmanager
-def joined(config: Config) -> Generator[Ranks]:
-    """The ranks that do this command together.
+def joined(config: Config) -> Generator[Run]:
+    """The run of a command, with the ranks that do it together.
 
     Raises:
         ConfigError: The environment speaks of several ranks and makes no sense.
         StalledError: The meeting point of the ranks is not there.
     """
     place = find_place(os.environ)
-    if place is None:
-        from stoker.scale.ranks import ALONE
+    from stoker.pipeline.context import Run
 
-        yield ALONE
+    if place is None:
+        yield Run(config)
         return
     from stoker.scale.group import RankGroup, ignore_sigterm
 
     with RankGroup(place, deadline_s=config.training.rank_deadline) as ranks:
         try:
-            yield ranks
+            yield Run(config, ranks=ranks)
         except BaseException:
             ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
             raise
@@ -96,6 +98,58 @@ def refuse_ranks(command: str) -> None:
         )
 
 
+# ----------------------------------------------------------------------------------------------------------
+# The standard streams, when they are closed, full or read by nobody any more.
+
+
+INTERRUPTED = "interrupted; the same command resumes"
+"""What a command says that a signal ended."""
+
+
+def keep_standard_streams() -> None:
+    """Point closed standard streams at nothing, or the next file opened (a shard) would be one of them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  a descriptor, for the whole process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+@contextmanager
+def printing(stream: TextIO) -> Generator[None]:
+    """Write to `stream` and flush it; a reader that went away (`| head`) is left to the caller.
+
+    Raises:
+        BrokenPipeError: Nobody reads it any more.
+        ResourceError: It cannot be written. After either, what is written goes nowhere.
+    """
+    try:
+        yield
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+        raise
+    except OSError as error:
+        _discard(stream)
+        raise ResourceError(
+            f"standard output cannot be written: {error.strerror}. Make room, or send the output elsewhere"
+        ) from error
+
+
+def _discard(stream: TextIO) -> None:
+    """Point `stream` at nothing, or Python would fail again on the rest of its buffer at the very end."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# One command: its output, its errors, its exit code.
+
+
 TELL_S = 10.0
 """Seconds between two lines about how far it is, where there is no terminal."""
 WIDE = 100_000
@@ -107,12 +161,12 @@ UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 class Result(Protocol):
     """What a pipeline function returns."""
 
-    def to_json(self) -> dict[str, Json]:
+    def to_json(self) -> dict[str, JsonValue]:
         """The keys that scripts rely on."""
         ...
 
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound="Result | Mapping[str, Any]")
 
 
 class Edge:
@@ -123,17 +177,19 @@ class Edge:
         self.debug = debug
         self._rank = name_of_rank()
         self._stdout: TextIO = sys.stdout
-        self.notes = console(sys.stderr, quiet=bool(self._rank))
+        self.notes = console(sys.stderr, quiet=bool(self._rank), soft_wrap=False)
 
-    def show(self, result: R, render: Callable[[R, Console], None]) -> None:
-        """Print a result: one JSON object, or what `render` makes of it."""
+    def show(self, result: R, render: Callable[[R, Console], None], *, exit_code: int = 0) -> None:
+        """Print a result as one JSON object, or as `render` makes it; end with `exit_code` unless it is 0."""
         if self._rank:
-            return
-        if self.as_json:
-            self.write_json(result.to_json())
+            pass
+        elif self.as_json:
+            self.write_json(dict(result) if isinstance(result, Mapping) else result.to_json())
         else:
             with printing(self._stdout):
                 render(result, console(self._stdout))
+        if exit_code:
+            raise typer.Exit(exit_code)
 
     def note(self, line: str) -> None:
         """One line on standard error; where that cannot be written, nobody is told."""
@@ -150,7 +206,7 @@ class Edge:
         with printing(self._stdout):
             self._stdout.write(text)
 
-    def write_json(self, data: dict[str, Json]) -> None:
+    def write_json(self, data: dict[str, JsonValue]) -> None:
         """The one JSON object; NaN and infinities become null, since JSON has neither."""
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
@@ -199,7 +255,7 @@ class Teller:
                 self._say(line)
 
 
-@contextlib.contextmanager
+@contextmanager
 def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
     """Run one command: streams set, errors turned into one line and an exit code."""
     out = Edge(as_json=as_json, debug=debug)
@@ -216,7 +272,7 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
         except KeyboardInterrupt as error:
             said = str(error) if isinstance(error, Interrupted) else INTERRUPTED
             raise out.fail(said, Interrupted.exit_code) from None
-        except (typer.Exit, BrokenPipeError):
+        except (typer.Exit, BrokenPipeError, UsageError):
             raise
         except Exception as error:  # noqa: BLE001 (the process edge: what nobody foresaw is one line too)
             if debug:
@@ -224,9 +280,24 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
             raise out.fail(_unforeseen(error), StokerError.exit_code) from None
 
 
+def at_edge(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes its `Edge` first as one with `--json` and `--debug`, which makes that."""
+
+    @wraps(command)
+    def run(*args: Any, as_json: bool = False, debug: bool = False, **given: Any) -> None:
+        with edge(as_json=as_json, debug=debug) as out:
+            command(out, *args, **given)
+
+    own = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in (("as_json", Json), ("debug", Debug))
+    ]
+    return with_parameters(run, command, own, without=next(iter(signature(command).parameters)))
+
+
 def _as_typed(error: StokerError) -> str:
     """The message in words that can be typed: arguments of the library are settings there."""
-    if error.marked == str(error):
+    if not error.arguments:
         return str(error)
     from stoker.config.names import in_settings  # costs half a second that others need not pay
 
@@ -248,7 +319,7 @@ def _advice(error: OSError) -> str:
     return "Correct that, then run this again"
 
 
-@contextlib.contextmanager
+@contextmanager
 def _log_lines(out: Edge) -> Generator[None]:
     """Show what the package logs, and its warnings, as plain lines on standard error."""
 
@@ -285,12 +356,16 @@ class _Lines(logging.Handler):
             say(line)
 
 
-def console(stream: TextIO, *, quiet: bool = False) -> Console:
-    """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR."""
+def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> Console:
+    """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR.
+
+    It breaks no line by itself, so that a path can be copied; `soft_wrap=False` for what is drawn again.
+    """
     return Console(
         file=stream,
         highlight=False,
         quiet=quiet,
+        soft_wrap=soft_wrap,
         width=None if stream.isatty() else WIDE,
         color_system=None if os.environ.get("NO_COLOR") else "auto",
     )

@@ -218,8 +218,15 @@ def spread_flags(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **given: Any) -> None:
         command(*args, flags=kind(**{one.name: given.pop(one.name) for one in own}), **given)
 
+    return with_parameters(run, command, own, without="flags")
+
+
+def with_parameters(
+    run: Callable[..., None], command: Callable[..., None], own: Sequence[Parameter], *, without: str
+) -> Callable[..., None]:
+    """Return `run`, which the parser takes to have the parameters of `command`, one of them replaced."""
     shown = signature(command, eval_str=True)
-    others = [one for one in shown.parameters.values() if one.name != "flags"]
+    others = [one for one in shown.parameters.values() if one.name != without]
     by_kind = sorted([*others, *own], key=lambda one: one.kind)
     vars(run)["__signature__"] = shown.replace(parameters=by_kind)
     run.__annotations__ = {one.name: one.annotation for one in by_kind}

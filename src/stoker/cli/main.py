@@ -17,15 +17,13 @@ import typer
 from typer.core import TyperGroup
 
 from stoker.cli import caches, serving, training
-from stoker.cli.edge import Edge, edge, joined, run, stop_on_sigterm
+from stoker.cli.edge import INTERRUPTED, Edge, at_edge, edge, joined, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
     Config,
     ConfigFlag,
-    Debug,
     EarlierFlags,
     Epochs,
-    Json,
     Manifest,
     Overrides,
     PrecomputeFlags,
@@ -37,7 +35,6 @@ from stoker.cli.flags import (
     spread_flags,
     tell_settings,
 )
-from stoker.cli.streams import INTERRUPTED
 from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.plugins import Plugin, load_extension, plugins_of
@@ -152,14 +149,14 @@ training.register_demo(app)
 
 @app.command(cls=EarlierFlags)
 @spread_flags
-def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
+@at_edge
+def precompute(
+    out: Edge,
     words: Words = None,
     *,
     config: ConfigFlag = None,
     splits: Splits = None,
     manifest: Manifest = None,
-    as_json: Json = False,
-    debug: Debug = False,
     flags: PrecomputeFlags,
 ) -> None:
     """Encode what is missing from the caches.
@@ -173,22 +170,20 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
       stoker precompute configs/train_burgers_32dim.yaml latent.dim=64 --splits train val
       stoker precompute configs/train_burgers_32dim.yaml --engine ray --address auto
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        path, overrides = config_and_overrides(words or [], config)
-        settings = load_settings(out, path, flags.settings(overrides))
-        from stoker.cli import output
-        from stoker.pipeline.precompute import precompute_config
+    path, overrides = config_and_overrides(words or [], config)
+    settings = load_settings(out, path, flags.settings(overrides))
+    from stoker.cli import output
+    from stoker.pipeline.precompute import precompute_config
 
-        with joined(settings) as ranks:
-            wanted = split_words(splits or [])
-            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
-        out.show(result, output.precompute_of_tasks)
-        if result.exit_code:
-            raise typer.Exit(result.exit_code)
+    with joined(settings) as run:
+        result = precompute_config(run, splits=split_words(splits or []), manifest=manifest)
+    out.show(result, output.precompute_of_tasks, exit_code=result.exit_code)
 
 
 @app.command()
-def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@at_edge
+def plan(
+    out: Edge,
     ctx: typer.Context,
     words: Words = None,
     simulate: Annotated[
@@ -198,8 +193,6 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         bool, typer.Option("--markdown", help="Of a simulation: tables as Markdown.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Of a simulation: draw it, as PNG or SVG.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show where records would be served from.
 
@@ -213,29 +206,30 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     if not words and not simulate:
         ctx.fail("Missing argument 'CONFIG'.")
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli.training import refuse_words
+    from stoker.cli.training import refuse_words
 
-        if simulate:
-            simulation = load_extension("plan.simulate")
-            simulation.simulated(out, words or [], as_markdown=markdown, picture=picture)
-            return
-        if markdown or picture:
-            raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
-        refuse_words(words or [])
-        settings = load_settings(out, *config_and_overrides(words or []))
-        from stoker.cli import output
-        from stoker.pipeline.build import tasks_of
-        from stoker.pipeline.plan import plan_config, plan_tasks
+    if simulate:
+        load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
+        return
+    if markdown or picture:
+        raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
+    refuse_words(words or [])
+    settings = load_settings(out, *config_and_overrides(words or []))
+    from stoker.cli import output
+    from stoker.pipeline.context import Run
+    from stoker.pipeline.plan import plan_config, plan_tasks
 
-        if len(tasks_of(settings)) > 1:
-            out.show(plan_tasks(settings), output.plan_of_tasks)
-        else:
-            out.show(plan_config(settings), output.plan)
+    run = Run(settings)
+    if len(run.tasks) > 1:
+        out.show(plan_tasks(run), output.plan_of_tasks)
+    else:
+        out.show(plan_config(run), output.plan)
 
 
 @app.command()
+@at_edge
 def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     words: Words = None,
     config: ConfigFlag = None,
     stage: Stage = None,
@@ -251,8 +245,6 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         str | None,
         typer.Option(metavar="2%", help="training.max_stall: waiting longer is exit code 5."),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Encode what is missing, then train.
 
@@ -266,20 +258,20 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker train configs/train_burgers_32dim.yaml --stage operator --epochs 5
       torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        asked = ["precompute.wait=false"] if no_wait else []
-        asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
-        asked += [] if epochs is None else [f"training.epochs={epochs}"]
-        path, overrides = config_and_overrides(words or [], config)
-        settings = load_settings(out, path, [*overrides, *asked])
-        from stoker.pipeline.stages import with_epochs
+    asked = ["precompute.wait=false"] if no_wait else []
+    asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
+    asked += [] if epochs is None else [f"training.epochs={epochs}"]
+    path, overrides = config_and_overrides(words or [], config)
+    settings = load_settings(out, path, [*overrides, *asked])
+    from stoker.pipeline.stages import with_epochs
 
-        settings = with_epochs(settings, stage, epochs)
-        run_training(out, settings, live=live, stage=stage)
+    settings = with_epochs(settings, stage, epochs)
+    run_training(out, settings, live=live, stage=stage)
 
 
 @app.command()
-def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> None:
+@at_edge
+def inspect(out: Edge, path: CachePath) -> None:
     """Show what a cache holds.
 
     Records, fields, sizes, statistics and quarantined samples, from the index alone. Of a folder of
@@ -290,17 +282,15 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
       stoker inspect data/latent_cache/burgers1d_train
       stoker inspect data/latent_cache
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
-        from stoker.pipeline.caches import CacheSummary, inspect_path
+    from stoker.cli import output
+    from stoker.pipeline.caches import CacheSummary, inspect_path
 
-        found = inspect_path(path)
-        if isinstance(found, CacheSummary):
-            out.show(found, output.inspect)
-            return
-        out.show(found, output.inspect_folder)
-        if found.unreadable:
-            raise typer.Exit(FormatError.exit_code)
+    found = inspect_path(path)
+    if isinstance(found, CacheSummary):
+        out.show(found, output.inspect)
+        return
+    code = FormatError.exit_code if found.unreadable else 0
+    out.show(found, output.inspect_folder, exit_code=code)
 
 
 caches.register_caches(app)
@@ -311,14 +301,14 @@ serving.register(app)
 
 
 @app.command()
+@at_edge
 def validate(
+    out: Edge,
     config: Config,
     overrides: Overrides = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the settings in force as YAML, and check nothing.")
     ] = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Check everything before a long run.
 
@@ -329,30 +319,29 @@ def validate(
     Example:
       stoker validate configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        if print_config:
-            settings = load_settings(out, config, overrides or [])
-            if as_json:
-                out.write_json(settings.to_dict())
-            else:
-                out.write(settings.to_yaml())
-            return
-        from stoker.cli import output
-        from stoker.pipeline.validate import failed, validate_config
+    if print_config:
+        settings = load_settings(out, config, overrides or [])
+        if out.as_json:
+            out.write_json(settings.to_dict())
+        else:
+            out.write(settings.to_yaml())
+        return
+    from stoker.cli import output
+    from stoker.pipeline.validate import failed, validate_config
 
-        result = validate_config(config, overrides or [], environment=os.environ)
-        try:
-            rows = load_extension("validate.launch")(config, overrides or [], os.environ)
-        except ConfigError as error:  # the settings may well do without it
-            rows = [replace(failed("launch settings", error), status="warn")]
-        result = result.and_these(rows)
-        out.show(result, output.validate)
-        if result.exit_code:
-            raise typer.Exit(result.exit_code)
+    result = validate_config(config, overrides or [], environment=os.environ)
+    try:
+        rows = load_extension("validate.launch")(config, overrides or [], os.environ)
+    except ConfigError as error:  # the settings may well do without it
+        rows = [replace(failed("launch settings", error), status="warn")]
+    result = result.and_these(rows)
+    out.show(result, output.validate, exit_code=result.exit_code)
 
 
 @app.command()
+@at_edge
 def why(
+    out: Edge,
     a: Annotated[
         str,
         typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),
@@ -363,8 +352,6 @@ def why(
             metavar="B | KEY=VALUE", help="The other one (else: the nearest cache of A's name), and settings."
         ),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Name what differs between two recipes.
 
@@ -375,15 +362,14 @@ def why(
       stoker why configs/train_burgers_32dim.yaml latent.dim=64
       stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import output
-        from stoker.pipeline.why import explain
+    from stoker.cli import output
+    from stoker.pipeline.caches import explain
 
-        _, overrides = tell_settings(words or [])
-        paths = [word for word in words or [] if word not in overrides]
-        if len(paths) > 1:
-            raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
-        out.show(explain(a, *paths, overrides=overrides), output.why)
+    _, overrides = tell_settings(words or [])
+    paths = [word for word in words or [] if word not in overrides]
+    if len(paths) > 1:
+        raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
+    out.show(explain(a, *paths, overrides=overrides), output.why)
 
 
 if __name__ == "__main__":

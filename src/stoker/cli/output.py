@@ -21,25 +21,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.schema import Json
-from stoker.train.config import EventSink
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.pipeline.caches import CacheFolder, CacheSummary
+    from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
     from stoker.pipeline.demo import DemoResult
-    from stoker.pipeline.keep import RepairResult
     from stoker.pipeline.plan import PlanResult, TaskPlans
-    from stoker.pipeline.precompute import CacheResult, PrecomputeResult
+    from stoker.pipeline.precompute import CacheResult, PrecomputeResult, RepairResult
     from stoker.pipeline.staging import StageReport
     from stoker.pipeline.train import TrainResult
     from stoker.pipeline.validate import Validation
-    from stoker.pipeline.why import Explanation
-    from stoker.schema import Field, Schema
+    from stoker.schema import Field, Json, Schema
     from stoker.store import BadRecord, VerifyReport
     from stoker.store.gc import GcItem, GcReport
     from stoker.store.maintain import CompactReport
-    from stoker.train.config import TrainReport
+    from stoker.train.config import EventSink, TrainReport
 
 Cells: TypeAlias = tuple[str, ...]
 """One row of a table, with rich's markup; a row may be shorter than others."""
@@ -64,7 +60,7 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
         some(console, failures, f"{cache.name}: {len(failures)} quarantined")
         if failures:
             line = f"  stoker inspect {cache.place} lists them; --retry-quarantined tries again"
-            console.print(escape(line), soft_wrap=True)
+            console.print(escape(line))
 
 
 def plan(result: PlanResult, console: Console) -> None:
@@ -79,15 +75,15 @@ def plan(result: PlanResult, console: Console) -> None:
         )
         rows.append((row.tier, *figures, escape(row.note)))
     table(console, rows, fixed=5, right=range(1, 5), gap=2)
-    console.print(escape(result.reason), soft_wrap=True)
+    console.print(escape(result.reason))
     for line in filter(None, (result.advice, result.together, result.on_gpus)):
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(line))
 
 
 def train(result: TrainResult, console: Console) -> None:
     """What a run came to, its pictures, and how it started."""
     table(console, _train_rows("train", result))
-    console.print(_startup(result), soft_wrap=True)
+    console.print(_startup(result))
 
 
 def events(say: Callable[[str], None]) -> EventSink:
@@ -146,17 +142,17 @@ def _changes(facts: Mapping[str, Json]) -> str:
 
 def demo(result: DemoResult, console: Console) -> None:
     """The four steps and the two figures that matter."""
-    console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
+    console.print(escape(result.machine), "", sep="\n")
     plan = result.plan
     rows: list[Cells] = [
-        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data_path))
+        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data))
     ]
     for number, cache in enumerate(result.caches):
         rows += cache_rows("" if number else "2  cache", cache, named=True)
     counts = f"{format_count(plan.records, 'record')} on the {plan.plan.tier} tier"
     rows += [("3  plan", counts, "", escape(held(plan))), *_train_rows("4  train", result.train)]
     table(console, rows, gap=2)
-    console.print("", _startup(result.train), sep="\n", soft_wrap=True)
+    console.print("", _startup(result.train), sep="\n")
 
 
 def inspect_folder(result: CacheFolder, console: Console) -> None:
@@ -168,7 +164,7 @@ def inspect_folder(result: CacheFolder, console: Console) -> None:
         rows.append((escape(cache.name), count, format_bytes(cache.bytes), escape(fields), cache.fingerprint))
     table(console, rows, fixed=3, right=range(1, 3), gap=2)
     for name, why in result.unreadable.items():
-        console.print(f"{escape(name)}: {escape(why)}", soft_wrap=True)
+        console.print(f"{escape(name)}: {escape(why)}")
 
 
 def _compressed(result: CacheSummary) -> str:
@@ -216,7 +212,7 @@ def validate(result: Validation, console: Console) -> None:
 
 def why(result: Explanation, console: Console) -> None:
     """Each differing entry with both values, or that there is none."""
-    console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n", soft_wrap=True)
+    console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n")
     if result.same:
         console.print("same recipe")
         return
@@ -329,9 +325,9 @@ def table(
             line.append(" " * (indent - line.cell_len) + lines.pop(0))
         line.rstrip()
         if line:
-            console.print(line, soft_wrap=True)
+            console.print(line)
         for piece in lines:
-            console.print(Text(" " * indent + piece), soft_wrap=True)
+            console.print(Text(" " * indent + piece))
 
 
 def _flow(cells: Sequence[str], width: int, gap: int) -> list[str]:
@@ -382,11 +378,9 @@ def verify(result: VerifyReport, console: Console) -> None:
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
     some(console, _by_shard(result.bad), title)
     if result.bad:
-        console.print(
-            "stoker verify PATH --repair sets them aside, and says how they are encoded again", soft_wrap=True
-        )
+        console.print("stoker verify PATH --repair sets them aside, and says how they are encoded again")
     if result.unchecked:
-        console.print(f"not looked at: {'; '.join(result.unchecked)}", soft_wrap=True)
+        console.print(f"not looked at: {'; '.join(result.unchecked)}")
 
 
 def stage(result: StageReport, console: Console) -> None:
@@ -394,13 +388,11 @@ def stage(result: StageReport, console: Console) -> None:
     for one in result.tasks:
         files = f"{format_count(one.files, 'file')}, {format_bytes(one.bytes)}"
         if not one.staged:
-            console.print(
-                f"[bold]{escape(one.task)}[/]  not staged: {escape(one.reason)} ({files})", soft_wrap=True
-            )
+            console.print(f"[bold]{escape(one.task)}[/]  not staged: {escape(one.reason)} ({files})")
             continue
         copied = f"{format_bytes(one.copied_bytes)} copied in {format_seconds(one.seconds)}"
-        console.print(f"[bold]{escape(one.task)}[/]  {files}, {copied}: {escape(one.reason)}", soft_wrap=True)
-        console.print(f"  {escape(str(one.path))}", soft_wrap=True)
+        console.print(f"[bold]{escape(one.task)}[/]  {files}, {copied}: {escape(one.reason)}")
+        console.print(f"  {escape(str(one.path))}")
 
 
 def repair(result: RepairResult, console: Console) -> None:
@@ -422,15 +414,15 @@ def repair(result: RepairResult, console: Console) -> None:
     if result.ok:
         console.print("complete: every sample is stored or quarantined")
         return
-    from stoker.pipeline.keep import number_ranges
+    from stoker.pipeline.precompute import number_ranges
 
     count = len(result.missing)
     have = f"{format_count(count, 'sample')} {'has' if count == 1 else 'have'}"
     samples = f"{have} to be encoded: {number_ranges(result.missing)}"
-    console.print(escape(samples), soft_wrap=True)
-    console.print(escape(f"  {result.command}"), soft_wrap=True)
+    console.print(escape(samples))
+    console.print(escape(f"  {result.command}"))
     made = "folder and options of the first import" if result.imported else "settings that made it"
-    console.print(f"  with the {made}", soft_wrap=True)
+    console.print(f"  with the {made}")
 
 
 def compact(result: CompactReport, console: Console) -> None:
@@ -440,17 +432,13 @@ def compact(result: CompactReport, console: Console) -> None:
             f"{format_count(result.merged, 'shard')} became {format_count(result.written)}: "
             f"{format_count(result.records, 'record')} moved, {format_count(result.shards_before, 'shard')} "
             f"before, {format_count(result.shards_after)} now, {format_bytes(result.bytes_before)} became "
-            f"{format_bytes(result.bytes_after)}",
-            soft_wrap=True,
+            f"{format_bytes(result.bytes_after)}"
         )
     else:
         console.print(f"nothing to merge: {format_count(result.shards_after, 'shard')}")
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
-        console.print(
-            f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them",
-            soft_wrap=True,
-        )
+        console.print(f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them")
     left = [f"  {shard}: {_fact(shard, why)}" for shard, why in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:
@@ -476,7 +464,7 @@ def gc(result: GcReport, console: Console) -> None:
     else:
         console.print(f"nothing to remove, {left} are kept")
     if result.unseen:
-        console.print(escape(result.unseen), soft_wrap=True)
+        console.print(escape(result.unseen))
 
 
 def _matching(records: int, bad: Sequence[BadRecord]) -> str:
@@ -557,19 +545,19 @@ def precompute_of_tasks(result: PrecomputeResult, console: Console) -> None:
     """The caches, then the tasks that failed."""
     precompute(result, console)
     for failure in result.failed:
-        console.print(escape(f"task {failure.task} failed: {failure.to_json()['error']}"), soft_wrap=True)
+        console.print(escape(f"task {failure.task} failed: {failure.error}"))
 
 
 def plan_of_tasks(result: TaskPlans, console: Console) -> None:
     """A row for each task and tier that holds some of it, then the reasons."""
     rows: list[Cells] = [bold("task", "tier", "records", "bytes")]
-    for task, each in result.plans.items():
+    for task, each in result.tasks.items():
         for row in each.plan.rows:
             if row.records:
                 rows.append((escape(task), row.tier, format_count(row.records), format_bytes(row.bytes)))
     table(console, rows, fixed=4, right=range(2, 4), gap=2)
-    for task, each in result.plans.items():
-        console.print(escape(f"{task}: {each.reason}"), soft_wrap=True)
+    for task, each in result.tasks.items():
+        console.print(escape(f"{task}: {each.reason}"))
 
 
 def train_of_tasks(result: TrainResult, console: Console) -> None:

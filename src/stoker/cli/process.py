@@ -27,8 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.edge import name_of_rank
-from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.cli.edge import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.share import TOGETHER_S
@@ -321,6 +320,9 @@ class _Child:
         )
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
+        # Not a `runtime.processes.Child`: that is in a session of its own, without the terminal (Ctrl-C, job
+        # control, the live screen) and without standard input, ends by SIGKILL with its owner and not in
+        # order, and costs the guardian imports that take longer than all of its own work.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,

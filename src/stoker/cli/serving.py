@@ -7,8 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -16,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge
-from stoker.cli.flags import Debug, Json, duration, size
+from stoker.cli.edge import Edge, at_edge
+from stoker.cli.flags import duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
 from stoker.plugins import load_extension
@@ -50,7 +49,9 @@ def register(app: typer.Typer) -> None:
     app.command()(job)
 
 
+@at_edge
 def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
     state_dir: Dir = STATE_DIR,
     host: Annotated[
@@ -104,8 +105,6 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         float | None,
         typer.Option(parser=duration, metavar="12h", help="How long an attempt at a job may take."),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Start the training service.
 
@@ -118,35 +117,34 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
       stoker serve --executor ray --ray-address http://10.0.0.1:8265 --state-dir /shared/stoker
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
-            )
-        from stoker.service.server import ServeSettings
-        from stoker.service.server import serve as run
-
-        cluster = _cluster(executor, ray_address, ray_gpus)
-        settings = ServeSettings(
-            state_dir=state_dir.absolute() if cluster else state_dir,
-            host=host,
-            port=port,
-            database=database or os.environ.get(DATABASE),
-            workers=workers,
-            roots=tuple(root or ()),
-            database_hosts=tuple(database_host or ()),
-            encoders=tuple(allow_encoder or ()),
-            hosts=tuple(allow_host or ()),
-            public_url=public_url,
-            ray=cluster,
-            job_memory_bytes=job_memory,
-            job_s=job_time,
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
         )
-        hidden = {DATABASE, TOKEN}
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        run(settings, environment, lambda started: out.show(started, render_started))
-        out.note("the service has ended; jobs that ran continue at its next start")
+    from stoker.service.server import ServeSettings
+    from stoker.service.server import serve as run
+
+    cluster = _cluster(executor, ray_address, ray_gpus)
+    settings = ServeSettings(
+        state_dir=state_dir.absolute() if cluster else state_dir,
+        host=host,
+        port=port,
+        database=database or os.environ.get(DATABASE),
+        workers=workers,
+        roots=tuple(root or ()),
+        database_hosts=tuple(database_host or ()),
+        encoders=tuple(allow_encoder or ()),
+        hosts=tuple(allow_host or ()),
+        public_url=public_url,
+        ray=cluster,
+        job_memory_bytes=job_memory,
+        job_s=job_time,
+    )
+    hidden = {DATABASE, TOKEN}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    run(settings, environment, lambda started: out.show(started, render_started))
+    out.note("the service has ended; jobs that ran continue at its next start")
 
 
 def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | None:
@@ -177,10 +175,12 @@ def render_started(started: Started, console: Console) -> None:
             "it listens to other machines, and what they send is not encrypted: put a TLS proxy before it"
         )
     for line in lines:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(line))
 
 
+@at_edge
 def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     verb: Annotated[str, typer.Argument(metavar="|".join(VERBS), help="What to do.")],
     words: Annotated[
         list[str] | None,
@@ -204,8 +204,6 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     token_file: Annotated[
         Path | None, typer.Option(readable=False, help=f"Default: ${TOKEN}, else that of the folder.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Speak to a running service about jobs.
 
@@ -216,65 +214,50 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job list --status running
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        asked = _Asked(
-            verb=verb, words=words or [], name=name, key=key, status=status, lines=lines, epochs=epochs,
-            follow=follow,
-        )  # fmt: skip
-        if verb not in VERBS:
-            raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
-        _do(out, _client(server, state_dir, token_file), asked)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What was typed."""
-
-    verb: str
-    words: list[str]
-    name: str | None
-    key: str | None
-    status: str | None
-    lines: int
-    epochs: int | None
-    follow: bool
-
-    @property
-    def id(self) -> str:
-        """The one job that it is about."""
-        if len(self.words) != 1:
-            raise ConfigError(
-                f"stoker job {self.verb} takes one job, found {len(self.words)}. `stoker job list` shows them"
-            )
-        return self.words[0]
-
-
-def _do(out: Edge, client: ServiceClient, asked: _Asked) -> None:
-    if asked.verb in ("list", "login") and asked.words:
-        raise ConfigError(f"stoker job {asked.verb} takes no {' '.join(asked.words)!r}. Leave that out")
-    if asked.verb == "submit":
-        made = _submit(client, asked)
-        out.show(_Shown(made, _render_jobs), _render)
-        _follow(out, client, made["id"], wanted=asked.follow)
-    elif asked.verb == "list":
-        found = client.jobs(status=asked.status, limit=min(asked.lines, 500))
-        out.show(_Shown(found, _render_jobs), _render)
-    elif asked.verb == "login":
-        out.show(_Shown({"login": client.address + client.login_path()}, _render_values), _render)
-    elif asked.verb == "show":
-        out.show(_Shown(client.job(asked.id), _render_job), _render)
-    elif asked.verb == "logs":
-        out.show(_Shown(client.log(asked.id, tail=asked.lines), _render_log), _render)
-        _follow(out, client, asked.id, wanted=asked.follow)
-    elif asked.verb == "delete":
-        client.delete(asked.id)
-        out.show(_Shown({"deleted": asked.id}, _render_values), _render)
-    elif asked.verb == "continue":
-        if asked.epochs is None:
-            raise ConfigError("how many more epochs? Give --epochs N")
-        out.show(_Shown(client.more(asked.id, asked.epochs), _render_jobs), _render)
+    given = list(words or [])
+    if verb not in VERBS:
+        raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
+    client = _client(server, state_dir, token_file)
+    if verb in ("list", "login") and given:
+        raise ConfigError(f"stoker job {verb} takes no {' '.join(given)!r}. Leave that out")
+    if verb == "submit":
+        made = _submit(client, given, name, key)
+        out.show(made, _render_jobs)
+        if follow:
+            _follow(out, client, made["id"])
+    elif verb == "list":
+        out.show(client.jobs(status=status, limit=min(lines, 500)), _render_jobs)
+    elif verb == "login":
+        out.show({"login": client.address + client.login_path()}, _render_values)
+    elif verb == "logs":
+        out.show(client.log(id := _one(verb, given), tail=lines), _render_log)
+        if follow:
+            _follow(out, client, id)
     else:
-        out.show(_Shown(client.act(asked.id, cast("Act", asked.verb)), _render_jobs), _render)
+        _do(out, client, verb, _one(verb, given), epochs)
+
+
+def _one(verb: str, words: list[str]) -> str:
+    """The one job that a verb is about."""
+    if len(words) != 1:
+        raise ConfigError(
+            f"stoker job {verb} takes one job, found {len(words)}. `stoker job list` shows them"
+        )
+    return words[0]
+
+
+def _do(out: Edge, client: ServiceClient, verb: str, id: str, epochs: int | None) -> None:
+    if verb == "show":
+        out.show(client.job(id), _render_job)
+    elif verb == "delete":
+        client.delete(id)
+        out.show({"deleted": id}, _render_values)
+    elif verb == "continue":
+        if epochs is None:
+            raise ConfigError("how many more epochs? Give --epochs N")
+        out.show(client.more(id, epochs), _render_jobs)
+    else:
+        out.show(client.act(id, cast("Act", verb)), _render_jobs)
 
 
 def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
@@ -285,14 +268,14 @@ def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Ser
     return ServiceClient(address, named or read_token(token_file or state_dir / "token"))
 
 
-def _submit(client: ServiceClient, asked: _Asked) -> dict[str, Any]:
+def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
     """Make the job; a service that does not answer is asked again, with the same key."""
-    body = _body(asked.words)
-    if asked.name is not None:
-        body["job_name"] = asked.name
-    key = asked.key or secrets.token_hex(16)
+    body = _body(words)
+    if name is not None:
+        body["job_name"] = name
+    once = key or secrets.token_hex(16)
     policy = RetryPolicy(first_s=1.0, attempts=TRIES)
-    return retry(lambda: client.submit(body, key=key), (Degraded, StalledError), policy)
+    return retry(lambda: client.submit(body, key=once), (Degraded, StalledError), policy)
 
 
 def _body(words: list[str]) -> dict[str, Any]:
@@ -326,10 +309,8 @@ def _body(words: list[str]) -> dict[str, Any]:
     return {**body, "config": {**body["config"], **given}}
 
 
-def _follow(out: Edge, client: ServiceClient, id: str, *, wanted: bool) -> None:
+def _follow(out: Edge, client: ServiceClient, id: str) -> None:
     """Show the log as it grows; the exit code is that of the job."""
-    if not wanted:
-        return
     place = 0
     while True:
         try:
@@ -348,21 +329,6 @@ def _follow(out: Edge, client: ServiceClient, id: str, *, wanted: bool) -> None:
 def _judge(found: Mapping[str, Any]) -> None:
     if found["status"] == "failed":
         raise StokerError(f"job {found['id']} failed: {found['error_message']}")
-
-
-class _Shown:
-    """An answer of the service as a result of a command."""
-
-    def __init__(self, found: dict[str, Any], show: Callable[[Mapping[str, Any], Console], None]) -> None:
-        self.found = found
-        self.show = show
-
-    def to_json(self) -> dict[str, Any]:
-        return self.found
-
-
-def _render(shown: _Shown, console: Console) -> None:
-    shown.show(shown.found, console)
 
 
 def _render_jobs(found: Mapping[str, Any], console: Console) -> None:
@@ -403,9 +369,9 @@ def _render_job(found: Mapping[str, Any], console: Console) -> None:
 
 def _render_values(found: Mapping[str, Any], console: Console) -> None:
     for name, value in found.items():
-        console.print(escape(f"{name}: {value}"), soft_wrap=True)
+        console.print(escape(f"{name}: {value}"))
 
 
 def _render_log(found: Mapping[str, Any], console: Console) -> None:
     for line in found["lines"]:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(line))

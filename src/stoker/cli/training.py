@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge, joined, refuse_ranks
-from stoker.cli.flags import Debug, Json, config_and_overrides, tell_settings
+from stoker.cli.edge import Edge, at_edge, joined, refuse_ranks
+from stoker.cli.flags import config_and_overrides, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
 from stoker.plugins import load_extension
@@ -20,7 +20,7 @@ from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, Job
+    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
     from stoker.pipeline.train import TrainResult
     from stoker.profile.result import Profile
 
@@ -43,14 +43,14 @@ def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage
 
     drawn = out.notes.is_terminal if live is None else live
     started = started_ns() / 1e9
-    with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
+    with joined(settings) as run, watching(out.notes, out.note, live=drawn) as watch:
         listeners = (watch, output.events(out.note))
 
         def listen(kind: str, facts: Mapping[str, Any]) -> None:
             for listener in listeners:
                 listener(kind, facts)
 
-        result = train_config(settings, started=started, on_event=listen, ranks=ranks, stage=stage)
+        result = train_config(run, started=started, on_event=listen, stage=stage)
     out.show(result, output.train_of_tasks)
     judge(out, result)
 
@@ -71,7 +71,9 @@ def register_demo(app: typer.Typer) -> None:
     app.command()(demo)
 
 
+@at_edge
 def demo(
+    out: Edge,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -85,8 +87,6 @@ def demo(
             metavar="URL", help="Of radio: sqlite:///FILE or postgresql://...; default: data/demo/radio.db."
         ),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Do the whole job on generated data.
 
@@ -99,24 +99,23 @@ def demo(
       stoker demo training.epochs=5
       stoker demo radio --database postgresql:///lab
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        refuse_ranks("demo")
-        given = list(words or [])
-        kinds = [word for word in given if "=" not in word]
-        if kinds not in ([], ["radio"]):
-            raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
-        overrides = [word for word in given if "=" in word]
-        if kinds:
-            load_extension("demo.radio")(out, overrides, database)
-            return
-        if database is not None:
-            raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
-        from stoker.cli import output
-        from stoker.pipeline.demo import run_demo
+    refuse_ranks("demo")
+    given = list(words or [])
+    kinds = [word for word in given if "=" not in word]
+    if kinds not in ([], ["radio"]):
+        raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
+    overrides = [word for word in given if "=" in word]
+    if kinds:
+        load_extension("demo.radio")(out, overrides, database)
+        return
+    if database is not None:
+        raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
+    from stoker.cli import output
+    from stoker.pipeline.demo import run_demo
 
-        result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
-        out.show(result, output.demo)
-        judge(out, result.train)
+    result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
+    out.show(result, output.demo)
+    judge(out, result.train)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -132,7 +131,9 @@ def register_bench(app: typer.Typer) -> None:
     app.command()(bench)
 
 
+@at_edge
 def bench(
+    out: Edge,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -145,8 +146,6 @@ def bench(
         int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
     ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure this machine and how fast tiers serve.
 
@@ -160,20 +159,20 @@ def bench(
       stoker bench data/latent_cache/burgers1d_train --seconds 10
       stoker bench encode configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        if words and words[0] == "encode":
-            out.show(_encode(words[1:]), show_encode)
-            return
-        from stoker.pipeline.bench import run_bench
+    if words and words[0] == "encode":
+        out.show(_encode(words[1:]), show_encode)
+        return
+    from stoker.pipeline.bench import run_bench
 
-        out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
+    out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
 
 
 def _encode(words: list[str]) -> EncodeBench:
     from stoker.config import load_config
     from stoker.pipeline.bench import bench_encode
+    from stoker.pipeline.context import Run
 
-    return bench_encode(load_config(*config_and_overrides(words)))
+    return bench_encode(Run(load_config(*config_and_overrides(words))))
 
 
 def show_encode(result: EncodeBench, console: Console) -> None:
@@ -192,16 +191,17 @@ def show_encode(result: EncodeBench, console: Console) -> None:
     ]
     if found.trials:
         table(console, rows, fixed=4, right=range(4), gap=2)
-    console.print(escape(f"{found.device}: {found.why}"), soft_wrap=True)
-    force = result.in_force
-    now = "auto, nothing known yet" if force is None else f"{force.samples or result.fixed} ({force.where})"
-    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed}"), soft_wrap=True)
-    console.print(escape(result.setting), soft_wrap=True)
+    console.print(escape(f"{found.device}: {found.why}"))
+    settled = result.settled
+    now = "auto, nothing known yet" if settled is None else f"{result.in_force} ({settled.where})"
+    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed_rule}"))
+    console.print(escape(result.setting))
 
 
-def _job(words: list[str], batch_size: int | None) -> Job | None:
+def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
     from stoker.config import load_config
     from stoker.pipeline.bench import job_of_cache, job_of_config
+    from stoker.pipeline.context import Run
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -217,14 +217,14 @@ def _job(words: list[str], batch_size: int | None) -> Job | None:
         )
     if not paths:
         return None
-    return job_of_config(load_config(paths[0], overrides))
+    return job_of_config(Run(load_config(paths[0], overrides)))
 
 
 def show_bench(result: BenchResult, console: Console) -> None:
     """Tiers beside their limits, the limits, what to do."""
-    console.print(escape(result.machine), soft_wrap=True)
+    console.print(escape(result.machine))
     if result.cache:
-        console.print(escape(result.cache), soft_wrap=True)
+        console.print(escape(result.cache))
     console.print()
     rows: list[Cells] = []
     if result.tiers:
@@ -234,9 +234,9 @@ def show_bench(result: BenchResult, console: Console) -> None:
     rows.append(bold("limit of this machine", "at most", "", "", ""))
     rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
     table(console, rows, fixed=4, right=range(1, 4), gap=2)
-    console.print("", escape(result.advice), sep="\n", soft_wrap=True)
+    console.print("", escape(result.advice), sep="\n")
     if result.picture is not None:
-        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"), soft_wrap=True)
+        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"))
 
 
 def _figures(figure: Figure) -> Cells:
@@ -266,7 +266,9 @@ def register_profile(app: typer.Typer) -> None:
     app.command()(profile)
 
 
+@at_edge
 def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     what: Annotated[
         Path,
         typer.Argument(metavar="SCRIPT | CONFIG", readable=False, help="What trains: Python, or settings."),
@@ -285,8 +287,6 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Seconds that it may take.")] = 600.0,
     page: Annotated[Path, typer.Option(help="Where to write the page.")] = PAGE,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a training waits for.
 
@@ -300,38 +300,38 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker profile train.py --budget stall=2% -- --epochs 1
       stoker profile configs/train_burgers_32dim.yaml training.tier=disk --price H100=2.59
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        most = None if budget is None else _budget(budget)
-        prices = _prices(price or [])
-        from stoker.pipeline.folders import require_writable
-        from stoker.profile.page import write_page
+    most = None if budget is None else _budget(budget)
+    prices = _prices(price or [])
+    from stoker.pipeline.folders import require_writable
+    from stoker.profile.page import write_page
 
-        require_writable(page.parent, "the folder of --page")
-        if what.suffix.lower() in {".yaml", ".yml"}:
-            found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
-        else:
-            from stoker.profile.run import profile_script
+    require_writable(page.parent, "the folder of --page")
+    if what.suffix.lower() in {".yaml", ".yml"}:
+        found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
+    else:
+        from stoker.profile.run import profile_script
 
-            found = profile_script(
-                what,
-                words or [],
-                steps=steps,
-                price_per_hour=price_per_hour,
-                prices=prices,
-                timeout_s=timeout,
-            )
-        write_page(found, page, title=what.name)
-        out.show(found, show_profile)
-        out.note(str(page))
-        if most is not None and found.loop.stall > most:
-            stall = format_percent(found.loop.stall)
-            out.note(f"stall {stall}, and --budget allows {format_percent(most)}. {found.verdict}")
-            raise typer.Exit(StalledError.exit_code)
+        found = profile_script(
+            what,
+            words or [],
+            steps=steps,
+            price_per_hour=price_per_hour,
+            prices=prices,
+            timeout_s=timeout,
+        )
+    write_page(found, page, title=what.name)
+    out.show(found, show_profile)
+    out.note(str(page))
+    if most is not None and found.loop.stall > most:
+        stall = format_percent(found.loop.stall)
+        out.note(f"stall {stall}, and --budget allows {format_percent(most)}. {found.verdict}")
+        raise typer.Exit(StalledError.exit_code)
 
 
 def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
+    from stoker.pipeline.context import Run
     from stoker.pipeline.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
@@ -339,7 +339,7 @@ def _of_config(
     config = load_settings(out, path, overrides)
     steps, price_per_hour, prices, timeout_s = asked
     return profile_config(
-        config, steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
+        Run(config), steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
     )
 
 
@@ -389,10 +389,10 @@ def show_profile(result: Profile, console: Console) -> None:
             )
             console.print()
     if result.elsewhere:
-        console.print(escape(result.elsewhere_note), soft_wrap=True)
+        console.print(escape(result.elsewhere_note))
     for line in (*straggler_lines(result), *result.remarks):
-        console.print(escape(line), soft_wrap=True)
-    console.print(escape(result.verdict), soft_wrap=True)
+        console.print(escape(line))
+    console.print(escape(result.verdict))
 
 
 def refuse_words(words: list[str]) -> None:

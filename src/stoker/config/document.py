@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.config.load import IGNORED, RENAMED, SWITCHES
-from stoker.config.names import Section, Setting, every_node, shown
+from stoker.config.names import Setting, SettingGroup, every_node, shown
 
 HEAD = """# Settings
 
@@ -35,7 +35,7 @@ def describe_settings() -> str:
     """docs/config.md as text."""
     lines = [HEAD]
     for node in every_node():
-        if isinstance(node, Section):
+        if isinstance(node, SettingGroup):
             lines.append(f"\n## {node.name}\n{node.text}\n{TABLE}")
         elif "." in node.name:
             lines.append(_row(node))

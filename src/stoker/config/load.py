@@ -805,9 +805,8 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
             f"{layer.where}: {name} holds a password, and settings are copied into every run's folder. "
             "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
-    for fact in [*_wrong_windows(config), *_ineffective(config.stages)]:
-        name = fact.split()[0]
-        raise ConfigError(f"{(command if name in command.values else file).where}: {fact}")
+    for name, fact in [*_wrong_windows(config), *_ineffective(config.stages)]:
+        raise ConfigError(f"{(command if name in command.values else file).where}: {name} {fact}")
     if config.model.width % config.model.heads:
         layer = command if {"model.width", "model.heads"} & command.values.keys() else file
         raise ConfigError(
@@ -816,25 +815,24 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
         )
 
 
-def _wrong_windows(config: Config) -> Iterator[str]:
-    """What no loader could cut windows by, as facts that begin with the setting."""
+def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:
+    """What no loader could cut windows by: the setting, and what is wrong with it."""
     for name in ("time_stride", "rollout_horizon"):
         value = getattr(config.training, name)
         if isinstance(value, tuple) and value[0] > value[1]:
             low, high = sorted(cast("tuple[int, int]", value))
-            yield f"training.{name} is {shown(value)}. Expected the smaller number first, as [{low}, {high}]"
+            fact = f"is {shown(value)}. Expected the smaller number first, as [{low}, {high}]"
+            yield f"training.{name}", fact
     fields = config.training.state_fields
     if fields is not None and (not fields or len({*fields}) < len(fields)):
-        yield f"training.state_fields is {shown(fields)}. Expected one or more names, each once, or null"
+        yield "training.state_fields", f"is {shown(fields)}. Expected one or more names, each once, or null"
 
 
-def _ineffective(stages: Sequence[StageConfig]) -> Iterator[str]:
+def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, str]]:
     """Keys that a stage was given without effect, likewise; defaults may be written out."""
     for place, stage in enumerate(stages):
         for key, owner in ONLY_IN.items():
             value = getattr(stage, key)
             if stage.name != owner and value != StageConfig.model_fields[key].default:
-                yield (
-                    f"stages entry {place}: {key} is {shown(value)}, and the stage {stage.name} has no use "
-                    f"for it. Leave it out, or give it to the stage {owner}"
-                )
+                fact = f"{key} is {shown(value)}, and the stage {stage.name} has no use for it"
+                yield "stages", f"entry {place}: {fact}. Leave it out, or give it to the stage {owner}"

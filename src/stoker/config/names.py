@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter
 
 from stoker.config.models import Config
 from stoker.config.sections import SIZE_FORMAT
-from stoker.errors import MARK, StokerError
+from stoker.errors import Argument, StokerError
 from stoker.schema import Json
 
 
@@ -37,7 +36,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class SettingGroup:
     """A group of settings."""
 
     name: str
@@ -51,9 +50,9 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 @cache
-def all_sections() -> Mapping[str, Section]:
+def all_sections() -> Mapping[str, SettingGroup]:
     """Every section by dotted name, in the order of the models."""
-    return {node.name: node for node in every_node() if isinstance(node, Section)}
+    return {node.name: node for node in every_node() if isinstance(node, SettingGroup)}
 
 
 def as_name(key: object) -> str:
@@ -62,7 +61,7 @@ def as_name(key: object) -> str:
 
 
 @cache
-def every_node() -> tuple[Setting | Section, ...]:
+def every_node() -> tuple[Setting | SettingGroup, ...]:
     """Sections and settings in the order of the models, each section before its settings."""
     schema = Config.model_json_schema()
     return tuple(_below("", schema, schema.get("$defs", {}), Config().to_dict()))
@@ -70,7 +69,7 @@ def every_node() -> tuple[Setting | Section, ...]:
 
 def _below(
     prefix: str, schema: Mapping[str, Any], defs: Mapping[str, Any], defaults: Mapping[str, Json]
-) -> Iterable[Setting | Section]:
+) -> Iterable[Setting | SettingGroup]:
     for key, prop in schema["properties"].items():
         name, inside = prefix + key, _section_of(prop, defs)
         if inside is None:
@@ -82,7 +81,7 @@ def _below(
                 mapping=any(option.get("type") == "object" for option in prop.get("anyOf", [prop])),
             )
         else:
-            yield Section(name=name, text=inside.get("description", ""))
+            yield SettingGroup(name=name, text=inside.get("description", ""))
             default = defaults[key]
             assert isinstance(default, dict)
             yield from _below(f"{name}.", inside, defs, default)
@@ -349,8 +348,8 @@ def _own(node: Schema) -> dict[str, Any]:
 # Show the arguments that an error names as settings.
 #
 # Errors of the library name an argument of a call, `preset='well'`. On the command line that argument is
-# the setting `data.preset=well`. Errors mark such arguments with `stoker.errors.arg`, and nothing else is
-# changed. An argument is the setting whose last word it is, if there is only one.
+# the setting `data.preset=well`. An error knows the arguments that it names (`StokerError.arguments`), and
+# nothing else of its text is changed. An argument is the setting whose last word it is, if there is only one.
 
 
 OTHER_NAMES: Mapping[str, str] = {
@@ -373,16 +372,16 @@ def in_settings(error: StokerError) -> str:
     >>> in_settings(ConfigError(f"choose a smaller {arg('horizon')}, or {arg('patch', (1, 4))}"))
     "choose a smaller training.rollout_horizon, or 'encoder.patch_size=[1, 4]'"
     """
-    return MARK.sub(_as_setting, error.marked)
+    return "".join(part if isinstance(part, str) else _as_setting(part) for part in error.parts) or str(error)
 
 
-def _as_setting(found: re.Match[str]) -> str:
-    name, _, given = found[1].partition("=")
+def _as_setting(named: Argument) -> str:
+    name, given = named.name, named.value
     setting = name if name.startswith("--") or "." in name else setting_of().get(name)
     if setting is None:
-        return found[2]
-    if given in ("", "..."):
-        return f"{setting}={given}" if given else setting
+        return named.python
+    if given is None or given == "...":
+        return setting if given is None else f"{setting}={given}"
     try:
         value: Any = ast.literal_eval(given)
     except (ValueError, SyntaxError):

@@ -8,21 +8,22 @@ safetensors files. They alone make the identity, so that a cache that is ready i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.encoders.protocol import Group, fixed_group
-from stoker.encoders.weights import digest_weights
+from stoker.encoders.weights import WeightsDigest
 from stoker.errors import EncoderError, arg
 from stoker.schema import Field, Json, Schema
 
-if TYPE_CHECKING:
-    from stoker.encoders.vision_model import VisionModel
+# The package is optional: it is imported where a model is put together.
+# pyright: reportMissingImports=false
 
 Pooling: TypeAlias = Literal["cls", "mean", "tokens"]
 """`cls`: the class token. `mean`: the mean of the patches, without class and register tokens. `tokens`: all
@@ -84,7 +85,7 @@ class FeatureEncoder:
         self._preprocessor = _read_json(self._folder / "preprocessor_config.json")
         self._device = torch.device("cpu")
         self._weights: dict[str, Tensor] | None = None
-        self._digest: tuple[object, str] | None = None
+        self._digest = WeightsDigest()
         self._model: VisionModel | None = None
         for name in ("hidden_size", "patch_size"):
             if not isinstance(self._config.get(name), int):
@@ -180,13 +181,13 @@ class FeatureEncoder:
         return {
             "class": "stoker.FeatureEncoder",
             "config": config,
-            "weights": self._weights_digest(),
+            "weights": self._digest.of(self.weights()),
             "version": VERSION,
         }
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and weights travel; the model is built again."""
-        return {**self.__dict__, "_model": None, "_digest": None}
+        return {**self.__dict__, "_model": None}
 
     @property
     def _registers(self) -> int:
@@ -222,8 +223,6 @@ class FeatureEncoder:
         if self._processor == "device":
             factor, mean, std = self._scaling()
             return {"backend": "device", "factor": factor, "mean": [*mean], "std": [*std]}
-        from stoker.encoders.vision_model import pil_backend
-
         settings = {key: value for key, value in self._preprocessor.items() if key != "_processor_class"}
         return {"backend": pil_backend(), "settings": settings}
 
@@ -243,27 +242,115 @@ class FeatureEncoder:
                 )
         return float(factor), [float(value) for value in mean], [float(value) for value in std]
 
-    def _weights_digest(self) -> str:
-        """Kept until a weight is written to: large models take a second to digest."""
-        weights = self.weights()
-        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
-        if self._digest is None or self._digest[0] != state:
-            self._digest = (state, digest_weights(weights))
-        return self._digest[1]
-
     def _assembled(self) -> VisionModel:
         if self._model is None:
+            scaling = self._scaling() if self._processor == "device" else None
             try:
-                from stoker.encoders.vision_model import VisionModel
+                self._model = VisionModel(self._folder, self.weights(), scaling=scaling)
             except ImportError as error:
                 raise EncoderError(
                     f"the model in {self._folder} needs transformers 5.5 or later, which cannot be imported "
                     f"({error}). pip install 'stoker[features]'"
                 ) from error
-            scaling = self._scaling() if self._processor == "device" else None
-            self._model = VisionModel(self._folder, self.weights(), scaling=scaling)
             self._model.to(self._device)
         return self._model
+
+
+class VisionModel:
+    """The model of a local folder, frozen, float32.
+
+    Args:
+        folder: With its configuration; weights are not read from there.
+        weights: By the names of its safetensors files.
+        scaling: What to do to uint8 images on the device; None: the model's own processor does all.
+
+    Raises:
+        EncoderError: The configuration is of no known model, or weights are missing or of other shapes.
+    """
+
+    def __init__(self, folder: Path, weights: Mapping[str, Tensor], *, scaling: Scaling | None) -> None:
+        self._model = _model(folder, weights)
+        self._device = torch.device("cpu")
+        self._processor: Any = None
+        self._shift = torch.zeros(3, 1, 1, dtype=torch.float32, device="cpu")
+        self._scale = torch.ones(3, 1, 1, dtype=torch.float32, device="cpu")
+        if scaling is None:
+            from transformers import AutoImageProcessor
+
+            self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+        else:
+            factor, mean, std = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in scaling)
+            self._shift, self._scale = (mean / factor).view(3, 1, 1), (factor / std).view(3, 1, 1)
+
+    def to(self, device: torch.device) -> None:
+        """Move it to `device`."""
+        self._device = device
+        self._model.to(device)
+        self._shift, self._scale = self._shift.to(device), self._scale.to(device)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Tokens `(n, T, D)` of uint8 images `(n, 3, H, W)`."""
+        if self._processor is None:
+            pixels = (images.to(torch.float32) - self._shift) * self._scale
+        else:
+            arrays = [image.numpy() for image in images.cpu()]
+            made = self._processor(images=arrays, return_tensors="pt", input_data_format="channels_first")
+            pixels = made["pixel_values"].to(self._device, torch.float32)
+        return cast("Tensor", self._model(pixel_values=pixels).last_hidden_state)
+
+
+def pil_backend() -> str:
+    """What resizes images in the model's own processor; Pillow and torchvision give other pixels."""
+    import transformers
+    from PIL import __version__ as pillow
+
+    return f"pil, transformers {transformers.__version__}, pillow {pillow}"
+
+
+def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind: Any = MODEL_MAPPING[type(config)]
+    except (ValueError, KeyError, OSError) as error:
+        raise EncoderError(
+            f"{folder / 'config.json'} describes no model that transformers knows: {error}"
+        ) from error
+    with _quiet(), torch.device("cpu"):
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(weights),
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+        )
+    # A pooler is made of random weights where a checkpoint has none; nothing here uses it.
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
+    if missing or found["mismatched_keys"]:
+        wrong = missing or sorted(map(str, found["mismatched_keys"]))
+        raise EncoderError(
+            f"{folder} lacks {len(wrong)} weights of its model or has them in another shape: {wrong[0]}, ... "
+            "They would be random; copy or download the folder again"
+        )
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without a progress bar and a report of its own on standard error."""
+    from transformers.utils import logging as progress
+
+    bar, level = progress.is_progress_bar_enabled(), progress.get_verbosity()
+    progress.disable_progress_bar()
+    progress.set_verbosity_error()
+    try:
+        yield
+    finally:
+        progress.set_verbosity(level)
+        if bar:
+            progress.enable_progress_bar()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -27,10 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.keeping import KEEPING
 from stoker.encoders.protocol import Group, fixed_group
-from stoker.encoders.steady import STEADY, weights_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
+from stoker.encoders.wrappers import KEEPING, NORMALIZED, STEADY, weights_of
 from stoker.errors import EncoderError, arg
 from stoker.schema import Json, Schema
 from stoker.units import MIB
@@ -58,7 +57,7 @@ def encode_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor])
     kind, config = identity["class"], identity["config"]
     if kind == KEEPING:
         return encode_of(config["inner"], weights)
-    if kind == "stoker.Normalized":
+    if kind == NORMALIZED:
         inner = encode_of(config["inner"], weights)
         return (
             None if inner is None else _scaled(inner, weights["normalize.shift"], weights["normalize.scale"])
@@ -102,7 +101,7 @@ def _scaled(inner: Encode, shift: Tensor, scale: Tensor) -> Encode:
 # without knowing anything of the data, is the pseudo-inverse of `project`. With at least as many latent
 # numbers as a cell has values nothing is lost but rounding. With fewer, what `project` does not see is
 # lost: for the seeded weights the waves of a cell beyond its lowest, so the field comes back smoothed
-# within each cell. It is exact arithmetic on the recorded weights: nothing is learnt, and nothing depends
+# within each cell. It is exact arithmetic on the recorded weights: nothing is learned, and nothing depends
 # on data.
 
 
@@ -189,7 +188,7 @@ def decoder_of(
     kind, config = identity["class"], identity["config"]
     if kind == KEEPING:
         return decoder_of(config["inner"], weights, own)
-    if kind == "stoker.Normalized":
+    if kind == NORMALIZED:
         inner = decoder_of(config["inner"], weights, own)
         if inner is None and config["inner"] is not None:
             return None
@@ -244,7 +243,7 @@ class GridEncoder:
     patch: Sizes
     """Points of a patch along the same axes; must divide `grid`."""
     tokens: int
-    """Tokens a time step; at most as many as patches. Fewer: neighbouring patches are pooled into cells of
+    """Tokens a time step; at most as many as patches. Fewer: neighboring patches are pooled into cells of
     equal size, which overlap where the numbers do not divide."""
     dim: int
     """Latent numbers a token."""
@@ -349,7 +348,7 @@ class GridEncoder:
         """Latents `(..., L, D)` as fields `(..., *grid, C)` float32, by the least-squares inverse.
 
         Exact but for rounding where `dim` is at least the values of a cell; with fewer, the finest waves
-        within each cell are lost. See `decode.py`.
+        within each cell are lost.
         """
         if self._decoder is None:
             self._decoder = GridDecoder(self._cells, self.channels, self._weights)
@@ -411,7 +410,7 @@ class Cells:
     """Points of a cell along each axis."""
     points_of: tuple[NDArray[np.int64] | None, ...]
     """Grid points of the cells one after another where cells overlap, else None: the grid as it is."""
-    centres: tuple[NDArray[np.float64], ...]
+    centers: tuple[NDArray[np.float64], ...]
     """Patch centers of each cell in [0, 1], `(cells, patches of a cell)`."""
 
     @property
@@ -470,7 +469,7 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> Cells:
             None if index.size == n else _points(index, size)
             for (index, _), n, size in zip(spread, patches, patch, strict=True)
         ),
-        centres=tuple(centres for _, centres in spread),
+        centers=tuple(centers for _, centers in spread),
     )
 
 
@@ -488,7 +487,7 @@ def seeded_weights(
             np.expand_dims(wave(waves * at).mean(-1), [1 + other for other in range(axes) if other != axis]),
             (len(fourier), *cells.layout),
         )
-        for axis, at in enumerate(cells.centres)
+        for axis, at in enumerate(cells.centers)
         for wave in (np.sin, np.cos)
     ]
     features = np.concatenate(parts).reshape(2 * axes * len(fourier), math.prod(cells.layout)).T
@@ -543,7 +542,7 @@ def _layouts(tokens: int, patches: Sizes) -> list[Sizes]:
 
 
 def _spread(patches: int, cells: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Patches of each cell, `(cells, patches a cell)`, evenly spread and covering all; and their centres."""
+    """Patches of each cell, `(cells, patches a cell)`, evenly spread and covering all; and their centers."""
     size = -(-patches // cells)
     starts = np.arange(cells) * (patches - size) // max(1, cells - 1)
     index = starts[:, None] + np.arange(size)

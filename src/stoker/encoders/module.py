@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from stoker.encoders.protocol import Group, fixed_group
-from stoker.encoders.weights import digest_weights, module_weights, named_parts, weights_device
+from stoker.encoders.weights import (
+    WeightsDigest,
+    digest_weights,
+    module_weights,
+    named_parts,
+    weights_device,
+)
 from stoker.errors import EncoderError, arg
 from stoker.schema import DTYPE_BYTES, SHAPE_SUFFIX, Field, Json, Schema
 from stoker.units import format_count
@@ -383,7 +389,7 @@ class ModuleEncoder:
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
         self._time: Time = time
         self._group = group
-        self._digest: tuple[object, str] | None = None
+        self._digest = WeightsDigest()
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
         if group is not None and group < 1:
@@ -490,17 +496,9 @@ class ModuleEncoder:
         return {
             "class": qualified_name(self._module),
             "config": config,
-            "weights": self._weights_digest(),
+            "weights": self._digest.of(self.weights()),
             "version": self._code,
         }
-
-    def _weights_digest(self) -> str:
-        """Kept until a weight is written to: large models take a second to digest."""
-        weights = self.weights()
-        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
-        if self._digest is None or self._digest[0] != state:
-            self._digest = (state, digest_weights(weights))
-        return self._digest[1]
 
     def _named(self, result: object) -> dict[str, Tensor]:
         found = list(cast("Sequence[object]", result)) if isinstance(result, tuple | list) else [result]
@@ -609,10 +607,10 @@ def _freeze(module: nn.Module) -> None:
     for name, part in named_parts(module).items():
         scripted = cast("str", getattr(part, "original_name", ""))
         where = f"{name or 'the module'} ({scripted or type(part).__qualname__})"
-        normalises = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
-        if normalises and getattr(part, "running_mean", None) is None:
+        normalizes = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
+        if normalizes and getattr(part, "running_mean", None) is None:
             raise EncoderError(
-                f"{where} normalises by its batch, so a sample would depend on its neighbours. "
+                f"{where} normalizes by its batch, so a sample would depend on its neighbors. "
                 f"Use running statistics (track_running_stats=True)"
             )
         if part.training:

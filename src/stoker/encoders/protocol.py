@@ -62,7 +62,7 @@ class Encoder(Protocol):
             unless passed through unchanged. Every field of the sample that should stay in the record
             (parameters) must be passed through here.
 
-        A sample must not depend on its neighbours in the group. Precompute calls this in inference mode and
+        A sample must not depend on its neighbors in the group. Precompute calls this in inference mode and
         with products of float32 in full precision; an encoder that wants TF32 or the like sets torch's
         switches in here, and says so in `identity`.
         """

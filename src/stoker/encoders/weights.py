@@ -37,6 +37,24 @@ def digest_weights(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+class WeightsDigest:
+    """Keeps the digest of weights until one of them is written to: large models take a second to digest."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, str] | None = None
+
+    def of(self, weights: Mapping[str, Tensor]) -> str:
+        """Return `digest_weights(weights)`."""
+        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
+        if self._known is None or self._known[0] != state:
+            self._known = (state, digest_weights(weights))
+        return self._known[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return nothing: addresses are those of one process."""
+        return {"_known": None}
+
+
 def named_parts(module: nn.Module) -> dict[str, nn.Module]:
     """The module (name `""`) and all modules below it, shared ones once."""
     return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))
@@ -81,20 +99,29 @@ def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
 
 
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        EncoderError: It is missing, or not such a file.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise EncoderError(f"{path} is not a file. Give a .safetensors file")
+    try:
+        return load(path.read_bytes())  # not mapped: a file that changes later must not change weights
+    except (OSError, SafetensorError) as error:
+        raise EncoderError(
+            f"{path} cannot be read as weights ({error}). Give a .safetensors file, or copy it again"
+        ) from error
+
+
 def load_weights(path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Read float32 weights from a safetensors file, in exactly these names and shapes.
 
     Raises:
         EncoderError: The file is missing or is no safetensors file, or its weights are others.
     """
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
-        raise EncoderError(f"{path} is not a file. Give a .safetensors file")
-    try:
-        loaded = load(Path(path).read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise EncoderError(
-            f"{path}: cannot be read as encoder weights ({error}). Give a .safetensors file"
-        ) from error
+    loaded = read_safetensors(Path(path))
     found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in loaded.items()}
     wanted = {name: ("torch.float32", tuple(shape)) for name, shape in shapes.items()}
     if found != wanted:
@@ -203,16 +230,16 @@ def load_checkpoint(module: nn.Module, path: str | Path, *, key: str | None = No
 
 
 def _content(place: Path) -> Mapping[str, Any]:
+    if place.suffix.lower() == ".safetensors":
+        return read_safetensors(place)
     try:
-        if place.suffix.lower() == ".safetensors":
-            return load(place.read_bytes())
         content: object = torch.load(place, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise EncoderError(
             f"{place} holds more than tensors and plain values, and reading it would run its code. Save "
             "`module.state_dict()` alone"
         ) from error
-    except (OSError, SafetensorError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
         raise EncoderError(f"{place} cannot be read as weights: {error}. Give a file that can") from error
     if not isinstance(content, Mapping):
         raise EncoderError(f"{place} holds a {type(content).__name__}. Save `module.state_dict()` there")

@@ -21,12 +21,12 @@ buffers.py     memory of large batches; batch.py, transform.py, arguments.py
 keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
 
-from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
+from stoker.loader.assembly import Pad
+from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
 from stoker.loader.order import Weights, subset
-from stoker.loader.points import Pad, PointBatch
 from stoker.loader.windows import Windows
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Batches from gathered columns: the one way by which records and all kinds of windows are put together.
 
 Records, and windows as they are gathered, are put together by `map` and `zip` in C. Windows over points come
-as records, whose lists `points.py` joins. Other windows have parts that are computed: steps of a drawn
+as records, whose lists are joined. Other windows have parts that are computed: steps of a drawn
 stride, time steps, several states. A drawn stride is known only when the example is, so the gather takes the
 run of steps that any stride may need, and the example's own are picked from it. That is the same on every
 tier, for the price of a longer gather: `horizon * largest stride` steps where a fixed stride takes `horizon`.
@@ -11,22 +11,42 @@ and tiers change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, RecordBatch, WindowBatch, lasting, sent
+from stoker.errors import ConfigError, RecordError
+from stoker.loader.batch import (
+    REUSE_FROM_BYTES,
+    STATES,
+    Buffers,
+    PointBatch,
+    RecordBatch,
+    Role,
+    WindowBatch,
+    lasting,
+    sent,
+)
 from stoker.loader.gather import Twin, twin_for
-from stoker.loader.options import Options
 from stoker.loader.order import child_keys, integers
-from stoker.loader.outputs import Compute, Output, Role, gathered_outputs
-from stoker.loader.windows import Windows
+from stoker.loader.outputs import Compute, OutputSpec, gathered_outputs
+from stoker.loader.windows import time_field
+from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
+
+if TYPE_CHECKING:
+    from stoker.loader.options import Options
+    from stoker.loader.places import Places
+    from stoker.loader.windows import Windows
+    from stoker.store import Cache
 
 # ----------------------------------------------------------------------------------------------------------
 # Packed fields in batches: bits and scales are gathered as they lie in memory, and multiplied afterwards.
@@ -39,13 +59,13 @@ CHUNK_BYTES = 1 << 20
 """Bytes decoded at a time, so that what was converted is still in the core's cache when it is multiplied."""
 
 
-def stored_outputs(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+def stored_outputs(outputs: tuple[OutputSpec, ...]) -> tuple[OutputSpec, ...]:
     """What is gathered: every output as it is, packed ones as their bits and their scales."""
     return tuple(part for output in outputs for part in (output.parts or (output,)))
 
 
 def unpacker(
-    outputs: tuple[Output, ...], batch: int, *, static: bool
+    outputs: tuple[OutputSpec, ...], batch: int, *, static: bool
 ) -> Callable[[list[Iterable[Any]]], list[Iterable[Any]]] | None:
     """What turns columns of `stored_outputs` into those of `outputs`; None where nothing is packed.
 
@@ -67,7 +87,7 @@ def unpacker(
 class Decoder:
     """Makes one output of a batch from its gathered bits and scales."""
 
-    def __init__(self, output: Output, batch: int, *, static: bool) -> None:
+    def __init__(self, output: OutputSpec, batch: int, *, static: bool) -> None:
         self._output = output
         self._batch = batch
         self._fixed: Tensor | None = None
@@ -141,7 +161,7 @@ def drawn_windows(windows: Windows, seed: int, epoch: int, examples: Tensor) -> 
 class _ComputedWindows:
     """Puts windows with computed parts together."""
 
-    def __init__(self, outputs: tuple[Output, ...], windows: Windows, seed: int, *, static: bool) -> None:
+    def __init__(self, outputs: tuple[OutputSpec, ...], windows: Windows, seed: int, *, static: bool) -> None:
         self._outputs, self._windows, self._seed, self._static = outputs, windows, seed, static
         self._keys = [(output.name, output.field) for output in gathered_outputs(outputs)]
         self._fixed: dict[tuple[str, str], Tensor] = {}
@@ -181,22 +201,21 @@ class _ComputedWindows:
         position: tuple[int, int],
     ) -> WindowBatch:
         cond: dict[str, Tensor] = {}
-        states: dict[str, dict[str, Tensor]] = {"z0": {}, "z1": {}, "future": {}}
+        states: dict[Role, dict[str, Tensor]] = {role: {} for role in STATES}
         for output in self._outputs:
             value = self._value(output, gathered, draws, len(index))
-            if output.role is Role.FIELD:
-                cond[output.name] = value
+            if output.role in states:
+                states[output.role][output.field] = value
             else:
-                states[output.name][output.field] = value
-        if isinstance(self._windows.field, tuple):
-            parts: list[Any] = [states["z0"], states["z1"], states["future"] or None]
-        else:
-            parts = [next(iter(states[name].values()), None) for name in ("z0", "z1", "future")]
+                cond[output.name] = value
+        parts: list[Any] = [values or None for values in states.values()]
+        if not isinstance(self._windows.field, tuple):
+            parts = [next(iter(values.values()), None) for values in states.values()]
         return WindowBatch(*parts, cond=cond, index=index, position=position)
 
     def _value(
         self,
-        output: Output,
+        output: OutputSpec,
         gathered: dict[tuple[str, str], Tensor],
         draws: tuple[Tensor, Tensor] | None,
         count: int,
@@ -223,7 +242,7 @@ class _ComputedWindows:
 
     def _picked(
         self,
-        output: Output,
+        output: OutputSpec,
         gathered: dict[tuple[str, str], Tensor],
         draws: tuple[Tensor, Tensor],
         count: int,
@@ -244,7 +263,7 @@ class _ComputedWindows:
         """True for the states after z1 that are within the example's horizon, `(B, H - 1)` bool."""
         return torch.arange(2, self._windows.horizons[1] + 1, device=horizons.device) <= horizons[:, None]
 
-    def _kept(self, output: Output, value: Tensor) -> Tensor:
+    def _kept(self, output: OutputSpec, value: Tensor) -> Tensor:
         """The value, with `static` always in the same memory."""
         if not self._static:
             return value.contiguous()
@@ -254,17 +273,18 @@ class _ComputedWindows:
         return self._fixed[key].copy_(value)
 
 
-class Assembly:
+class BatchAssembly:
     """Puts the batches of one loader together, in one process."""
 
-    def __init__(self, outputs: tuple[Output, ...], options: Options) -> None:
+    def __init__(self, outputs: tuple[OutputSpec, ...], options: Options, join: Joiner | None) -> None:
         windows, static = options.windows, options.static
         gathered = gathered_outputs(outputs)
         self.columns = stored_outputs(gathered)
         """What is gathered, an output for each column."""
         self._outputs = outputs
         self._names = (*(output.name for output in outputs), "index")
-        self._has_states = any(output.role is Role.STATE for output in outputs)
+        self._has_states = any(output.role in STATES for output in outputs)
+        self._join = join
         self._unpack = unpacker(gathered, options.batch_size, static=static)
         self._computed: _ComputedWindows | None = None
         several = windows is not None and isinstance(windows.field, tuple)
@@ -293,7 +313,8 @@ class Assembly:
             return self._computed.batches(columns, positions, examples, epoch, size)
         if self._has_states:
             return _windows(self._outputs, columns, positions)
-        return _records(self._names, columns, positions)
+        batches = _records(self._names, columns, positions)
+        return batches if self._join is None else map(self._join, batches)
 
 
 def _records(
@@ -311,11 +332,11 @@ _window_batch: Callable[[Any], WindowBatch] = partial(cast(Any, tuple).__new__, 
 
 
 def _windows(
-    outputs: tuple[Output, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
+    outputs: tuple[OutputSpec, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
 ) -> Iterator[WindowBatch]:
     """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
     with_future = any(output.role is Role.FUTURE for output in outputs)
-    names = tuple(output.name for output in outputs if output.role is Role.FIELD)
+    names = tuple(output.name for output in outputs if output.role not in STATES)
     first = len(outputs) - len(names)
     conditions: Iterable[Any] = map(dict[str, Tensor], repeat(()))  # an empty one for every batch
     if names:
@@ -325,3 +346,329 @@ def _windows(
         columns[0], columns[1], futures, conditions, columns[-1], positions, strict=False
     )
     return map(_window_batch, rows)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Fields of varying length as one tensor: padded with a mask, or one after another with offsets.
+#
+# Every tier gathers such a field as a list of tensors; what is here joins that list, so that all tiers hand
+# out the same bytes. `u` padded comes as `u` `(B, L, *step)`, `u.lengths` `(B,)` and `u.mask` `(B, L)`;
+# packed as `u` `(sum of lengths, *step)` and `u.offsets` `(B + 1,)`. A folded field of particles or meshes
+# (`stoker.schema.Field.axes`) is stored as one row for each point of each step, so a window is consecutive
+# rows of it, which are given their axes here.
+
+
+LENGTHS, MASK, OFFSETS = ".lengths", ".mask", ".offsets"
+"""End the names of what comes beside a joined field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pad:
+    """How records of varying length are padded at their end; `ragged="pad"` is `Pad()`."""
+
+    to: int | None = None
+    """Steps of every batch; None: those of the longest record in the batch."""
+    multiple: int = 1
+    """Round the longest up to a multiple, so that a compiled model meets few shapes."""
+    value: float | Mapping[str, float] = 0
+    """What is put after the end: one number, or by field (0 where a field is not named)."""
+
+    def __post_init__(self) -> None:
+        """Refuse lengths below 1."""
+        for name, size in (("to", self.to), ("multiple", self.multiple)):
+            if size is not None and (not isinstance(cast("object", size), int) or size < 1):
+                raise ConfigError(f"Pad({name}={size!r}) is not a length. Expected a whole number from 1 on")
+        if self.to is not None and self.to % self.multiple:
+            raise ConfigError(
+                f"Pad(to={self.to}, multiple={self.multiple}) contradicts itself: {self.to} is no multiple"
+            )
+
+    def length(self, longest: int) -> int:
+        """Steps of a batch whose longest record has `longest`.
+
+        >>> Pad().length(13), Pad(multiple=8).length(13), Pad(to=20).length(13)
+        (13, 16, 20)
+        """
+        return -(-longest // self.multiple) * self.multiple if self.to is None else self.to
+
+    def value_of(self, name: str) -> float:
+        """What is put after the end of one field."""
+        return self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
+
+
+Ragged: TypeAlias = "str | Pad"
+"""`list`, `pad`, `pack`, or a `Pad`."""
+
+
+def too_long(name: str, number: int, length: int, to: int) -> RecordError:
+    """The error for a record that does not fit the length that batches are padded to."""
+    return RecordError(
+        f"field {name!r} of sample {number} has {length} steps, ragged=Pad(to={to}) leaves room for {to}. "
+        f"Give at least Pad(to={length}), or leave such samples out with indices="
+    )
+
+
+def pad(tensors: Sequence[Tensor], length: int, value: float = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Records side by side.
+
+    Returns:
+        `(B, length, *step)`; lengths `(B,)` int64; and a mask `(B, length)` that is True at what is real.
+    """
+    first = tensors[0]
+    sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
+    out = first.new_full((len(tensors), length, *first.shape[1:]), value)
+    own = np.arange(int(sizes.sum())) + np.repeat(np.arange(len(sizes)) * length - _starts(sizes)[:-1], sizes)
+    lengths = sent(sizes, first.device)
+    # One copy by index: a copy for each record would be a kernel for each on a GPU.
+    out.view(-1, *first.shape[1:]).index_copy_(0, sent(own, first.device), torch.cat([*tensors]))
+    mask = torch.arange(length, device=first.device)[None, :] < lengths[:, None]
+    return out, lengths, mask
+
+
+def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Records one after another, and where each begins: `(B + 1,)` int64, the total last."""
+    sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
+    return torch.cat([*tensors]), sent(_starts(sizes), tensors[0].device)
+
+
+def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+
+def _check_values(how: Pad, outputs: Mapping[str, OutputSpec]) -> None:
+    if isinstance(how.value, Mapping) and (unknown := sorted(how.value.keys() - outputs.keys())):
+        raise ConfigError(
+            f"Pad(value=...) names {', '.join(unknown)}; fields of varying length are {', '.join(outputs)}"
+        )
+    for name, output in outputs.items():
+        dtype, value = output.cast or output.dtype, how.value_of(name)
+        if dtype.is_floating_point:
+            continue
+        fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
+        if not fits:
+            raise ConfigError(
+                f"Pad(value={value!r}) cannot be held by field {name!r} of {dtype}. "
+                f"Give a value by field, as Pad(value={{{name!r}: 0}})"
+            )
+
+
+def _check_fits(name: str, tensors: Sequence[Tensor], index: Tensor, to: int) -> None:
+    for place, tensor in enumerate(tensors):
+        if len(tensor) > to:
+            raise too_long(name, int(index[place]), len(tensor), to)
+
+
+def _is_whole(value: float, info: Any) -> bool:
+    return value == value // 1 and info.min <= value <= info.max
+
+
+POINTS = "points"
+"""Prefix of the names that say which point belongs to which window."""
+BATCH = ".batch"
+
+
+def make_joiner(
+    ragged: Ragged, outputs: tuple[OutputSpec, ...], schema: Schema, windows: Windows | None
+) -> Joiner | None:
+    """Return what joins the lists of a batch; None: they stay lists, without axes to restore.
+
+    Raises:
+        ConfigError: `ragged` is unknown, a name that joining adds is taken, or `Pad(to=...)` is asked for of
+            fields with several axes.
+    """
+    if not (isinstance(ragged, Pad) or ragged in ("list", "pad", "pack")):
+        raise ConfigError(
+            f"ragged is {ragged!r}. Expected list, pad, pack or stoker.loader.Pad(to=..., value=...)"
+        )
+    points = any(schema[output.field].axes for output in outputs if output.field in schema)
+    lists = {output.name: output for output in outputs if output.ragged}
+    how = ragged if isinstance(ragged, Pad) else Pad() if ragged == "pad" else None
+    if ragged != "list" and lists:
+        added = {name + end for name in lists for end in (LENGTHS, MASK, OFFSETS)}
+        if taken := sorted(added & {output.name for output in outputs}):
+            raise ConfigError(
+                f"ragged={ragged!r} adds {', '.join(taken)} to batches, and records have fields of that "
+                "name. Give them other names in the source, or take ragged='list'"
+            )
+        if how is not None:
+            _check_values(how, lists)
+    elif not points:
+        return None
+    if points and how is not None and how.to is not None:
+        raise ConfigError(
+            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary. Use "
+            f"ragged='pad', or Pad(multiple=...)"
+        )
+    return Joiner(
+        schema=schema,
+        outputs=outputs,
+        pad=how,
+        pack=ragged == "pack",
+        windows=windows,
+        main=None if windows is None else time_field(schema, windows.field),
+    )
+
+
+def check_lengths(join: Joiner, cache: Cache, places: Places) -> None:
+    """Refuse records that are longer than batches are padded to, before any is read.
+
+    Raises:
+        RecordError: As said; names the longest.
+    """
+    if join.pad is None or join.pad.to is None:
+        return
+    for name in (output.name for output in join.outputs if output.ragged):
+        lengths = places.of_all(cache.lengths(name))
+        longest = int(np.argmax(lengths)) if len(lengths) else 0
+        if len(lengths) and lengths[longest] > join.pad.to:
+            raise too_long(name, int(places.numbers[longest]), int(lengths[longest]), join.pad.to)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """Gives the lists of a batch their axes, and joins them as asked."""
+
+    schema: Schema
+    outputs: tuple[OutputSpec, ...]
+    pad: Pad | None
+    pack: bool
+    windows: Windows | None
+    main: str | None
+    """The field that windows are cut from; None: records are served entire."""
+
+    def __call__(self, batch: RecordBatch) -> Any:
+        """Return the batch as handed out: a `RecordBatch`, or a `PointBatch` of windows.
+
+        Raises:
+            RecordError: A record is longer than `Pad.to`; names it.
+        """
+        return self._records(batch) if self.windows is None else self._windows(batch, self.windows)
+
+    # ------------------------------------------------------------------ entire records
+
+    def _records(self, batch: RecordBatch) -> RecordBatch:
+        counts = None
+        made = RecordBatch()
+        made.position = batch.position
+        for output in self.outputs:
+            name, value = output.name, batch[output.name]
+            if not output.ragged:
+                # Lists have their axes already, and need no sizes.
+                if output.role is not Role.SIZES or self.pad is not None or self.pack:
+                    made[name] = value
+                continue
+            field, tensors = self.schema[output.field], cast("list[Tensor]", value)
+            if field.folded and not self.pack:
+                shapes = batch[name + SHAPE_SUFFIX].tolist()
+                tensors = [t.view(*s, *t.shape[1:]) for t, s in zip(tensors, shapes, strict=True)]
+            if field.numbers_points and self.pack:
+                counts = self._counts(batch) if counts is None else counts
+                tensors = _shifted(tensors, counts)
+            if self.pad is not None and self.pad.to is not None:
+                _check_fits(name, tensors, batch["index"], self.pad.to)
+            self._put(made, name, tensors, axes=max(1, len(field.axes)))
+        made["index"] = batch["index"]
+        return made
+
+    def _counts(self, batch: RecordBatch) -> list[int]:
+        """Points of each record."""
+        for name, field in self.schema.items():
+            if field.axes == ("p",) and name in batch:
+                return [len(tensor) for tensor in batch[name]]
+            if "p" in field.axes and name + SHAPE_SUFFIX in batch:
+                return batch[name + SHAPE_SUFFIX][:, field.axes.index("p")].tolist()
+        raise ConfigError("records number points and have no field of points. Serve them as lists")
+
+    def _put(self, made: dict[str, Any], name: str, tensors: list[Tensor], *, axes: int) -> None:
+        """Add a field to what is handed out, joined as asked."""
+        if self.pack:
+            made[name], made[name + OFFSETS] = pack(tensors)
+        elif self.pad is None:
+            made[name] = tensors
+        elif axes == 1:
+            length = self.pad.length(max(map(len, tensors)))
+            found = pad(tensors, length, self.pad.value_of(name))
+            made[name], made[name + LENGTHS], made[name + MASK] = found
+        else:
+            made[name], made[name + MASK] = self._padded(name, tensors, range(axes))
+
+    def _padded(self, name: str, tensors: Sequence[Tensor], varying: range) -> tuple[Tensor, Tensor]:
+        """One tensor of tensors that differ along the axes `varying`, padded, and a mask of what is real."""
+        assert self.pad is not None
+        first, axes = tensors[0], varying.stop
+        most = [
+            self.pad.length(max(t.shape[axis] for t in tensors)) if axis in varying else first.shape[axis]
+            for axis in range(axes)
+        ]
+        out = first.new_full((len(tensors), *most, *first.shape[axes:]), self.pad.value_of(name))
+        mask = torch.zeros((len(tensors), *most), dtype=torch.bool, device=first.device)
+        for place, tensor in enumerate(tensors):
+            own = (place, *(slice(size) for size in tensor.shape[:axes]))
+            out[own], mask[own] = tensor, True
+        return out, mask
+
+    # ------------------------------------------------------------------ windows
+
+    def _windows(self, batch: RecordBatch, windows: Windows) -> PointBatch:
+        main, schema = cast("str", self.main), self.schema
+        steps = windows.span + 1
+        states: dict[str, list[Tensor]] = {}
+        cond: dict[str, Tensor] = {}
+        nodes: dict[str, Any] = {}
+        rest: dict[str, list[Tensor]] = {}
+        for output in self.outputs:
+            value = batch[output.name]
+            if output.role is Role.STEPS:
+                states[output.name] = [t.view(steps, -1, *t.shape[1:]) for t in cast("list[Tensor]", value)]
+            elif output.role is Role.NODES:
+                rest[output.name] = cast("list[Tensor]", value)
+            else:
+                cond[output.name] = value
+        counts = [tensor.shape[1] for tensor in states[main]]
+        for name, tensors in rest.items():
+            shift = self.pack and schema[name].numbers_points
+            of_points = schema[name].axes == ("p",)
+            self._put(nodes, name, _shifted(tensors, counts) if shift else tensors, axes=1)
+            if of_points:  # told by `points.*`
+                for end in (LENGTHS, MASK, OFFSETS):
+                    nodes.pop(name + end, None)
+        self._tell_apart(nodes, counts, states[main][0].device)
+        made = {name: self._states(name, tensors, windows) for name, tensors in states.items()}
+        for name, (first, second, future) in made.items():
+            if name != main:
+                nodes |= {f"{name}0": first, f"{name}1": second}
+                nodes |= {} if future is None else {f"{name}.future": future}
+        return PointBatch(*made[main], cond, nodes, batch["index"], batch.position)
+
+    def _states(self, name: str, tensors: list[Tensor], windows: Windows) -> tuple[Any, Any, Any]:
+        """z0, z1 and future of windows `(steps, N, *rest)`."""
+        stride = windows.stride
+        future = None if windows.horizon == 1 else [tensor[2 * stride :: stride] for tensor in tensors]
+        pairs = [[tensor[at] for tensor in tensors] for at in (0, stride)]
+        if self.pack:
+            packed = None if future is None else torch.cat(future, dim=1)
+            return torch.cat(pairs[0]), torch.cat(pairs[1]), packed
+        if self.pad is None:
+            return pairs[0], pairs[1], future
+        length = self.pad.length(max(tensor.shape[1] for tensor in tensors))
+        value = self.pad.value_of(name)
+        sides = [pad(pair, length, value)[0] for pair in pairs]
+        if future is None:
+            return sides[0], sides[1], None
+        return sides[0], sides[1], self._padded(name, future, range(1, 2))[0]
+
+    def _tell_apart(self, nodes: dict[str, Any], counts: list[int], device: torch.device) -> None:
+        sizes = np.array(counts, np.int64)
+        if self.pack:
+            nodes[POINTS + OFFSETS] = sent(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), device)
+            nodes[POINTS + BATCH] = sent(np.repeat(np.arange(len(sizes)), sizes), device)
+        elif self.pad is not None:
+            length = self.pad.length(max(counts))
+            nodes[POINTS + LENGTHS] = sent(sizes, device)
+            nodes[POINTS + MASK] = sent(np.arange(length)[None] < sizes[:, None], device)
+
+
+def _shifted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Numbers of points within each record as numbers of points of the batch."""
+    before = np.cumsum([0, *counts[:-1]]).tolist()
+    return [tensor + first for tensor, first in zip(tensors, before, strict=True)]

@@ -4,12 +4,42 @@ from __future__ import annotations
 
 import sys
 import threading
+from enum import Enum
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from stoker.units import MIB
+
+
+class Role(Enum):
+    """What an output is in a batch, decided once from the schema. A name cannot tell: a field may be called
+    `future`.
+    """
+
+    FIELD = "field"
+    """A field of records."""
+    CONDITION = "condition"
+    """A number or a row of numbers for each example: a condition of windows, a small field of records."""
+    SIZES = "sizes"
+    """Of records: how long the axes of a field of points are in each."""
+    Z0 = "z0"
+    Z1 = "z1"
+    FUTURE = "future"
+    """The states after `z1`."""
+    RAW = "raw"
+    """A raw field that the cache keeps, in the conditions of windows."""
+    MASK = "mask"
+    """Which states of `future` are within the example's horizon, in the conditions of windows."""
+    STEPS = "steps"
+    """Steps of a field of points, from which z0, z1 and future are cut."""
+    NODES = "nodes"
+    """Another field of points, the same at every step."""
+
+
+STATES = (Role.Z0, Role.Z1, Role.FUTURE)
+"""The roles that are parts of a window of their own; their values are the names of these."""
 
 
 class RecordBatch(dict[str, Any]):
@@ -139,4 +169,29 @@ def _references(tensor: Tensor) -> tuple[int, int]:
     whether that object counts as a tensor does.
     """
     storage: Any = tensor.untyped_storage()
-    return cast(int, _use_count(storage._cdata)), sys.getrefcount(storage)
+    return cast("int", _use_count(storage._cdata)), sys.getrefcount(storage)
+
+
+class PointBatch(NamedTuple):
+    """One batch of windows over points; B counts windows, N points of one, S those of the batch together.
+
+    Shapes are those of `ragged="list"` (lists of B tensors), `"pad"`, and `"pack"`.
+    """
+
+    z0: Any
+    """States at `start`: `(N, *rest)` each, `(B, N, *rest)`, or `(S, *rest)`."""
+    z1: Any
+    """States one stride later."""
+    future: Any
+    """The `horizon - 1` states after `z1`: `(horizon - 1, N, *rest)` each, `(B, horizon - 1, N, *rest)`, or
+    `(horizon - 1, S, *rest)`; None at horizon 1."""
+    cond: dict[str, Tensor]
+    """Every other field of a fixed shape as `(B, C)`: a parameter as it is, a field with time at `start`."""
+    nodes: dict[str, Any]
+    """Coordinates, edges, cells; other fields of points and time as `<name>0`, `<name>1`, `<name>.future`.
+    Padded: `points.mask (B, N)` and `points.lengths (B,)`. Packed: `points.offsets (B + 1,)`, `points.batch
+    (S,)`, and edges and cells number the points of the batch."""
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - as in WindowBatch
+    """Sample number and start, `(B, 2)` int64."""
+    position: tuple[int, int]
+    """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""

@@ -22,14 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.order import Ids, Order
-from stoker.loader.outputs import RECORD
-from stoker.loader.places import Share
-from stoker.loader.tiers import Memory
-from stoker.loader.windows import Examples
 from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
+    from stoker.loader.order import Ids, Order, RankShare
+    from stoker.loader.places import Cuts
+    from stoker.loader.tiers import Memory
+    from stoker.loader.windows import Examples
     from stoker.monitor.meter import StallMeter
 
 CHUNK_EXAMPLES = 1 << 16
@@ -96,16 +95,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cuts:
-    """Windows over points: consecutive steps of a folded field are consecutive rows of its record."""
-
-    steps: int
-    """Steps from the first of a window to its last."""
-    rows: Mapping[str, NDArray[np.int64]]
-    """By column the rows of one step in each record, which are its points."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Locator:
     """Everything that turns examples into rows, on one device."""
 
@@ -164,7 +153,7 @@ class Chunks:
     def __init__(
         self,
         order: Order,
-        share: Share,
+        share: RankShare,
         locator: Locator,
         device: torch.device,
         serving: Callable[[], Memory | None],
@@ -306,3 +295,7 @@ def host(values: Any) -> NDArray[np.int64]:
 def _tensor(values: Any) -> Tensor:
     """The same numbers as a tensor where they are, whatever torch's default device is."""
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
+
+
+RECORD = "record"
+"""The index that counts virtual rows of records; others are `steps:<length or field>`."""

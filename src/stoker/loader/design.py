@@ -15,42 +15,48 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, StalledError, arg
 from stoker.loader import placement
-from stoker.loader.assembly import Assembly
-from stoker.loader.chunks import Chunk, Chunks, Cuts, Locator
-from stoker.loader.disk import DiskBatches
+from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, BatchAssembly, Joiner, check_lengths, make_joiner
+from stoker.loader.batch import STATES
+from stoker.loader.chunks import Chunk, Chunks, Locator
+from stoker.loader.disk import DiskBatches, PartialBatches
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
 from stoker.loader.options import Options, check_share, check_static
-from stoker.loader.order import Draws, Order, Weights, parse_order, table_bytes
-from stoker.loader.outputs import Output, Role, gathered_bytes, make_outputs, step_lengths
-from stoker.loader.partial import PartialBatches
+from stoker.loader.order import (
+    Draws,
+    Order,
+    RankShare,
+    Weights,
+    own_records,
+    parse_order,
+    table_bytes,
+    weighted,
+)
+from stoker.loader.outputs import OutputSpec, gathered_bytes, make_outputs, step_lengths
 from stoker.loader.placement import Ask, Held, Residency, claim_plan, parts_of
-from stoker.loader.places import Places, Share, find_places, lengths_of, own_records, weighted
-from stoker.loader.points import (
-    LENGTHS,
-    MASK,
-    OFFSETS,
-    Join,
-    PointJoin,
-    check_lengths,
+from stoker.loader.places import (
+    Cuts,
+    Places,
     cuts_of,
     cuts_points,
-    make_joiner,
+    find_places,
+    lengths_of,
+    trajectory_lengths,
 )
-from stoker.loader.prefetch import Reach, elsewhere_of, fetching_of, read_ahead_of
-from stoker.loader.state import digest_of
-from stoker.loader.tiers import Memory
+from stoker.loader.prefetch import BlockLocator, elsewhere_of, fetching_of, read_ahead_of
 from stoker.loader.transform import NOTHING, Lowered, lowered
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
-from stoker.plan import LEDGER, Claim, Demand, Ledger, Plan, Resources, plan_tiers, probe
+from stoker.plan import LEDGER, Demand, Ledger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
 from stoker.store.joins import rename_hint
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.loader.tiers import Memory
     from stoker.store import Cache
 
 
@@ -70,16 +76,16 @@ class Design:
     cache: Cache
     places: Places
     examples: Examples
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputSpec, ...]
     options: Options
     """What was asked for."""
     order: Order
-    share: Share
+    share: RankShare
     plan: Plan
     """What to aim at; `Residency.plan` is what is aimed at by now."""
     ask: Ask
     """What the plan was made from."""
-    claim: Claim
+    claim: Reservation
     """This loader's part of the memory of the process."""
     records_digest: str
     """Tells apart which samples are served, in which order and by which weights."""
@@ -91,7 +97,7 @@ class Design:
     """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
-    join: Join | PointJoin | None = None
+    join: Joiner | None = None
     """What is done to fields of varying length in a batch; None: they stay lists."""
     beside: str | None = None
     """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
@@ -135,7 +141,7 @@ class Strip:
     """How many of the first transforms are done."""
 
 
-class Pace:
+class StripPace:
     """How many batches are made between two looks at what is held: as many as take a second or some more."""
 
     def __init__(self) -> None:
@@ -161,9 +167,9 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
-        self._assembly = Assembly(design.outputs, design.options)
+        self._assembly = BatchAssembly(design.outputs, design.options, design.join)
         self._outputs = self._assembly.columns
-        self._pace = Pace()
+        self._pace = StripPace()
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
         self._batches: tuple[Memory, MemoryBatches] | None = None
@@ -181,7 +187,7 @@ class Engine:
                 "Leave static out: batches then come from disk until it is"
             )
 
-    def _make_disk(self, outputs: tuple[Output, ...]) -> DiskBatches:
+    def _make_disk(self, outputs: tuple[OutputSpec, ...]) -> DiskBatches:
         design, locator = self._design, self._locator(torch.device("cpu"))
         made = DiskBatches(
             design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.options
@@ -189,9 +195,9 @@ class Engine:
         made.fetching_s = fetching_of(design.cache)
         return made
 
-    def _reach(self, block_bytes: int) -> Reach:
+    def _reach(self, block_bytes: int) -> BlockLocator:
         design = self._design
-        return Reach(design.cache, design.places, design.examples, self._outputs, block_bytes)
+        return BlockLocator(design.cache, design.places, design.examples, self._outputs, block_bytes)
 
     def _read_ahead(self, chunk: Chunk, number: int) -> None:
         """Tell what reads ahead that the batch of this number of a chunk is about to be made."""
@@ -352,8 +358,8 @@ class Found:
 
     places: Places
     examples: Examples
-    outputs: tuple[Output, ...]
-    join: Join | PointJoin | None
+    outputs: tuple[OutputSpec, ...]
+    join: Joiner | None
     """As `Design.join`."""
     order: Order
     demand: Demand
@@ -379,7 +385,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     outputs = outputs_of(cache, options)
     places = find_places(cache, options.indices)
     join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
-    if isinstance(join, Join):
+    if join is not None:
         check_lengths(join, cache, places)
     cuts, examples = _number(cache, places, options.windows)
     draws = None if options.weights is None else weighted(options.weights, places, examples)
@@ -413,7 +419,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     return made
 
 
-def outputs_of(cache: Cache, options: Options) -> tuple[Output, ...]:
+def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
     """What batches are made of.
 
     Raises:
@@ -422,7 +428,7 @@ def outputs_of(cache: Cache, options: Options) -> tuple[Output, ...]:
     outputs = make_outputs(
         cache.schema, options.windows, options.dtype, options.normalise, device=options.device.type
     )
-    named = [o.name for o in outputs if o.role is Role.FIELD]
+    named = [o.name for o in outputs if o.role not in STATES]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
     columns = () if cache.joined is None else cache.joined.schema
     if taken := [name for name in named if name in columns]:
@@ -435,7 +441,7 @@ def outputs_of(cache: Cache, options: Options) -> tuple[Output, ...]:
 
 def order_of(
     options: Options,
-    outputs: tuple[Output, ...],
+    outputs: tuple[OutputSpec, ...],
     count: int,
     draws: Draws | None,
     lengths: NDArray[np.int64] | None = None,
@@ -588,7 +594,7 @@ def _number(cache: Cache, places: Places, windows: Windows | None) -> tuple[Cuts
     return cuts, number_examples(lengths, len(places.numbers), windows)
 
 
-def _sizes(cache: Cache, places: Places, outputs: tuple[Output, ...]) -> NDArray[np.int64] | None:
+def _sizes(cache: Cache, places: Places, outputs: tuple[OutputSpec, ...]) -> NDArray[np.int64] | None:
     """Bytes of each record in fields of varying length; None where there is no such field."""
     fields = {output.field: cache.recipe.columns[output.field] for output in outputs if output.ragged}
     if not fields:
@@ -597,33 +603,10 @@ def _sizes(cache: Cache, places: Places, outputs: tuple[Output, ...]) -> NDArray
     return np.stack(sizes).sum(axis=0, dtype=np.int64)
 
 
-def trajectory_lengths(cache: Cache, places: Places, windows: Windows) -> NDArray[np.int64]:
-    """Steps of each record in the field that windows are cut from.
-
-    Raises:
-        ConfigError: Another field with time has another length.
-    """
-    main = time_field(cache.schema, windows.field)
-    if not cache.schema[main].ragged:
-        return places.of_all(cache.lengths(main))
-    lengths = lengths_of(cache, places, main)
-    for name, field in cache.schema.items():
-        if name == main or not (field.time and field.ragged):
-            continue
-        differ = lengths_of(cache, places, name) != lengths
-        if differ.any():
-            number = int(places.numbers[int(np.argmax(differ))])
-            raise ConfigError(
-                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                "window of one matches the other. Store them in caches of their own"
-            )
-    return lengths
-
-
-def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share:
+def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> RankShare:
     """This rank's part; without a word on `drop_last`, training over ranks has it and evaluation has not."""
     sequential = order.kind.kind == "sequential"
-    return Share(
+    return RankShare(
         positions=order.positions,
         batch_size=order.global_batch // world,
         rank=rank,
@@ -643,7 +626,7 @@ def _records_digest(places: Places, order: Order) -> str:
 
 
 def _demand(
-    cache: Cache, places: Places, outputs: tuple[Output, ...], batch_size: int, device: str
+    cache: Cache, places: Places, outputs: tuple[OutputSpec, ...], batch_size: int, device: str
 ) -> Demand:
     """What is to be planned for: whole shards, since memory is filled by shard."""
     record_bytes = 0.0
@@ -669,3 +652,11 @@ def _planned(cache: Cache, options: Options, demand: Demand, resources: Resource
         "%s: %d quarantined samples are not served", cache.path, len(cache.quarantined)
     )
     return replace(plan, reason=f"{plan.reason}; {len(cache.quarantined)} quarantined samples are absent")
+
+
+def digest_of(*arrays: Any) -> str:
+    """16 hex digits over the bytes of arrays."""
+    digest = xxhash.xxh3_64()
+    for array in arrays:
+        digest.update(memoryview(array).cast("B"))
+    return digest.hexdigest()

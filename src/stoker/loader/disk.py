@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,17 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, lasting
-from stoker.loader.chunks import Chunk, Locator, host
-from stoker.loader.gather import RaggedGather, twin_for
-from stoker.loader.options import Options
-from stoker.loader.outputs import RECORD, Output, view_for
-from stoker.loader.places import Places
-from stoker.loader.tiers import Memory, bytes_of
+from stoker.loader.chunks import RECORD, Chunk, Locator, host
+from stoker.loader.gather import STRIP_BATCHES, RaggedGather, twin_for, view_for
+from stoker.loader.outputs import OutputSpec, StepRun, plan_runs
+from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
 from stoker.store.shard import most_open
 from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
+    from stoker.loader.options import Options
+    from stoker.loader.places import Places
     from stoker.monitor.meter import StallMeter
     from stoker.schema import Schema
     from stoker.store import Cache, Shard
@@ -57,30 +56,13 @@ lies in the page cache around, made batches up to twice as long.
 
 Source: docs/design/026-plan-against-measured.md.
 """
-JOINED_GAP_BYTES = 64 * KIB
-"""Steps of a window closer than this are read in one go."""
 JOINED_BYTES = 256 * KIB
 """Records next to each other on disk are read in one go up to this size: what was read is then still in the
 core's cache when it is compared with its sums."""
 
 
-Target: TypeAlias = tuple[int, int, int, int, int]
-"""`(output, size, at, begin, count)`, all in bytes but the first: `count` from `begin` of a run on go to `at`
-in an example of this output, which has `size`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Steps of one field that are read together, counted from the window's start."""
-
-    field: str
-    first: int
-    stop: int
-    targets: tuple[Target, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ReadRequest:
     """Some examples and where their values belong."""
 
     shard: NDArray[np.int32]
@@ -97,7 +79,7 @@ class Wanted:
     """By output that takes some rows of a ragged field: per example the first of them, and how many."""
 
 
-class Rows:
+class RecordRead:
     """Whole records of one field that lie next to each other on disk."""
 
     __slots__ = ("_bytes", "_field", "_first", "_outs", "_shard")
@@ -128,19 +110,25 @@ class Rows:
         return self._shard.advice(offset, self._bytes)
 
 
-class Steps:
+class StepRead:
     """Steps of one record that one example takes, for one output or several."""
 
     __slots__ = ("_first", "_place", "_row", "_run", "_shard", "_spaces")
 
     def __init__(
-        self, shard: Shard, row: int, start: int, run: Run, spaces: list[memoryview[Any] | None], place: int
+        self,
+        shard: Shard,
+        row: int,
+        start: int,
+        run: StepRun,
+        spaces: list[memoryview[Any] | None],
+        place: int,
     ) -> None:
         self._shard, self._row, self._first = shard, row, start + run.first
         self._run, self._spaces, self._place = run, spaces, place
 
     def read(self, verify: Verify, *, wait: bool) -> bool:
-        """As `Rows.read`."""
+        """As `RecordRead.read`."""
         run, first = self._run, self._first
         stop = first + run.stop - run.first
         data = self._shard.fields[run.field].steps(self._row, first, stop, verify, wait=wait)
@@ -154,14 +142,14 @@ class Steps:
         return True
 
     def extent(self, verify: Verify) -> tuple[int, int, int]:
-        """As `Rows.extent`."""
+        """As `RecordRead.extent`."""
         run, first = self._run, self._first
         stop = first + run.stop - run.first
         extent = self._shard.fields[run.field].extent(self._row, first, stop, verify)
         return self._shard.advice(*extent)
 
 
-class Cut:
+class RaggedRead:
     """Consecutive rows of one record of a ragged field."""
 
     __slots__ = ("_field", "_first", "_out", "_row", "_shard", "_stop")
@@ -174,7 +162,7 @@ class Cut:
         self._first, self._stop = extent[0], sum(extent)
 
     def read(self, verify: Verify, *, wait: bool) -> bool:
-        """As `Rows.read`."""
+        """As `RecordRead.read`."""
         data = self._field.steps(self._row, self._first, self._stop, verify, wait=wait)
         if data is None:
             return False
@@ -182,14 +170,14 @@ class Cut:
         return True
 
     def extent(self, verify: Verify) -> tuple[int, int, int]:
-        """As `Rows.extent`."""
+        """As `RecordRead.extent`."""
         return self._shard.fileno(), *self._field.extent(self._row, self._first, self._stop, verify)
 
 
 class Pieces:
     """Reads pieces of batches of these outputs; safe to use from several threads."""
 
-    def __init__(self, schema: Schema, outputs: tuple[Output, ...], threads: int) -> None:
+    def __init__(self, schema: Schema, outputs: tuple[OutputSpec, ...], threads: int) -> None:
         """`threads`: how many read at a time."""
         self._outputs = outputs
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
@@ -202,7 +190,7 @@ class Pieces:
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
         """Shards of which nothing is read on by the system."""
 
-    def read(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted, verify: Verify) -> int:
+    def read(self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest, verify: Verify) -> int:
         """Read the examples at these places of a batch, sorted by shard and row, into their outputs.
 
         Returns:
@@ -214,7 +202,7 @@ class Pieces:
         begins = np.flatnonzero(np.diff(own, prepend=-1))[:: self._at_once]
         return sum(self._read(cache, some, wanted, verify) for some in np.split(piece, begins[1:]))
 
-    def _read(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted, verify: Verify) -> int:
+    def _read(self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest, verify: Verify) -> int:
         """The same for a piece of few enough shards to have all of them open."""
         later = [read for read in self._reads(cache, piece, wanted) if not read.read(verify, wait=False)]
         if ADVISED:
@@ -225,12 +213,14 @@ class Pieces:
             read.read(verify, wait=True)
         return len(later)
 
-    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted) -> list[Rows | Steps | Cut]:
+    def _reads(
+        self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest
+    ) -> list[RecordRead | StepRead | RaggedRead]:
         shards = wanted.shard[piece].tolist()
         rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
-        found: list[Rows | Steps | Cut] = []
+        found: list[RecordRead | StepRead | RaggedRead] = []
         shard, last = None, -1
-        open_rows: dict[int, Rows] = {}
+        open_rows: dict[int, RecordRead] = {}
         for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
             if shard is None or number != last:
                 shard, last = cache.shard(number), number
@@ -245,18 +235,18 @@ class Pieces:
                     continue
                 out = self._place(shard, i, row, wanted, j)
                 if i not in open_rows or not open_rows[i].took(row, out):
-                    open_rows[i] = Rows(shard, self._outputs[i].field, row, out)
+                    open_rows[i] = RecordRead(shard, self._outputs[i].field, row, out)
                     found.append(open_rows[i])
-            found += [Steps(shard, row, start, run, wanted.spaces, j) for run in self._runs]
+            found += [StepRead(shard, row, start, run, wanted.spaces, j) for run in self._runs]
         return found
 
-    def _cut(self, shard: Shard, i: int, row: int, wanted: Wanted, j: int) -> Cut:
+    def _cut(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> RaggedRead:
         """What reads the rows that the batch's example `j` takes of output `i`."""
         output, (first, count) = self._outputs[i], (int(values[j]) for values in wanted.cuts[i])
         wanted.values[i][j] = torch.empty((count, *output.row_shape), dtype=output.dtype, device="cpu")
-        return Cut(shard, output.field, row, (first, count), bytes_of(wanted.values[i][j]))
+        return RaggedRead(shard, output.field, row, (first, count), bytes_of(wanted.values[i][j]))
 
-    def _place(self, shard: Shard, i: int, row: int, wanted: Wanted, j: int) -> memoryview[Any]:
+    def _place(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> memoryview[Any]:
         """Where output `i` of the batch's example `j` belongs, which is a record."""
         output, space = self._outputs[i], wanted.spaces[i]
         if space is not None:
@@ -265,42 +255,6 @@ class Pieces:
         shape = (shard.length(output.field, row), *output.row_shape)
         wanted.values[i][j] = torch.empty(shape, dtype=output.dtype, device="cpu")
         return bytes_of(wanted.values[i][j])
-
-
-def plan_runs(schema: Schema, outputs: tuple[Output, ...]) -> list[Run]:
-    """Join the steps that outputs take of each field into as few reads as pays."""
-    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    for i, output in enumerate(outputs):
-        if output.index != RECORD:
-            for place, lag in enumerate(output.lags):
-                wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
-    runs: list[Run] = []
-    for field, by_lag in wanted.items():
-        size = schema[field].row_bytes
-        gap = 1 + JOINED_GAP_BYTES // max(1, size)
-        lags = sorted(by_lag)
-        cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
-        for begin, end in pairwise(cuts):
-            first = lags[begin]
-            targets = tuple(
-                (i, outputs[i].example_bytes, place * size, (lag - first) * size, size)
-                for lag in lags[begin:end]
-                for i, place in by_lag[lag]
-            )
-            runs.append(Run(field=field, first=first, stop=lags[end - 1] + 1, targets=_joined(targets)))
-    return runs
-
-
-def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """The same bytes in fewer pieces: steps that lie next to each other at both ends are one."""
-    joined: list[Target] = []
-    for i, size, at, begin, count in sorted(targets):
-        last = joined[-1] if joined else None
-        if last is not None and (last[0], last[2] + last[4], last[3] + last[4]) == (i, at, begin):
-            joined[-1] = (*last[:4], last[4] + count)
-        else:
-            joined.append((i, size, at, begin, count))
-    return tuple(joined)
 
 
 READ_THREADS = 4
@@ -318,7 +272,7 @@ MAX_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class PendingBatch:
     """A batch that is being read."""
 
     index: Tensor
@@ -341,7 +295,7 @@ class DiskBatches:
         self,
         cache: Cache,
         places: Places,
-        outputs: tuple[Output, ...],
+        outputs: tuple[OutputSpec, ...],
         locator: Locator,
         memory: Callable[[], Memory | None],
         options: Options,
@@ -383,7 +337,7 @@ class DiskBatches:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: A batch was not read in time.
         """
-        line: deque[Pending] = deque()
+        line: deque[PendingBatch] = deque()
         following = first
         for current in range(first, chunk.span.batches):
             while following < chunk.span.batches and following <= current + self._ahead:
@@ -394,7 +348,7 @@ class DiskBatches:
                 self._ahead = min(MAX_AHEAD, self._ahead + 1)
             yield self._finish(pending)
 
-    def _begin(self, chunk: Chunk, number: int) -> Pending:
+    def _begin(self, chunk: Chunk, number: int) -> PendingBatch:
         size = chunk.span.batch
         own = slice(number * size, (number + 1) * size)
         values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
@@ -402,7 +356,7 @@ class DiskBatches:
 
     def begin(
         self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, values: list[Any]
-    ) -> Pending:
+    ) -> PendingBatch:
         """Begin to read some examples into `values`: per output a contiguous CPU tensor `(n, *shape)`, or a
         list of n for a ragged one.
         """
@@ -414,7 +368,7 @@ class DiskBatches:
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
         cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
-        wanted = Wanted(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
+        wanted = ReadRequest(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
         tickets = [
             self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._verify))
             for piece in np.array_split(missing, self._count(len(missing)))
@@ -427,9 +381,9 @@ class DiskBatches:
             if tickets:  # the step goes on meanwhile
                 tickets.append(self._pool.submit(gather))
                 gather = None
-        return Pending(index=index, values=values, tickets=tickets, gather=gather)
+        return PendingBatch(index=index, values=values, tickets=tickets, gather=gather)
 
-    def _room(self, number: int, output: Output, size: int) -> Any:
+    def _room(self, number: int, output: OutputSpec, size: int) -> Any:
         if output.ragged:
             return [None] * size
         shape = (size, *output.shape)
@@ -447,7 +401,7 @@ class DiskBatches:
             return min(READ_THREADS, max(1, examples // 4))
         return min(READ_THREADS, max(1, examples * self._example_bytes // PIECE_BYTES))
 
-    def _finish(self, pending: Pending) -> list[Any]:
+    def _finish(self, pending: PendingBatch) -> list[Any]:
         values = self.finish(pending, self._meter)
         for i, output in enumerate(self._outputs):
             twin = self._twins[i]
@@ -455,7 +409,7 @@ class DiskBatches:
                 values[i] = [twin(value) for value in values[i]] if output.ragged else twin(values[i])
         return [*values, pending.index]
 
-    def finish(self, pending: Pending, meter: StallMeter | None = None) -> list[Any]:
+    def finish(self, pending: PendingBatch, meter: StallMeter | None = None) -> list[Any]:
         """The values that `begin` was given, filled; floats as they are stored.
 
         Args:
@@ -521,3 +475,286 @@ class DiskBatches:
             views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
             self._views = (memory, views)
         return self._views[1]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Batches for a device that does not hold all their records: what it holds is gathered there, the rest is
+# assembled in host memory and copied over.
+#
+# Several batches are made at once (a *group*), so that small ones share their copies. Per group the rows
+# that are not on the device are gathered from host memory, and read where that lacks them too, into
+# page-locked memory, and copied on a stream of their own, all by a thread that is ahead of the batches. The
+# serving thread then gathers every row of the group on the device, with stand-ins for those that are not
+# there, and puts the copied rows in their places. So a batch is drawn uniformly from all memories, and a row
+# costs what it costs where it is.
+#
+# In `block` order a group is a window of the order: only a few trajectories, each with many of its examples.
+# Then these are copied whole, which is fewer bytes than the steps that the examples take, and are on the
+# device for as long as the window lasts: a window that slides through a set larger than the device.
+
+
+GROUP_BYTES = 4 * MIB
+"""Batches are made together up to this size: below it a copy to a GPU is bound by calls, not by bytes."""
+WINDOW_BYTES = 64 * MIB
+"""Batches of one window of the order are made together up to this size."""
+MAX_GROUPS_AHEAD = 4
+"""Groups made ahead at most; it starts with one, and one more whenever a group was not ready in time: copying
+has then taken longer than the steps."""
+WAIT_FACTOR = 2 * (MAX_GROUPS_AHEAD + 1)
+"""A group may wait for those before it, each of which has the time that a batch has to be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedGroup:
+    """Consecutive batches, everything that is not on the device yet on its way there."""
+
+    records: Any
+    """Per example a record that is near: its own, or a stand-in. On the device; None: nothing is near."""
+    starts: Any
+    far: Tensor | None
+    """Which examples were not near, on the device; None: all were."""
+    far_places: list[int]
+    """The same on the host."""
+    values: list[Any]
+    """Per output the rows of these, as stored: a tensor, or a list of tensors. With `rows`, per field that is
+    served the records that they are cut from."""
+    rows: Mapping[str, Tensor] | None
+    """Per kind of index the rows of these in `values`; None: they are there one after another."""
+    index: Tensor
+    tier: str
+    """The slowest tier that some row came from."""
+    done: Any
+    """CUDA event after which all of it is on the device; None: it is."""
+
+
+class PartialBatches:
+    """Makes batches on `device` out of its memory, host memory and disk. One per loader and process."""
+
+    def __init__(
+        self,
+        outputs: tuple[OutputSpec, ...],
+        cache: Cache,
+        places: Places,
+        locator: Locator,
+        disk: Callable[[tuple[OutputSpec, ...]], DiskBatches],
+        device: torch.device,
+    ) -> None:
+        """`disk` makes what assembles rows of outputs in host memory; `locator` is one on the CPU."""
+        self._outputs = outputs
+        self._twins = [twin_for(output, device) for output in outputs]
+        self._schema = cache.recipe.columns
+        self._places = places
+        self._locator = locator
+        self._disk = disk(outputs)
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
+        self._pool = Pool(1, "stoker-stage")
+        self._ahead = 1
+        self.meter: StallMeter | None = None
+        self._example_bytes = sum(output.example_bytes for output in outputs)
+        self._views: tuple[Memory, list[Tensor]] | None = None
+        self._whole = _whole_records(outputs, self._schema)
+        self._record_bytes = sum(output.example_bytes for output in self._whole)
+        self._disk_whole = disk(self._whole)
+
+    def strips(
+        self, chunk: Chunk, near: Memory | None, window: int, most: Callable[[], int]
+    ) -> Iterator[tuple[list[Iterable[Any]], int, str]]:
+        """The chunk's batches, some at a time: columns per output and `index`, how many batches, and the
+        slowest tier that was read.
+
+        Args:
+            chunk: Which batches.
+            near: The memory on the device; it may still be filling.
+            window: Positions of an epoch that draw from few records (`block` order); 0: there are none.
+            most: Gives how many batches to make at once, at most.
+
+        Raises:
+            CorruptError: A record's bytes do not match their checksums.
+            StalledError: A group was not there in time.
+        """
+        size, last = chunk.span.batch, chunk.span.batches
+        # The thread refers to no memory of the device, which can so be let go of while groups are ahead.
+        ready = None if near is None else near.ready
+        line: deque[tuple[int, Ticket[StagedGroup]]] = deque()
+        following = 0
+        while following < last or line:
+            while following < last and len(line) <= self._ahead:
+                batches = min(most(), self._count(chunk, following, window))
+                own = slice(following * size, (following + batches) * size)
+                line.append((batches, self._pool.submit(partial(self._stage, chunk, own, ready))))
+                following += batches
+            batches, ticket = line.popleft()
+            if not ticket.done() and following > batches:
+                self._ahead = min(MAX_GROUPS_AHEAD, self._ahead + 1)
+            begin = perf_counter()
+            group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
+            if self.meter is not None:
+                self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
+            columns = [_cut(value, size) for value in [*self._place(group, near), group.index]]
+            yield columns, batches, group.tier
+
+    def _count(self, chunk: Chunk, number: int, window: int) -> int:
+        """How many batches from this one on make a good group."""
+        span = chunk.span
+        batch_bytes = max(1, span.batch * self._example_bytes)
+        count = min(STRIP_BATCHES, GROUP_BYTES // batch_bytes)
+        if window:
+            left = window - (span.position + number * span.step) % window
+            count = max(count, min(-(-left // span.step), WINDOW_BYTES // batch_bytes))
+        return max(1, min(count, span.batches - number))
+
+    def _stage(self, chunk: Chunk, own: slice, ready: bytearray | None) -> StagedGroup:
+        """Bring what is not near to the device; in the thread of the pool."""
+        begin_thread(self._device)
+        with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
+            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], ready)
+
+    def _staged(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, ready: bytearray | None
+    ) -> StagedGroup:
+        here = np.zeros(len(records), dtype=np.bool_)
+        if ready is not None:
+            here = np.frombuffer(ready, dtype=np.uint8)[self._places.shard[records]] == 1
+        where = np.flatnonzero(~here)
+        values, rows, read = self._far(records[where], starts[where], index)
+        tier = "disk" if read else "host" if len(where) else "device"
+        some = len(where) < len(records)
+        if some:  # the first one that is near stands in for those that are not
+            at = int(np.argmax(here))
+            records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
+        return StagedGroup(
+            records=self._located(records) if some else None,
+            starts=self._located(starts) if some else None,
+            far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
+            far_places=where.tolist(),
+            values=[self._over(value) for value in values],
+            rows=None if rows is None else {name: self._over(own) for name, own in rows.items()},
+            index=self._over(index),
+            tier=tier,
+            done=self._stream.record_event() if self._cuda else None,
+        )
+
+    def _far(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor
+    ) -> tuple[list[Any], dict[str, Tensor] | None, bool]:
+        """Rows in host memory, or the records that they are cut from where those are fewer bytes: `values`
+        and `rows` of a group, and whether disk was read.
+        """
+        disk, outputs, rows = self._disk, self._outputs, None
+        if self._whole and len(records) * self._example_bytes > self._record_bytes:
+            some, own = np.unique(records, return_inverse=True)
+            if len(some) * self._record_bytes < len(records) * self._example_bytes:
+                disk, outputs = self._disk_whole, self._whole
+                rows = {RECORD: torch.as_tensor(own, device="cpu")}
+                for name, length in self._locator.step_lengths.items():
+                    rows[name] = torch.as_tensor(own * length + starts, device="cpu")
+                records, starts = some, np.zeros_like(some)
+        room = [self._room(output, len(records)) for output in outputs]
+        pending = disk.begin(records, starts, index, room)
+        return disk.finish(pending), rows, bool(pending.tickets)
+
+    def _room(self, output: OutputSpec, count: int) -> Any:
+        if output.ragged:
+            return [None] * count
+        # Page-locked memory comes from torch's own cache, which gives it out again after its copy has ended.
+        return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda, device="cpu")
+
+    def _located(self, values: NDArray[np.int64]) -> Any:
+        """Records or starts where the rows of the device's memory are looked up."""
+        return self._over(torch.as_tensor(values, device="cpu")) if self._cuda else values
+
+    def _over(self, value: Any) -> Any:
+        """The same on the device; page-locked first, so that the copy goes on by itself."""
+        if isinstance(value, list):
+            return [self._over(one) for one in cast("list[Tensor]", value)]
+        if not self._cuda:
+            return value
+        pinned = value if value.is_pinned() else value.pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+    def _place(self, group: StagedGroup, near: Memory | None) -> list[Any]:
+        """Values per output, in order, on the device, as handed out."""
+        if group.done is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(group.done)
+            rows = [] if group.rows is None else [*group.rows.values()]
+            for tensor in _tensors([group.records, group.starts, group.far, group.values, rows, group.index]):
+                tensor.record_stream(stream)
+        far = group.values if group.rows is None else self._cut_out(group.values, group.rows)
+        made = far if near is None or group.records is None else self._joined(group, near, far)
+        return [
+            value if twin is None
+            else [twin(one) for one in value] if isinstance(value, list)
+            else twin(value)
+            for twin, value in zip(self._twins, made, strict=True)
+        ]  # fmt: skip
+
+    def _cut_out(self, records: list[Tensor], rows: Mapping[str, Tensor]) -> list[Tensor]:
+        """Per output its rows of whole records."""
+        sources = {output.field: value for output, value in zip(self._whole, records, strict=True)}
+        return [
+            torch.index_select(
+                view_for(output, self._schema[output.field], sources[output.field]), 0, rows[output.index]
+            )
+            for output in self._outputs
+        ]
+
+    def _joined(self, group: StagedGroup, near: Memory, values: list[Any]) -> list[Any]:
+        rows = self._locator.rows(near, group.records, group.starts)
+        made: list[Any] = []
+        for output, view, far in zip(self._outputs, self._views_of(near), values, strict=True):
+            if output.ragged:
+                found = RaggedGather(view, None)(
+                    rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
+                )
+                for j, value in zip(group.far_places, far, strict=True):
+                    found[j] = value
+            else:
+                found = torch.index_select(view, 0, rows[output.index])
+                if group.far is not None:
+                    found.index_copy_(0, group.far, far)
+            made.append(found)
+        return made
+
+    def forget(self, near: Memory | None, host: Memory | None) -> None:
+        """Refer to no memory but these: that of the host once groups made before have been read from it."""
+        if self._views is not None and self._views[0] is not near:
+            self._views = None
+        for disk in (self._disk, self._disk_whole):  # both are used by the thread alone
+            self._pool.submit(partial(disk.forget, host))
+
+    def _views_of(self, memory: Memory) -> list[Tensor]:
+        if self._views is None or self._views[0] is not memory:
+            views = [view_for(o, self._schema[o.field], memory.sources[o.field]) for o in self._outputs]
+            self._views = (memory, views)
+        return self._views[1]
+
+
+def _whole_records(outputs: tuple[OutputSpec, ...], schema: Schema) -> tuple[OutputSpec, ...]:
+    """The fields of windows as whole records; none where that is no gain or no tensor."""
+    fields = {output.field: schema[output.field] for output in outputs}
+    if any(field.ragged for field in fields.values()) or all(o.index == RECORD for o in outputs):
+        return ()
+    dtypes = {output.field: output.dtype for output in outputs}
+    return tuple(
+        OutputSpec(name=name, field=name, index=RECORD, shape=field.shape, dtype=dtypes[name])
+        for name, field in fields.items()
+    )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(cast("list[Any]", value))
+
+
+def _cut(value: Any, size: int) -> Iterable[Any]:
+    """Batches of `size` rows."""
+    if isinstance(value, list):
+        rows = cast("list[Tensor]", value)
+        return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+    return cast("tuple[Tensor, ...]", value.split(size))

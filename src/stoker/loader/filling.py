@@ -22,37 +22,24 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError, arg
-from stoker.loader.assembly import Assembly
+from stoker.loader.assembly import BatchAssembly, make_joiner
 from stoker.loader.chunks import Chunk, Locator, Span
-from stoker.loader.design import (
-    Design,
-    Found,
-    Strip,
-    check_beside,
-    completed,
-    design,
-    order_of,
-    outputs_of,
-    trajectory_lengths,
-)
+from stoker.loader.design import Design, Found, Strip, check_beside, completed, design, order_of, outputs_of
 from stoker.loader.disk import DiskBatches
-from stoker.loader.options import Options
-from stoker.loader.order import Draws, Order, OrderKind, Weights
+from stoker.loader.order import Draws, Order, OrderKind, Weights, apportion, weighted
 from stoker.loader.outputs import gathered_bytes
-from stoker.loader.places import Places, find_places, weighted
-from stoker.loader.points import make_joiner
-from stoker.loader.prefetch import Ahead
-from stoker.loader.serving import Mender
-from stoker.loader.turns import apportion
+from stoker.loader.places import Places, find_places, trajectory_lengths
+from stoker.loader.prefetch import BatchPrefetcher
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.splitmix import Salt, keys_of, stream
-from stoker.store import Recipe
 from stoker.store.cache import BLOCKS, fill_blocks
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.store import Cache
+    from stoker.loader.options import Options
+    from stoker.loader.serving import Mender
+    from stoker.store import Cache, Recipe
     from stoker.store.storage import Filling
 
 
@@ -245,7 +232,8 @@ class FillingPass:
         check_beside(cache, options)
         self._cache, self._options, self._mender, self._process = cache, options, mender, os.getpid()
         self._outputs = outputs_of(cache, options)
-        self._assembly = Assembly(self._outputs, options)
+        join = make_joiner(options.ragged, self._outputs, cache.schema, options.windows)
+        self._assembly = BatchAssembly(self._outputs, options, join)
         self._order = FillOrder(
             cache.recipe,
             options.windows,
@@ -262,7 +250,7 @@ class FillingPass:
         """Where batches are made."""
         self.faulted = 0
         """None are counted: batches are read from disk."""
-        self.ahead = Ahead(cores=1)
+        self.ahead = BatchPrefetcher(cores=1)
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
 
     @property
@@ -520,7 +508,7 @@ class FillingPass:
             places=order.places,
             examples=order.examples,
             outputs=self._outputs,
-            join=make_joiner(options.ragged, self._outputs, self._cache.schema, options.windows),
+            join=None,
             order=order_of(options, self._outputs, order.examples.count, order.draws),
             demand=self._demand(),
             shards=(),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, pairwise, repeat
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, lasting, sent
-from stoker.loader.fused import Fused
-from stoker.loader.outputs import Output, view_for
-from stoker.loader.tiers import Memory
+from stoker.loader.chunks import RECORD
 from stoker.runtime.threads import Pool
-from stoker.schema import Schema
 from stoker.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from stoker.loader.fused import Fused
+    from stoker.loader.outputs import OutputSpec
+    from stoker.loader.tiers import Memory
+    from stoker.schema import Field, Schema
 
 # ----------------------------------------------------------------------------------------------------------
 # Gather and convert in plain torch: what every kernel must agree with, and what a CPU runs.
@@ -152,8 +155,9 @@ class TwinGather:
         self._fused = fused
         self._moved = fused.crop is not None or fused.flip
         self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
-        self._room = Room((batch, *self._twin.shape), fused.dtype, view.device, static=static)
-        self._pool = pool if self._room.bytes >= THREADS_FROM_BYTES else None
+        self.room = OutputMemory((batch, *self._twin.shape), fused.dtype, view.device, static=static)
+        """Where batches go."""
+        self._pool = pool if self.room.bytes >= THREADS_FROM_BYTES else None
         narrow = bool(self._twin.work_shape(1)[0])
         most = NARROW_PIECE_BYTES if narrow else PIECE_BYTES
         self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
@@ -164,8 +168,8 @@ class TwinGather:
         """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
         if self._view.device.type != "cpu":
             rows = torch.index_select(self._view, 0, index)
-            return self._room.fixed(self._twin(rows, views))
-        out = self._room.take(len(index))
+            return self.room.fixed(self._twin(rows, views))
+        out = self.room.take(len(index))
         if self._in_place:
             # Large enough to be read where they lie. What rows take is prepared for all of them before, since
             # threads that hold the interpreter's lock wait for each other longer than they work.
@@ -212,7 +216,7 @@ class TwinGather:
             )
 
 
-class Room:
+class OutputMemory:
     """Where batches of one output go: one place for ever, memory nobody refers to any more, or fresh."""
 
     def __init__(
@@ -280,7 +284,7 @@ def converting(
     triton_gather = _triton()
     if triton_gather is None:
         return twin
-    return OrTwin(triton_gather.TritonGather(view, fused, batch, static=static), twin)
+    return OrTwin(triton_gather.TritonGather(view, fused, twin.room), twin)
 
 
 class OrTwin:
@@ -306,7 +310,7 @@ class OrTwin:
         return made
 
 
-def twin_for(output: Output, device: torch.device) -> Twin | None:
+def twin_for(output: OutputSpec, device: torch.device) -> Twin | None:
     """What converts rows of an output that were gathered otherwise; None: they are handed out as stored."""
     return None if output.fused is None else Twin(output.fused, output.row_shape, device)
 
@@ -364,7 +368,7 @@ GATHER_DEADLINE_S = 300.0
 class Gather:
     """Copies rows of one view into batches; `gather(index)` gives `(len(index), *shape)`."""
 
-    def __init__(self, view: Tensor, output: Output, batch: int, pool: Pool | None) -> None:
+    def __init__(self, view: Tensor, output: OutputSpec, batch: int, pool: Pool | None) -> None:
         """`pool` gathers beside the caller's thread, None without; `batch` is the size of a full batch."""
         words = _words(view) if output.example_bytes >= WORDS_FROM_BYTES else None
         self._view = view if words is None else words
@@ -428,7 +432,7 @@ def _select(view: Tensor, index: Tensor, out: Tensor, pieces: Iterator[tuple[int
 class FixedGather:
     """Gathers into one and the same tensor, for `static=True`."""
 
-    def __init__(self, view: Tensor, output: Output, batch: int) -> None:
+    def __init__(self, view: Tensor, output: OutputSpec, batch: int) -> None:
         self._view = view
         self._out = lasting((batch, *output.shape), output.dtype, view.device)
 
@@ -460,7 +464,7 @@ class MemoryBatches:
         self,
         memory: Memory,
         schema: Schema,
-        outputs: tuple[Output, ...],
+        outputs: tuple[OutputSpec, ...],
         batch: int,
         *,
         static: bool,
@@ -541,4 +545,24 @@ def _per_call(batch_bytes: int, tier: str) -> int:
 
 
 def _cut(rows: Tensor, sizes: int | list[int]) -> tuple[Tensor, ...]:
-    return cast(Any, rows).split(sizes)
+    return cast("Any", rows).split(sizes)
+
+
+def view_for(output: OutputSpec, field: Field, source: Tensor) -> Tensor:
+    """The tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
+
+    Args:
+        source: `Memory.sources` of the field.
+    """
+    if output.index == RECORD:
+        return source if output.ragged else source.reshape(len(source), *output.shape)
+    steps = source if field.ragged else source.reshape(-1, *field.shape[1:])
+    if output.count is None:
+        return steps[output.lag :].reshape(-1, *output.shape)
+    length = len(steps) - output.lags[-1]
+    stride = steps.stride()
+    return steps.as_strided(
+        (length, *output.shape),
+        (stride[0], output.every * stride[0], *stride[1:]),
+        steps.storage_offset() + output.lag * stride[0],
+    )

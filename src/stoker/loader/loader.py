@@ -11,29 +11,29 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
-from stoker.loader.design import Design
 from stoker.loader.filling import FillingPass, begin_filling_pass
-from stoker.loader.fused import Normalise
 from stoker.loader.options import (
     Options,
     check_cache,
     refuse_workers,
     take_dataloader_arguments,
 )
-from stoker.loader.order import Weights
 from stoker.loader.places import joined_indices
-from stoker.loader.points import Ragged
-from stoker.loader.prefetch import Strips, Turn
+from stoker.loader.prefetch import BegunStrip, Strips
 from stoker.loader.serving import Mender, Serving, Whole
-from stoker.loader.state import EpochIterable, Place
+from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
-from stoker.loader.windows import Windows
-from stoker.plan import Plan
-from stoker.schema import Json
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from stoker.loader.assembly import Ragged
+    from stoker.loader.design import Design
+    from stoker.loader.fused import Normalise
+    from stoker.loader.order import Weights
+    from stoker.loader.windows import Windows
     from stoker.monitor.meter import StallMeter
+    from stoker.plan import Plan
+    from stoker.schema import Json
     from stoker.store import Cache
     from stoker.store.shard import Verify
 
@@ -132,8 +132,8 @@ class Loader(EpochIterable):
         self._fixed = FixedBatch() if static and transforms else None
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._options, self._mender) or self._whole(cache)
-        self._turn = Turn()
-        self._place = Place()
+        self._turn = BegunStrip()
+        self._place = EpochPlace()
 
     @property
     def plan(self) -> Plan:
@@ -255,7 +255,6 @@ class Loader(EpochIterable):
         options = self._options
         wanted = options.device
         return Finish(
-            join=serving.design.join,
             device=None if wanted == serving.device else wanted,
             pin=options.pin_memory and wanted.type == "cpu" and torch.cuda.is_available(),
             transforms=options.transforms,

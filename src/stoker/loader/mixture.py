@@ -5,32 +5,251 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial, reduce
+from difflib import get_close_matches
+from functools import cache, cached_property, partial, reduce
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
-from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
+from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
+from stoker.loader.chunks import RECORD
 from stoker.loader.design import Design, completed
 from stoker.loader.loader import Loader, complete, design_of, follow, is_beside, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
-from stoker.loader.outputs import RECORD, Compute, Output, Role
-from stoker.loader.state import VERSION, EpochIterable, Place
-from stoker.loader.turns import Exhausted, Lap, Mode, Turns, check_mode, make_turns, member_seed, shares_of
-from stoker.schema import Json
+from stoker.loader.order import Ids, Order, OrderKind, apportion
+from stoker.loader.outputs import OutputSpec
+from stoker.loader.state import VERSION, EpochIterable, EpochPlace
 from stoker.sources.given import shown
+from stoker.splitmix import Salt, stream
 from stoker.store import Cache
 from stoker.store.joins import Joint, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
+    from stoker.schema import Json
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Which loader of a mixture gives the batch of each step, and which batch of its own.
+#
+# This is arithmetic on counts, a pure function of seed, epoch and step. Every rank computes the same,
+# whatever its tier, so a step is of one cache on all of them and a saved place holds at another world size.
+
+
+Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
+Exhausted: TypeAlias = Literal["first", "longest"]
+PIECE = 1 << 16
+"""Steps whose turns are made in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """One pass over one member of a mixture, in steps over all ranks."""
+
+    whole: int
+    """Steps with a full global batch."""
+    tail: int
+    """Examples of the short step that ends a pass; 0: there is none."""
+    step: int
+    """Examples of a full step: the global batch."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of a pass, the short one included."""
+        return self.whole + (self.tail > 0)
+
+    @property
+    def examples(self) -> int:
+        """Examples of a pass."""
+        return self.whole * self.step + self.tail
+
+    @property
+    def full(self) -> int:
+        """Steps of a pass without the short one; that one alone where there is no other."""
+        return self.whole or self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """All turns of a mixture."""
+
+    counts: tuple[int, ...]
+    """Steps of each member in one epoch."""
+    laps: tuple[int, ...]
+    """Steps of one pass over each member."""
+    anew: bool
+    """Each epoch begins new passes over all members; else a pass goes on in the next epoch."""
+    arranged: Literal["shuffled", "in turn", "one after another"]
+    seed: int
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return sum(self.counts)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(np.array(self.counts, dtype=np.int64))
+
+    def members(self, epoch: int, start: int) -> Iterator[NDArray[np.int64]]:
+        """Whose turn each step from `start` on is, by place among the members, in pieces."""
+        ids = self._ids(epoch)
+        for begin in range(start, self.steps, PIECE):
+            stop = min(self.steps, begin + PIECE)
+            if self.arranged == "in turn":
+                yield np.arange(begin, stop, dtype=np.int64) % len(self.counts)
+            else:
+                yield np.searchsorted(self._ends, ids(begin, stop), side="right")
+
+    def before(self, epoch: int, step: int) -> list[int]:
+        """How many turns each member has had in `epoch` before `step`."""
+        had, left = np.zeros(len(self.counts), dtype=np.int64), step
+        for piece in self.members(epoch, 0):
+            had += np.bincount(piece[:left], minlength=len(had))
+            left -= len(piece)
+            if left <= 0:
+                break
+        return had.tolist()
+
+    def place(self, epoch: int, member: int, turn: int) -> tuple[int, int]:
+        """Which pass over a member, and which step of it, is its `turn`-th of `epoch`."""
+        count, lap = self.counts[member], self.laps[member]
+        if self.anew:
+            return epoch * -(-count // lap) + turn // lap, turn % lap
+        return divmod(epoch * count + turn, lap)
+
+    def _ids(self, epoch: int) -> Ids:
+        kind: Literal["full", "sequential"] = "full" if self.arranged == "shuffled" else "sequential"
+        order = Order(kind=OrderKind(kind=kind), count=self.steps, seed=self.seed, global_batch=1)
+        return order.epoch(epoch)
+
+
+def member_seed(seed: int, place: int) -> int:
+    """The seed of the loader at `place` in a mixture: no two shuffle alike."""
+    return stream(seed, place, Salt.TURNS)
+
+
+def make_turns(
+    laps: Mapping[str, Lap],
+    *,
+    mode: Mode,
+    seed: int,
+    shares: Sequence[float],
+    epoch_examples: int | None,
+    exhausted: Exhausted | None = None,
+) -> Turns:
+    """The turns of a mode.
+
+    Args:
+        laps: One pass over each member, by name.
+        shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
+        epoch_examples: Examples of an epoch in mode `weighted`; None: as many as all members have.
+        exhausted: When an epoch ends in mode `round_robin`; None: with the `first`.
+
+    Raises:
+        ConfigError: A member would get no turn at all.
+    """
+    own = list(laps.values())
+    if mode == "concat":
+        steps = tuple(lap.steps for lap in own)
+        return Turns(counts=steps, laps=steps, anew=True, arranged="shuffled", seed=seed)
+    if mode == "weighted":
+        wanted = epoch_examples or sum(lap.examples for lap in own)
+        quotas = [share * wanted / lap.step for share, lap in zip(shares, own, strict=True)]
+        counts = tuple(apportion(quotas))
+        for name, count, quota in zip(laps, counts, quotas, strict=True):
+            if not count:
+                raise ConfigError(
+                    f"weights give {name!r} {quota:.3g} of the batches of an epoch of {wanted} examples, so "
+                    "it would never be served. Give a larger epoch_examples=, or leave it out"
+                )
+        full = tuple(lap.full for lap in own)
+        return Turns(counts=counts, laps=full, anew=False, arranged="shuffled", seed=seed)
+    if exhausted != "longest":
+        full = tuple(lap.full for lap in own)
+        counts = (min(full),) * len(own)
+        return Turns(counts=counts, laps=full, anew=False, arranged="in turn", seed=seed)
+    steps = tuple(lap.steps for lap in own)
+    return Turns(counts=(max(steps),) * len(own), laps=steps, anew=True, arranged="in turn", seed=seed)
+
+
+OF_MODE: Mapping[str, Mode] = {
+    "weights": "weighted",
+    "epoch_examples": "weighted",
+    "exhausted": "round_robin",
+}
+"""Settings that have a meaning in one mode alone."""
+
+
+def check_mode(mode: str, **settings: object) -> None:
+    """Refuse what is no mode, and settings (None: not given) that mean nothing in it.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
+    for name, value in settings.items():
+        if value is not None and OF_MODE[name] != mode:
+            raise ConfigError(
+                f"{name}= is of mode {OF_MODE[name]!r}, this one is {mode!r}. Leave it out, or give that mode"
+            )
+    if settings.get("exhausted") not in (None, *get_args(Exhausted)):
+        raise ConfigError(
+            f"exhausted is {settings['exhausted']!r}. Expected {', '.join(get_args(Exhausted))}"
+        )
+
+
+def shares_of(weights: object, names: Sequence[str]) -> list[float]:
+    """The weights as parts of 1, in the order of `names`; None: equal ones.
+
+    >>> shares_of({"b": 3, "a": 1}, ["a", "b"])
+    [0.25, 0.75]
+
+    Raises:
+        ConfigError: A name is unknown or lacks its weight, or a weight is no number above 0.
+    """
+    if weights is None:
+        return [1 / len(names)] * len(names)
+    if isinstance(weights, Mapping):
+        check_weighted(cast("Mapping[str, object]", weights), names, "weights")
+        values = [weights[name] for name in names]
+    else:
+        values = np.asarray(weights, dtype=object).reshape(-1).tolist()
+    if len(values) != len(names) or not all(_is_weight(value) for value in values):
+        raise ConfigError(
+            f"weights are {weights!r}. Expected a number above 0 for each of {', '.join(names)}"
+        )
+    total = sum(map(float, values))
+    return [float(value) / total for value in values]
+
+
+def check_weighted(weights: Mapping[str, object], names: Sequence[str], said: str) -> None:
+    """Refuse weights that are not one for each of `names`; `said` is what the user calls them.
+
+    Raises:
+        ConfigError: Says which name is unknown, with the nearest, or which has no weight.
+    """
+    unknown = [str(name) for name in weights if name not in names]
+    lacking = [name for name in names if name not in weights]
+    if unknown:
+        near = get_close_matches(unknown[0], lacking or names, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+        raise ConfigError(f"{said} names {unknown[0]!r}, which is none of {', '.join(names)}. {hint}")
+    if lacking:
+        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each a number above 0")
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(np.isfinite(value)) and float(value) > 0
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -371,43 +590,33 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
 
 
 def _kept_by(design: Design) -> list[str]:
-    """Names under which batches of windows give what is no condition: kept raw fields, a mask."""
-    schema = design.cache.schema
-    return [
-        o.name
-        for o in design.outputs
-        if design.windowed and (schema[o.field].kept or o.compute is Compute.MASK)
-    ]
+    """Names under which batches of windows give what is not a condition: kept raw fields, a mask."""
+    return [output.name for output in design.outputs if output.role in (Role.RAW, Role.MASK)]
 
 
-def _outputs_of(design: Design) -> dict[str, Output]:
-    outputs, columns = design.outputs, _column_outputs(design)
-    if design.windowed:
-        kept = _kept_by(design)
-        conditions = [output for output in outputs if output.role is Role.FIELD]
-        return {o.name: o for o in (*conditions, *columns) if o.name not in kept}
-    schema = served_schema(design.cache)
-    own = (*outputs, *columns)
-    return {o.name: o for o in own if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
+def _outputs_of(design: Design) -> dict[str, OutputSpec]:
+    outputs = (*design.outputs, *_column_outputs(design))
+    return {output.name: output for output in outputs if output.role in (Role.CONDITION, Role.SIZES)}
 
 
-def _column_outputs(design: Design) -> list[Output]:
+def _column_outputs(design: Design) -> list[OutputSpec]:
     """The columns of a table as batches have them: beside windows as `(B, C)`."""
     joined = design.cache.joined
     found = {} if joined is None else joined.values
     return [
-        Output(
+        OutputSpec(
             name=name,
             field=name,
             index=RECORD,
             shape=(int(np.prod(values.shape[1:])),) if design.windowed else tuple(values.shape[1:]),
             dtype=values.dtype,
+            role=Role.CONDITION if design.windowed or values.ndim < 3 else Role.FIELD,
         )
         for name, values in found.items()
     ]
 
 
-def _condition(name: str, found: Sequence[Mapping[str, Output]]) -> Condition:
+def _condition(name: str, found: Sequence[Mapping[str, OutputSpec]]) -> Condition:
     own = [outputs[name] for outputs in found if name in outputs]
     shapes, dtypes = {output.shape for output in own}, {output.cast or output.dtype for output in own}
     return Condition(
@@ -503,7 +712,7 @@ class Mixture(EpochIterable):
         """The epoch that is, or was, served beside the filling of caches."""
         self._conditions = find_conditions(self._per_cache(self._members.designs))
         self._meter = meter
-        self._place = Place()
+        self._place = EpochPlace()
 
     @property
     def names(self) -> tuple[str, ...]:

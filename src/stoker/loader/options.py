@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.places import Share, check_ranks
+from stoker.loader.order import RankShare, check_ranks
 from stoker.loader.windows import Windows
 from stoker.plan.resources import resolve_device
 from stoker.sources.given import shown
@@ -23,9 +23,9 @@ from stoker.store import Cache
 from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
+    from stoker.loader.assembly import Ragged
     from stoker.loader.fused import Normalise
     from stoker.loader.order import Weights
-    from stoker.loader.points import Ragged
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
 
@@ -219,7 +219,7 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         )
 
 
-def check_share(share: Share) -> None:
+def check_share(share: RankShare) -> None:
     """Refuse a loader that would drop all there is: each of its passes would end at once, without a word.
 
     Raises:
@@ -235,7 +235,7 @@ def check_share(share: Share) -> None:
         )
 
 
-def check_static(static: bool, tier: str, share: Share, *, ragged: bool) -> None:
+def check_static(static: bool, tier: str, share: RankShare, *, ragged: bool) -> None:
     """Refuse batches at fixed addresses where they would not all be of one shape, or not on the device.
 
     Raises:

@@ -10,29 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.loader.batch import STATES, Role
+from stoker.loader.chunks import RECORD
 from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, state_fields
-from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field, without_points
-
-RECORD = "record"
-"""The index that counts virtual rows of records; others are `steps:<length or field>`."""
-
-
-class Role(Enum):
-    """What an output is in a batch. A name cannot tell: a field may be called `future`."""
-
-    FIELD = "field"
-    """A field of whole records, or a condition of windows."""
-    STATE = "state"
-    """`z0` or `z1`."""
-    FUTURE = "future"
-    """The states after `z1`."""
+from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
+from stoker.units import KIB
 
 
 class Compute(Enum):
@@ -51,7 +41,7 @@ class Compute(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputSpec:
     """One tensor of every batch."""
 
     name: str
@@ -77,11 +67,11 @@ class Output:
     """Whole records of varying length: a list of tensors."""
     packed: str = ""
     """Dtype that a packed field is stored as, else empty."""
-    parts: tuple[Output, ...] = ()
+    parts: tuple[OutputSpec, ...] = ()
     """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
     compute: Compute | None = None
     """Set when it is not gathered itself but made of `sources`."""
-    sources: tuple[Output, ...] = ()
+    sources: tuple[OutputSpec, ...] = ()
     picks: range = range(0)
     """Of `PICK`: steps of a window, in strides from `z0`."""
 
@@ -117,7 +107,7 @@ def make_outputs(
     normalise: object = None,
     *,
     device: str = "cpu",
-) -> tuple[Output, ...]:
+) -> tuple[OutputSpec, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
@@ -139,7 +129,10 @@ def make_outputs(
     }
     if windows is None:
         check_names(schema)
-        return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
+        return tuple(
+            replace(_output(name, name, field, fused[name]), role=_role_in_records(schema, name))
+            for name, field in schema.items()
+        )
     states = state_fields(schema, windows)
     for main in states:
         check_conditions(schema, main)
@@ -151,33 +144,42 @@ def make_outputs(
             outputs += _kept_outputs(name, f, fused[name], windows)
         elif name not in states:
             lag, width = 0 if f.time else None, condition_width(f)
-            outputs.append(_output(name, name, f, fused[name], lag=lag, width=width))
+            condition = _output(name, name, f, fused[name], lag=lag, width=width)
+            outputs.append(replace(condition, role=Role.CONDITION))
     outputs = _with_time_step(outputs, schema, states, fused, windows)
     if isinstance(windows.stride, tuple):
-        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64))
+        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64, Role.CONDITION))
     if isinstance(windows.horizon, tuple) and windows.horizons[1] > 1:
         shape = (windows.horizons[1] - 1, 1)
-        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool))
+        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool, Role.MASK))
     _check_distinct(outputs)
     return tuple(outputs)
 
 
-def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[Output, ...]:
-    """The outputs of windows over points: rows of each window as a list, which `points.py` puts together."""
-    points = tuple(
-        _output(name, name, field, fused[name])
+def _role_in_records(schema: Schema, name: str) -> Role:
+    """Return what a field of entire records is in a batch."""
+    field, points = schema[name], schema.get(name.removesuffix(SHAPE_SUFFIX))
+    if name.endswith(SHAPE_SUFFIX) and points is not None and points.folded:
+        return Role.SIZES
+    return Role.FIELD if field.time or field.ragged or len(field.shape) > 1 else Role.CONDITION
+
+
+def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[OutputSpec, ...]:
+    """The outputs of windows over points: rows of each window as a list, which `assembly.py` joins."""
+    points = [
+        replace(_output(name, name, field, fused[name]), role=Role.STEPS if field.folded else Role.NODES)
         for name, field in schema.items()
         if field.axes and not field.kept
-    )
-    others = tuple(
-        _output(name, name, field, fused[name], lag=0 if field.time else None, width=condition_width(field))
-        for name, field in without_points(schema).items()
-        if not field.kept
-    )
-    return points + others
+    ]
+    for name, field in without_points(schema).items():
+        if not field.kept:
+            lag, width = 0 if field.time else None, condition_width(field)
+            condition = _output(name, name, field, fused[name], lag=lag, width=width)
+            points.append(replace(condition, role=Role.CONDITION))
+    return tuple(points)
 
 
-def gathered_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
+def gathered_outputs(outputs: Sequence[OutputSpec]) -> tuple[OutputSpec, ...]:
     """Return the outputs to gather: each as it is, and of computed ones what they are made of, each once."""
     found = {
         (part.name, part.field): part
@@ -187,20 +189,22 @@ def gathered_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
     return tuple(found.values())
 
 
-def gathered_bytes(outputs: Sequence[Output]) -> int:
+def gathered_bytes(outputs: Sequence[OutputSpec]) -> int:
     """Bytes that are gathered for one example."""
     return sum(output.example_bytes for output in gathered_outputs(outputs))
 
 
-def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
+def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
     """`z0`, `z1` and, above horizon 1, `future` of one field."""
     horizon = windows.horizons[1]
-    z0 = replace(_output("z0", main, field, fused, lag=0), role=Role.STATE)
-    later = [replace(_later("z1", main, field, fused, windows, range(1, 2), horizon), role=Role.STATE)]
+    z0 = _output(Role.Z0.value, main, field, fused, lag=0)
+    z1 = _later(Role.Z1.value, main, field, fused, windows, range(1, 2), horizon)
+    states = [replace(z0, role=Role.Z0), replace(z1, role=Role.Z1)]
     if horizon > 1:
-        future = _later("future", main, field, fused, windows, range(2, horizon + 1), horizon, axis=True)
-        later.append(replace(future, role=Role.FUTURE))
-    return [z0, *later]
+        picks = range(2, horizon + 1)
+        future = _later(Role.FUTURE.value, main, field, fused, windows, picks, horizon, axis=True)
+        states.append(replace(future, role=Role.FUTURE))
+    return states
 
 
 def _later(  # noqa: PLR0913, PLR0917 - as `_output`
@@ -213,7 +217,7 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     reach: int,
     *,
     axis: bool = False,
-) -> Output:
+) -> OutputSpec:
     """Steps `picks` of a window, in strides from `z0`. Drawn strides pick them from a run of steps, which
     serves all picks up to step `reach`."""
     least, most = windows.strides
@@ -230,17 +234,22 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     )  # fmt: skip
 
 
-def _drawn(name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype) -> Output:
-    return Output(name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute)
+def _drawn(
+    name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype, role: Role
+) -> OutputSpec:
+    """An output that is computed, not gathered."""
+    return OutputSpec(
+        name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute, role=role
+    )
 
 
 def _with_time_step(
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputSpec],
     schema: Schema,
     states: Sequence[str],
     fused: Mapping[str, Fused | None],
     windows: Windows,
-) -> list[Output]:
+) -> list[OutputSpec]:
     """The outputs with the condition `dt`, the time from z0 to z1.
 
     It is a difference of `time` where records have that field with a time axis; else a field `dt` without
@@ -254,7 +263,7 @@ def _with_time_step(
         second = replace(_later("time at z1", "time", time, None, windows, range(1, 2), 1), shape=(1,))
         own = fused["time"]
         found = replace(
-            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype),
+            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype, Role.CONDITION),
             cast=None if own is None else own.dtype,
             sources=(first, second),
         )
@@ -263,24 +272,24 @@ def _with_time_step(
         return [*outputs]
     return [
         replace(output, compute=Compute.TIMES_STRIDE, sources=(output,), packed="", parts=())
-        if output.name == "dt" and output.role is Role.FIELD
+        if output.name == "dt" and output.role is Role.CONDITION
         else output
         for output in outputs
     ]
 
 
-def _check_distinct(outputs: Sequence[Output]) -> None:
+def _check_distinct(outputs: Sequence[OutputSpec]) -> None:
     """Refuse two conditions of one name: a kept field `x` gives `x0` and `x1`."""
     fields: dict[str, str] = {}
     for output in outputs:
-        if output.role is Role.FIELD and fields.setdefault(output.name, output.field) != output.field:
+        if output.role not in STATES and fields.setdefault(output.name, output.field) != output.field:
             raise ConfigError(
                 f"fields {fields[output.name]!r} and {output.field!r} would both be cond[{output.name!r}] of "
                 "a window. Give one of them another name in its source"
             )
 
 
-def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
+def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
     """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
 
     It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
@@ -293,7 +302,7 @@ def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows
         ]
     else:
         found = [_output(name, name, field, fused)]
-    return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))]) for o in found]
+    return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))], role=Role.RAW) for o in found]
 
 
 def check_dtype(dtype: str) -> None:
@@ -329,7 +338,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     count: int | None = None,
     every: int = 1,
     width: int | None = None,
-) -> Output:
+) -> OutputSpec:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
     if field.packed:
         # Without `width`: blocks of the last axis are decoded before an example is flattened.
@@ -350,7 +359,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     else:
         index = f"steps:{field_name}" if field.ragged else f"steps:{field.shape[0]}"
         shape = field.shape[1:] if count is None else (count, *field.shape[1:])
-    return Output(
+    return OutputSpec(
         name=name,
         field=field_name,
         index=index,
@@ -365,28 +374,65 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     )
 
 
-def view_for(output: Output, field: Field, source: Tensor) -> Tensor:
-    """The tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
-
-    Args:
-        source: `Memory.sources` of the field.
-    """
-    if output.index == RECORD:
-        return source if output.ragged else source.reshape(len(source), *output.shape)
-    steps = source if field.ragged else source.reshape(-1, *field.shape[1:])
-    if output.count is None:
-        return steps[output.lag :].reshape(-1, *output.shape)
-    length = len(steps) - output.lags[-1]
-    stride = steps.stride()
-    return steps.as_strided(
-        (length, *output.shape),
-        (stride[0], output.every * stride[0], *stride[1:]),
-        steps.storage_offset() + output.lag * stride[0],
-    )
-
-
-def step_lengths(outputs: tuple[Output, ...], schema: Schema) -> Mapping[str, int]:
+def step_lengths(outputs: tuple[OutputSpec, ...], schema: Schema) -> Mapping[str, int]:
     """Steps per record behind each index that counts steps of fields of fixed length."""
     return {
         o.index: schema[o.field].shape[0] for o in outputs if o.index != RECORD and not schema[o.field].ragged
     }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Steps of a field that are read from a shard together.
+
+
+JOINED_GAP_BYTES = 64 * KIB
+"""Steps of a window closer than this are read in one go."""
+Target: TypeAlias = tuple[int, int, int, int, int]
+"""`(output, size, at, begin, count)`, all in bytes but the first: `count` from `begin` of a run on go to `at`
+in an example of this output, which has `size`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """Steps of one field that are read together, counted from the window's start."""
+
+    field: str
+    first: int
+    stop: int
+    targets: tuple[Target, ...]
+
+
+def plan_runs(schema: Schema, outputs: tuple[OutputSpec, ...]) -> list[StepRun]:
+    """Join the steps that outputs take of each field into as few reads as pays."""
+    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for i, output in enumerate(outputs):
+        if output.index != RECORD:
+            for place, lag in enumerate(output.lags):
+                wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
+    runs: list[StepRun] = []
+    for field, by_lag in wanted.items():
+        size = schema[field].row_bytes
+        gap = 1 + JOINED_GAP_BYTES // max(1, size)
+        lags = sorted(by_lag)
+        cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
+        for begin, end in pairwise(cuts):
+            first = lags[begin]
+            targets = tuple(
+                (i, outputs[i].example_bytes, place * size, (lag - first) * size, size)
+                for lag in lags[begin:end]
+                for i, place in by_lag[lag]
+            )
+            runs.append(StepRun(field=field, first=first, stop=lags[end - 1] + 1, targets=_joined(targets)))
+    return runs
+
+
+def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """The same bytes in fewer pieces: steps that lie next to each other at both ends are one."""
+    joined: list[Target] = []
+    for i, size, at, begin, count in sorted(targets):
+        last = joined[-1] if joined else None
+        if last is not None and (last[0], last[2] + last[4], last[3] + last[4]) == (i, at, begin):
+            joined[-1] = (*last[:4], last[4] + count)
+        else:
+            joined.append((i, size, at, begin, count))
+    return tuple(joined)

@@ -24,9 +24,8 @@ import torch
 
 from stoker.errors import ResourceError, StalledError
 from stoker.loader import tiers as device_tier
-from stoker.loader.places import Places
 from stoker.loader.tiers import Memory, map_host
-from stoker.plan import Claim, Demand, Plan, Resources, plan_tiers
+from stoker.plan import Demand, Plan, Reservation, Resources, plan_tiers
 from stoker.plan.placement import LEAST_GAIN, MOST_PATIENCE_S, Calm, gain, short, without
 from stoker.plan.resources import device_again, give_back
 from stoker.plan.tiers import reserves_of
@@ -35,6 +34,7 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
+    from stoker.loader.places import Places
     from stoker.store import Cache
 
 
@@ -87,8 +87,8 @@ def major_faults() -> int:
 class Watch:
     """The plan of one loader as it changes. Asked by the thread that serves, and by no other."""
 
-    def __init__(self, plan: Plan, ask: Ask, claim: Claim, wanted: Collection[Hashable]) -> None:
-        """`plan` is what to aim at, `wanted` the keys of the shards that are served (`Claim.usable`)."""
+    def __init__(self, plan: Plan, ask: Ask, claim: Reservation, wanted: Collection[Hashable]) -> None:
+        """`plan` is what to aim at, `wanted` keys of the shards that are served (`Reservation.usable`)."""
         self._ask = ask
         self._claim = claim
         self._wanted = wanted
@@ -208,7 +208,7 @@ def parts_of(
     return {(own, entries[s].file, entries[s].header): int(entries[s].rows * record_bytes) for s in shards}
 
 
-def claim_plan(claim: Claim, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
+def claim_plan(claim: Reservation, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
     """Note in the ledger what a plan means to hold, before anything is taken."""
     homes, size = assign(cache, places, plan), demand.record_bytes
     claim.parts["host"] = parts_of(cache, homes["host"], size)

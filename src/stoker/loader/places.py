@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
-from stoker.loader.order import SORTED_LIMIT, Draws, Ids, Order, Weights
-from stoker.loader.windows import Examples
+from stoker.loader.tiers import Into, read_column
+from stoker.loader.windows import Windows, time_field
+from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.store.index import spread
 from stoker.store.shard import offsets_in
-from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.store import Cache
@@ -117,64 +118,6 @@ def lengths_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
     return lengths
 
 
-def kept_weights(
-    weights: Sequence[float] | NDArray[Any] | Weights | None,
-    cache: Cache,
-    indices: Sequence[int] | NDArray[Any] | None,
-) -> Sequence[float] | NDArray[Any] | Weights | None:
-    """Weights of what is stored, where they were given for quarantined samples too.
-
-    So the same weights do beside the filling of a cache, when nobody knows what will be quarantined, and
-    afterwards.
-    """
-    if weights is None or not cache.quarantined:
-        return weights
-    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
-    wanted = np.arange(cache.recipe.count) if indices is None else np.asarray(indices)
-    values = np.asarray(asked.values)
-    if values.shape != wanted.shape:
-        return weights
-    return replace(asked, values=values[~np.isin(wanted, list(cache.quarantined))])
-
-
-def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, examples: Examples) -> Draws:
-    """Make the table that examples are drawn from, in proportion to their record's weight.
-
-    Args:
-        weights: One number per entry of `indices`, or per record in number order.
-
-    Raises:
-        ConfigError: Another number of weights, a negative one or a NaN, none above 0, or fewer examples
-            above 0 than are to be drawn without repeats.
-    """
-    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
-    values = np.asarray(asked.values, dtype=np.float64)
-    if values.shape != places.numbers.shape:
-        raise ConfigError(
-            f"weights have shape {values.shape}, but {len(places.numbers)} records are served. Give one "
-            "weight per record in number order, or per entry of indices="
-        )
-    if not np.isfinite(values).all() or (values < 0).any() or not values.any():
-        raise ConfigError("weights must be finite, at least 0, and not all 0")
-    first = examples.first
-    if examples.per_record:
-        first = np.arange(len(values) + 1, dtype=np.int64) * examples.per_record
-    cumulative = np.cumsum(values * np.diff(first))
-    if not cumulative[-1] > 0:
-        raise ConfigError("every record with a weight above 0 is too short for one window")
-    if asked.replacement:
-        return Draws(cumulative=cumulative, first=first, samples=asked.samples)
-    possible = int(np.diff(first)[values > 0].sum())
-    samples = examples.count if asked.samples is None else asked.samples
-    if samples > possible or examples.count > SORTED_LIMIT:
-        raise ConfigError(
-            f"{format_count(samples)} examples cannot be drawn without repeats: {format_count(possible)} of "
-            f"{format_count(examples.count)} have a weight above 0, and {format_count(SORTED_LIMIT)} can be "
-            "told apart. Choose fewer samples=, or replacement=True"
-        )
-    return Draws(cumulative=cumulative, first=first, samples=samples, weights=values)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Which positions of an epoch one rank serves, and in batches of which size.
 #
@@ -183,105 +126,85 @@ def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, 
 # rank has one contiguous piece instead, and no example is served twice.
 
 
-def check_ranks(batch_size: int, rank: int, world: int) -> None:
-    """Refuse a batch without examples, and a rank outside the world.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Windows over points: consecutive steps of a folded field are consecutive rows of its record."""
+
+    steps: int
+    """Steps from the first of a window to its last."""
+    rows: Mapping[str, NDArray[np.int64]]
+    """By column the rows of one step in each record, which are its points."""
+
+
+def cuts_points(schema: Schema, windows: Windows | None) -> bool:
+    """Return True if windows are cut from a field of points."""
+    return windows is not None and schema[time_field(schema, windows.field)].folded
+
+
+def sizes_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
+    """Return the sizes of the axes of a folded field in each record, `(records, axes)`, read and verified.
 
     Raises:
-        ConfigError: As said.
+        CorruptError: The bytes do not match their checksums.
     """
-    if batch_size < 1 or not 0 <= rank < world:
+    name, axes = field + SHAPE_SUFFIX, len(cache.schema[field].axes)
+    found = np.zeros((len(places.numbers), axes), np.int64)
+    for shard, own in places.by_shard():
+        column = torch.empty((cache.shard(shard).rows, axes), dtype=torch.int64, device="cpu")
+        read_column(cache, shard, name, Into(column))
+        found[own] = column.numpy()[places.row[own]]
+    return found
+
+
+def cuts_of(cache: Cache, places: Places, windows: Windows) -> tuple[Cuts, NDArray[np.int64]]:
+    """Return how windows are cut from fields of points, and the steps of each record `(records,)`.
+
+    Raises:
+        ConfigError: Windows draw their stride or have several fields, or fields with time differ in steps.
+    """
+    main = time_field(cache.schema, windows.field)
+    if windows.draws or isinstance(windows.field, tuple):
         raise ConfigError(
-            f"batch_size {batch_size}, rank {rank} of {world}. Expected batch_size >= 1 and 0 <= rank < world"
+            f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; "
+            f"given are {windows.text()}. Use stoker.Windows(stride=1, horizon=1, field={main!r}): other "
+            "fields of points come with it, in batch.nodes"
         )
+    sizes = sizes_of(cache, places, main)
+    rows: dict[str, NDArray[np.int64]] = {}
+    for name, field in cache.schema.items():
+        if not field.evolves or field.kept:
+            continue
+        own = sizes_of(cache, places, name) if field.folded else None
+        steps = lengths_of(cache, places, name) if own is None else own[:, 0]
+        if (differ := steps != sizes[:, 0]).any():
+            number = int(places.numbers[int(np.argmax(differ))])
+            raise ConfigError(
+                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
+                "window of one matches the other. Store them in caches of their own"
+            )
+        if own is not None:
+            rows[name] = rows[name + SCALE_SUFFIX] = own[:, 1]
+    return Cuts(steps=windows.span + 1, rows=rows), sizes[:, 0]
 
 
-def own_records(order: Order, examples: Examples, rank: int, world: int) -> tuple[int, int | None]:
-    """First and one past the last record that a rank may ever serve: in static order those of its parts."""
-    parts = order.kind.parts
-    if order.kind.kind != "static" or order.draws is not None:
-        return 0, None
-    begin = order.count * (rank * parts // world) // parts
-    end = order.count * -(-(rank + 1) * parts // world) // parts
-    if begin == end:
-        return 0, None
-    if examples.per_record:
-        return begin // examples.per_record, -(-end // examples.per_record)
-    first, last = np.searchsorted(examples.first, [begin, end - 1], side="right").tolist()
-    return first - 1, last
+def trajectory_lengths(cache: Cache, places: Places, windows: Windows) -> NDArray[np.int64]:
+    """Steps of each record in the field that windows are cut from.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One rank's part of every epoch."""
-
-    positions: int
-    """Positions of an epoch over all ranks."""
-    batch_size: int
-    """Examples in a batch of one rank."""
-    rank: int
-    world: int
-    drop_last: bool
-    """Leave out the last, short step; every rank then has the same number of batches."""
-    contiguous: bool
-    """This rank's positions are one piece (sequential order) instead of a slice of every step."""
-
-    def __post_init__(self) -> None:
-        """Refuse ranks and sizes that are none."""
-        check_ranks(self.batch_size, self.rank, self.world)
-
-    @property
-    def step(self) -> int:
-        """Positions of one step over all ranks: the global batch."""
-        return self.batch_size * self.world
-
-    @property
-    def _own(self) -> range:
-        """Positions of a contiguous rank."""
-        return range(self.positions * self.rank // self.world, self.positions * (self.rank + 1) // self.world)
-
-    def steps(self, position: int = 0) -> int:
-        """Batches that this rank serves from `position` to the end of the epoch."""
-        if self.contiguous:
-            left, size = len(self._own) - position // self.world, self.batch_size
-        else:
-            left, size = self.positions - position, self.step
-        if self.drop_last and self.contiguous:
-            return max(0, self.positions // self.world - position // self.world) // size
-        if self.drop_last:
-            return max(0, left) // size
-        whole, rest = divmod(max(0, left), size)
-        return whole + (1 if self._tail(rest) else 0)
-
-    def _tail(self, rest: int) -> int:
-        """Examples of this rank in a last step of `rest` positions."""
-        if self.contiguous:
-            return rest
-        return rest * (self.rank + 1) // self.world - rest * self.rank // self.world
-
-    def whole_and_tail(self, position: int) -> tuple[int, int]:
-        """From `position` on: how many full batches this rank serves, and examples in the short last one."""
-        steps = self.steps(position)
-        if self.contiguous:
-            own, size = len(self._own) - position // self.world, self.batch_size
-        else:
-            own, size = self.positions - position, self.step
-        whole = min(steps, own // size)
-        return whole, self._tail(own - whole * size) if steps > whole else 0
-
-    def take(self, ids: Ids, position: int, steps: int) -> Any:
-        """Examples of this rank in `steps` whole steps from `position`, in the order they are served."""
-        if self.contiguous:
-            begin = self._own.start + position // self.world
-            return ids(begin, begin + steps * self.batch_size)
-        examples = ids(position, position + steps * self.step)
-        if self.world == 1:
-            return examples
-        return examples.reshape(steps, self.world, self.batch_size)[:, self.rank].reshape(-1)
-
-    def take_tail(self, ids: Ids, position: int) -> Any:
-        """Examples of this rank in the short last step, which begins at `position`."""
-        if self.contiguous:
-            return ids(self._own.start + position // self.world, self._own.stop)
-        rest = self.positions - position
-        begin = rest * self.rank // self.world
-        return ids(position + begin, position + begin + self._tail(rest))
+    Raises:
+        ConfigError: Another field with time has another length.
+    """
+    main = time_field(cache.schema, windows.field)
+    if not cache.schema[main].ragged:
+        return places.of_all(cache.lengths(main))
+    lengths = lengths_of(cache, places, main)
+    for name, field in cache.schema.items():
+        if name == main or not (field.time and field.ragged):
+            continue
+        differ = lengths_of(cache, places, name) != lengths
+        if differ.any():
+            number = int(places.numbers[int(np.argmax(differ))])
+            raise ConfigError(
+                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
+                "window of one matches the other. Store them in caches of their own"
+            )
+    return lengths

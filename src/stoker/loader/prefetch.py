@@ -22,14 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import StokerError
-from stoker.loader.disk import plan_runs
-from stoker.loader.order import Ids, OrderKind
-from stoker.loader.outputs import RECORD, Output
-from stoker.loader.places import Places, Share
-from stoker.loader.windows import Examples
+from stoker.loader.chunks import RECORD
+from stoker.loader.outputs import OutputSpec, plan_runs
 from stoker.plan import Elsewhere
 from stoker.runtime.threads import Pool, Ticket, ending
-from stoker.schema import Field
 from stoker.store.format import axis_length, rows_per_block
 from stoker.store.joins import Joint
 from stoker.store.mirror.blocks import BLOCK_BYTES
@@ -37,6 +33,10 @@ from stoker.store.storage import LocalStorage
 from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from stoker.loader.order import Ids, OrderKind, RankShare
+    from stoker.loader.places import Places
+    from stoker.loader.windows import Examples
+    from stoker.schema import Field
     from stoker.store import Cache
     from stoker.store.mirror.folder import MirrorFolder
 
@@ -66,7 +66,7 @@ BEGIN_DEADLINE_S = 3600.0
 """Seconds until the next strip is there; what is waited for meanwhile has its own, shorter ones."""
 
 
-class Turn:
+class BegunStrip:
     """What all passes of a loader share: the last strip that was begun by a thread."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Strips(Generic[T]):
     so where batches are made by a thread, it begins the next strip too, behind the last batches of this one.
     """
 
-    def __init__(self, source: Iterator[T], turn: Turn) -> None:
+    def __init__(self, source: Iterator[T], turn: BegunStrip) -> None:
         self._source = source
         self._turn = turn
         self._ticket: Ticket[T | None] | None = None
@@ -116,7 +116,7 @@ class Strips(Generic[T]):
         self._ticket = None
 
 
-class Ahead:
+class BatchPrefetcher:
     """Decides for one loader. Called by the thread that iterates."""
 
     def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
@@ -230,12 +230,12 @@ class Stretch:
     """Blocks that any rank takes."""
 
 
-class Horizon:
+class UpcomingBlocks:
     """The stretches from where a rank is on. Used by one thread."""
 
     def __init__(
         self,
-        share: Share,
+        share: RankShare,
         ids: Callable[[int], Ids],
         blocks: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         most_blocks: Callable[[], int],
@@ -305,7 +305,7 @@ class Horizon:
         self._steps = max(1, min(2 * max(1, steps), self._most_blocks() // each))
 
 
-class Depth:
+class RequestDepth:
     """How many bytes to have under way: twice what the way holds, bandwidth times the shortest answer.
 
     Rates are taken over each request's own time, by what came in all meanwhile, so that they count all that
@@ -347,7 +347,7 @@ class Depth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class FieldExtent:
     """Steps of one field that an example takes."""
 
     name: str
@@ -357,11 +357,16 @@ class Taken:
     """From the window's start; None: whole records."""
 
 
-class Reach:
+class BlockLocator:
     """Where the examples of one loader lie. Used by one thread."""
 
     def __init__(
-        self, cache: Cache, places: Places, examples: Examples, outputs: tuple[Output, ...], block_bytes: int
+        self,
+        cache: Cache,
+        places: Places,
+        examples: Examples,
+        outputs: tuple[OutputSpec, ...],
+        block_bytes: int,
     ) -> None:
         """`block_bytes`: of the blocks that files are fetched in."""
         self._cache, self._places, self._examples = cache, places, examples
@@ -374,8 +379,8 @@ class Reach:
         self._compressed = {i for i, entry in entries if entry.raw is not None}
         schema = cache.recipe.columns
         whole = dict.fromkeys(output.field for output in outputs if output.index == RECORD)
-        self._taken = [Taken(name=name, field=schema[name]) for name in whole] + [
-            Taken(name=run.field, field=schema[run.field], first=run.first, stop=run.stop)
+        self._taken = [FieldExtent(name=name, field=schema[name]) for name in whole] + [
+            FieldExtent(name=run.field, field=schema[run.field], first=run.first, stop=run.stop)
             for run in plan_runs(schema, outputs)
             if run.field not in whole
         ]
@@ -414,7 +419,7 @@ class Reach:
                     begins[shard] = self._cache.shard(shard).columns[name].offset
 
     def _extent(
-        self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64], starts: NDArray[np.int64]
+        self, one: FieldExtent, shard: NDArray[np.int32], row: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First byte, and one past the last, of what each example reads of a field, in the ordinary shard."""
         before, length = self._lengths(one, shard, row)
@@ -433,7 +438,7 @@ class Reach:
             begin[own], end[own] = self._cache.shard(number).stored_extents(begin[own], end[own])
 
     def _lengths(
-        self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64]
+        self, one: FieldExtent, shard: NDArray[np.int32], row: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Steps before each record in its shard, and its own."""
         if not one.field.ragged:
@@ -458,7 +463,7 @@ class Reach:
 
 
 AT_ONCE = 32
-"""Requests of one loader at a time, at most; how many there are follows from `Depth`."""
+"""Requests of one loader at a time, at most; how many there are follows from `RequestDepth`."""
 LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES = 32 * MIB, 256 * MIB
 """The least is four requests: what is near answers so soon that the way holds little, and yet a server has
 more cores than one.
@@ -480,7 +485,7 @@ log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class BlockRun:
     """Neighbouring blocks of one shard."""
 
     shard: int
@@ -488,28 +493,32 @@ class Run:
     stop: int
 
 
-class ReadAhead:
+class BlockPrefetcher:
     """Reads ahead for one loader. `at` is called by the thread that serves; all else is done by others."""
 
     def __init__(
-        self, share: Share, ids: Callable[[int], Ids], reach: Reach, mirrors: Sequence[Mirrored]
+        self,
+        share: RankShare,
+        ids: Callable[[int], Ids],
+        reach: BlockLocator,
+        mirrors: Sequence[MirroredShard],
     ) -> None:
         """`ids` gives the order of an epoch; `mirrors`: where each shard comes from."""
         self._reach, self._mirrors = reach, mirrors
         self._room = min((m.room for m in mirrors if m.room is not None), default=None)
         self._run_blocks = min(m.folder.root.run_blocks for m in mirrors)
-        self._depth = Depth(LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES)
-        self._horizon = Horizon(share, ids, reach.blocks, lambda: self.most_blocks)
+        self._depth = RequestDepth(LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES)
+        self._horizon = UpcomingBlocks(share, ids, reach.blocks, lambda: self.most_blocks)
         self._line, self._pool = Pool(1, "stoker-horizon"), Pool(AT_ONCE, "stoker-fetch-ahead")
         self._lock = threading.Lock()
         self._where: tuple[int, int] = (0, 0)
         self._turning = self._again = False
         self._under_way = 0
         self._begun = 0
-        """Stretches whose runs were begun, counted like `Horizon.passed`."""
+        """Stretches whose runs were begun, counted like `UpcomingBlocks.passed`."""
         self._ahead: dict[int, int] = {}
         """Blocks of those stretches, each with the last of them that takes it."""
-        self._runs: deque[Run] = deque()
+        self._runs: deque[BlockRun] = deque()
         self._ranked = -1
 
     def at(self, epoch: int, position: int) -> None:
@@ -571,7 +580,7 @@ class ReadAhead:
                 self._under_way += size
             self._pool.submit(partial(self._bring, run, size))
 
-    def _next_run(self) -> Run | None:
+    def _next_run(self) -> BlockRun | None:
         while True:
             while self._runs:
                 run = self._runs.popleft()
@@ -604,7 +613,7 @@ class ReadAhead:
                 break
         return fresh
 
-    def _bring(self, run: Run, size: int) -> None:
+    def _bring(self, run: BlockRun, size: int) -> None:
         came, begin, got = self._depth.came, time.perf_counter(), False
         try:
             got = not ending() and self._mirrors[run.shard].bring(run, self._reach.block_bytes)
@@ -631,7 +640,7 @@ class ReadAhead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
+class MirroredShard:
     """A shard that lies elsewhere."""
 
     folder: MirrorFolder
@@ -647,11 +656,11 @@ class Mirrored:
         """The part of that which is taken, 0..1."""
         return self.folder.root.space.used() / self.room if self.room else 0.0
 
-    def lacks(self, run: Run, block_bytes: int) -> bool:
+    def lacks(self, run: BlockRun, block_bytes: int) -> bool:
         """Whether some of these blocks are not here."""
         return self.folder.absent_bytes(self.file, [(run.first * block_bytes, run.stop * block_bytes)]) > 0
 
-    def bring(self, run: Run, block_bytes: int) -> bool:
+    def bring(self, run: BlockRun, block_bytes: int) -> bool:
         """Fetch these blocks; whether they came."""
         return self.folder.bring(self.file, [(run.first * block_bytes, run.stop * block_bytes)])
 
@@ -660,7 +669,7 @@ class Mirrored:
         self.folder.rank(self.file, used)
 
 
-def runs_of(blocks: NDArray[np.int64], reach: Reach, most: int) -> list[Run]:
+def runs_of(blocks: NDArray[np.int64], reach: BlockLocator, most: int) -> list[BlockRun]:
     """Neighbours joined into requests of at most so many blocks, in the order in which they are first
     needed.
     """
@@ -668,13 +677,13 @@ def runs_of(blocks: NDArray[np.int64], reach: Reach, most: int) -> list[Run]:
     ranked = blocks[order]
     shards = np.searchsorted(reach.first, ranked, side="right") - 1
     cuts = np.flatnonzero((np.diff(ranked) != 1) | (np.diff(shards) != 0)) + 1
-    found: list[tuple[int, Run]] = []
+    found: list[tuple[int, BlockRun]] = []
     for piece, places in zip(np.split(ranked, cuts), np.split(order, cuts), strict=True):
         for at in range(0, len(piece), most):
             some = piece[at : at + most]
             shard, first = reach.place(int(some[0]))
             when = int(places[at : at + most].min())
-            found.append((when, Run(shard=shard, first=first, stop=first + len(some))))
+            found.append((when, BlockRun(shard=shard, first=first, stop=first + len(some))))
     return [run for _, run in sorted(found, key=lambda one: one[0])]
 
 
@@ -705,20 +714,20 @@ def elsewhere_of(
 
 
 def read_ahead_of(
-    cache: Cache, reach: Callable[[int], Reach], share: Share, ids: Callable[[int], Ids]
-) -> ReadAhead | None:
+    cache: Cache, reach: Callable[[int], BlockLocator], share: RankShare, ids: Callable[[int], Ids]
+) -> BlockPrefetcher | None:
     """What reads ahead for a loader of `cache`; None where its files are all on this machine.
 
     Args:
         cache: What is served.
         reach: Gives which blocks of so many bytes examples lie in.
-        share, ids: As `Horizon`.
+        share, ids: As `UpcomingBlocks`.
     """
     shards = mirrored(cache)
-    return None if not shards else ReadAhead(share, ids, reach(BLOCK_BYTES), shards)
+    return None if not shards else BlockPrefetcher(share, ids, reach(BLOCK_BYTES), shards)
 
 
-def mirrored(cache: Cache) -> list[Mirrored] | None:
+def mirrored(cache: Cache) -> list[MirroredShard] | None:
     """Where each shard of a cache comes from; None where some are files of this machine."""
     if isinstance(cache, Joint):
         parts = [mirrored(member) for member in cache.members]
@@ -726,4 +735,4 @@ def mirrored(cache: Cache) -> list[Mirrored] | None:
     folder = LocalStorage(cache.path).mirror
     if folder is None:
         return None
-    return [Mirrored(folder=folder, file=entry.file) for entry in cache.index.shards]
+    return [MirroredShard(folder=folder, file=entry.file) for entry in cache.index.shards]

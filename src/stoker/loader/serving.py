@@ -17,16 +17,16 @@ import torch
 
 from stoker.errors import CorruptError, StalledError, StokerError
 from stoker.loader.design import Design, Engine, Strip, completed, decide
-from stoker.loader.options import Options
-from stoker.loader.places import kept_weights
-from stoker.loader.prefetch import Ahead
-from stoker.plan import Plan
+from stoker.loader.order import kept_weights
+from stoker.loader.prefetch import BatchPrefetcher
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import Cache, open_cache
 from stoker.store.joins import Joint, reopened
 from stoker.store.maintain import repair
 
 if TYPE_CHECKING:
+    from stoker.loader.options import Options
+    from stoker.plan import Plan
     from stoker.store.storage import Filler
 
 
@@ -146,7 +146,7 @@ class Serving(Protocol):
         ...
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> BatchPrefetcher:
         """What makes batches of host memory while the step computes; another one after a fork."""
         ...
 
@@ -250,10 +250,10 @@ class Whole:
                 self._stop.atexit = False
             return self.engine
 
-    def _new_ahead(self) -> Ahead:
+    def _new_ahead(self) -> BatchPrefetcher:
         # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
         inline = self.design.static or self.design.device.type != "cpu"
-        return Ahead(cores=1 if inline else self.design.threads)
+        return BatchPrefetcher(cores=1 if inline else self.design.threads)
 
     def _decided(self, cache: Cache, options: Options, plan: Plan | None = None) -> Design:
         """A design for `cache`, or for what it is once its headers are mended."""

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
-
-import xxhash
 
 from stoker.errors import ConfigError, StaleStateError
 from stoker.loader.options import NOT_BY_NUMBER, whole_numbers
-from stoker.loader.transform import names_of
-from stoker.schema import Json
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
     from stoker.loader.order import Order
+    from stoker.loader.transform import Transform
+    from stoker.schema import Json
 
 VERSION = 1
-
-
-def digest_of(*arrays: Any) -> str:
-    """16 hex digits over the bytes of arrays."""
-    digest = xxhash.xxh3_64()
-    for array in arrays:
-        digest.update(memoryview(array).cast("B"))
-    return digest.hexdigest()
 
 
 def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
@@ -241,7 +233,7 @@ def _loaders_that_differ(there: Mapping[str, Any], here: Mapping[str, Any], posi
 # Where a loader is in its epochs, and what trainers tell that to.
 
 
-class Place:
+class EpochPlace:
     """Epoch and position of the next batch: what a pass moves, `set_epoch` sets and a state restores."""
 
     def __init__(self) -> None:
@@ -289,7 +281,7 @@ class Place:
 class EpochIterable(ABC):
     """What loaders and mixtures have in common: epochs to set, and no items by number."""
 
-    _place: Place
+    _place: EpochPlace
 
     @property
     @abstractmethod
@@ -332,3 +324,21 @@ class EpochSetter:
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
+
+
+def names_of(transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """What a state says of transforms: their names, with the settings of those that are dataclasses."""
+    return tuple(_name_of(transform) for transform in transforms)
+
+
+def _name_of(value: object) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = (f"{field.name}={_name_of(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({', '.join(settings)})"
+    if isinstance(value, partial):
+        return _name_of(value.func)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_name_of, cast('Sequence[object]', value)))}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

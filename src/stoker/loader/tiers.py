@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import StalledError, arg
-from stoker.loader.places import Places
 from stoker.plan.resources import use_device
 from stoker.runtime import libc
-from stoker.schema import Field, Schema
 from stoker.store.shard import PIECE_BYTES, offsets_in
 from stoker.units import format_bytes
 
 if TYPE_CHECKING:
+    from stoker.loader.places import Places
+    from stoker.schema import Field, Schema
     from stoker.store import Cache, Shard
     from stoker.store.storage import ColumnSink
 
@@ -70,7 +70,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class MemoryLayout:
     """Where the shards of a memory begin, in rows and, per ragged field, in steps."""
 
     rows: NDArray[np.int64]
@@ -95,7 +95,7 @@ class Layout:
 
 def make_layout(
     cache: Cache, shards: frozenset[int], schema: Schema, row_align: int, step_align: Mapping[str, int]
-) -> Layout:
+) -> MemoryLayout:
     """Put the shards one after another, each beginning at a multiple of the alignment.
 
     Opens every shard only where a field is ragged, since its steps are in the shard alone.
@@ -107,7 +107,7 @@ def make_layout(
         steps[name], held = np.zeros(count, dtype=np.int64), sorted(shards)
         every = offsets_in(cache.shard, held, name, where=str(cache.path))
         steps[name][held] = [offsets[-1] for offsets in every]
-    return Layout(
+    return MemoryLayout(
         rows=rows,
         base=aligned_starts(rows, row_align),
         steps=steps,
@@ -164,12 +164,12 @@ class Into:
         """Nothing is left to do."""
 
 
-def record_rows(layout: Layout, places: Places) -> NDArray[np.int64]:
+def record_rows(layout: MemoryLayout, places: Places) -> NDArray[np.int64]:
     """The virtual row of each served record."""
     return layout.base[places.shard] + places.row
 
 
-def record_steps(cache: Cache, layout: Layout, places: Places, name: str) -> NDArray[np.int64]:
+def record_steps(cache: Cache, layout: MemoryLayout, places: Places, name: str) -> NDArray[np.int64]:
     """The first virtual step of each served record's ragged field; 0 for records held elsewhere."""
     found = np.zeros(len(places.numbers), dtype=np.int64)
     held = [(shard, own) for shard, own in places.by_shard() if layout.rows[shard]]
@@ -237,7 +237,7 @@ MADV_POPULATE_READ, MADV_DONTNEED = 22, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class MappedFields:
     """Which fields are mapped, and the alignment in rows that this takes."""
 
     fields: frozenset[str]
@@ -261,7 +261,7 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
         reach = shards
         chosen = _choose_mapped(cache, schema, reach) if mapping else None
     if chosen is None:
-        chosen = Choice(fields=frozenset(), row_align=1, step_align={})
+        chosen = MappedFields(fields=frozenset(), row_align=1, step_align={})
     layout = make_layout(cache, reach, schema, chosen.row_align, chosen.step_align)
     ranges: dict[str, AddressRange] = {}
     try:
@@ -301,7 +301,7 @@ def _empty(field: Field, span: int) -> Tensor:
 
 def _load(
     cache: Cache,
-    layout: Layout,
+    layout: MemoryLayout,
     ranges: Mapping[str, AddressRange],
     sources: Mapping[str, Tensor],
     shard: int,
@@ -316,7 +316,7 @@ def _load(
 
 
 def _parts(
-    cache: Cache, layout: Layout, ranges: Mapping[str, AddressRange], shard: int
+    cache: Cache, layout: MemoryLayout, ranges: Mapping[str, AddressRange], shard: int
 ) -> list[tuple[AddressRange, int, int]]:
     """Where the mapped columns of a shard lie: range, offset and bytes."""
     parts: list[tuple[AddressRange, int, int]] = []
@@ -338,7 +338,7 @@ def _resident(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard
     return sum(kept for kept, _ in counts) / pages if pages else 1.0
 
 
-def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choice | None:
+def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> MappedFields | None:
     """Map fields from the largest down while the alignment they need is affordable; None: map nothing."""
     if sys.platform != "linux" or mmap.ALLOCATIONGRANULARITY > PAGE:
         return None
@@ -365,7 +365,7 @@ def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choi
             fixed.append(name)
             align = wanted
     ragged = [name for name in by_size if schema[name].ragged]
-    return Choice(
+    return MappedFields(
         fields=frozenset(fixed + ragged),
         row_align=align,
         step_align={name: _alignment(unit_bytes(schema[name])) for name in ragged},
@@ -501,7 +501,7 @@ def _placed(table: NDArray[np.int64], device: torch.device) -> Any:
     return table if device.type == "cpu" else torch.as_tensor(table, device="cpu").to(device)
 
 
-def _load_device(cache: Cache, layout: Layout, sources: Mapping[str, Tensor], shard: int) -> None:
+def _load_device(cache: Cache, layout: MemoryLayout, sources: Mapping[str, Tensor], shard: int) -> None:
     staging = Staging(next(iter(sources.values())).device)
     try:
         for name, source in sources.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.batch import RecordBatch, WindowBatch, lasting, sent
+from stoker.loader.batch import PointBatch, RecordBatch, WindowBatch, lasting, sent
+from stoker.loader.chunks import RECORD
 from stoker.loader.fused import Fused
-from stoker.loader.gather import Views
 from stoker.loader.order import child_keys, example_keys
-from stoker.loader.outputs import RECORD, Output
-from stoker.loader.points import Join, PointBatch, PointJoin
 
 if TYPE_CHECKING:
     from stoker.loader.design import Strip
+    from stoker.loader.gather import Views
+    from stoker.loader.outputs import OutputSpec
     from stoker.monitor.meter import StallMeter
     from stoker.store.joins import Joined
 
@@ -43,24 +43,6 @@ def _run(transforms: Sequence[Transform], batch: Any, keys: Sequence[Tensor]) ->
     for transform, own in zip(transforms, keys, strict=True):
         batch = transform(batch, own)
     return batch
-
-
-def names_of(transforms: Sequence[Transform]) -> tuple[str, ...]:
-    """What a state says of transforms: their names, with the settings of those that are dataclasses."""
-    return tuple(_name_of(transform) for transform in transforms)
-
-
-def _name_of(value: object) -> str:
-    if is_dataclass(value) and not isinstance(value, type):
-        settings = (f"{field.name}={_name_of(getattr(value, field.name))}" for field in fields(value))
-        return f"{type(value).__qualname__}({', '.join(settings)})"
-    if isinstance(value, partial):
-        return _name_of(value.func)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_name_of, cast('Sequence[object]', value)))}]"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 class Columns:
@@ -178,8 +160,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
 
-    join: Join | PointJoin | None
-    """What is done to fields of varying length; None: they stay lists."""
     device: torch.device | None
     """Where batches go when they were not made there; None: they stay."""
     pin: bool
@@ -195,7 +175,7 @@ class Finish:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.join, self.device is not None, self.pin, self.transforms, self.columns))
+        return any((self.device is not None, self.pin, self.transforms, self.columns))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
@@ -203,8 +183,6 @@ class Finish:
         keys: list[tuple[Tensor, ...]] = []
         for number, gathered in enumerate(batches):
             batch, begin = gathered, perf_counter()
-            if self.join is not None:
-                batch = self.join(batch)
             if self.pin:
                 batch = _each(batch, Tensor.pin_memory)
             if self.device is not None:
@@ -225,7 +203,7 @@ class Finish:
         """Per transform that is to be done the keys of each batch: some 40 launches, for a strip."""
         every = example_keys(self.seed, epoch, sent(strip.examples, device))
         places = range(strip.transformed, len(self.transforms))
-        return [cast(Any, child_keys(every, place)).split(strip.size) for place in places]
+        return [cast("Any", child_keys(every, place)).split(strip.size) for place in places]
 
 
 def _transformed(transforms: Sequence[Transform], keys: Sequence[Tensor], batch: Any) -> Any:
@@ -285,7 +263,7 @@ EXACT = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ImageCut:
     """What one transform does to the last two axes of one field."""
 
     field: str
@@ -299,7 +277,7 @@ class Cut:
 class Cutting(Protocol):
     """A transform that may be a cut."""
 
-    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> Cut | None:
+    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
         """This transform as a cut of records whose examples have these shapes; None: it is more than that."""
         ...
 
@@ -308,7 +286,7 @@ class Cutting(Protocol):
 class Lowered:
     """The cuts at the head of a loader's transforms."""
 
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ImageCut, ...] = ()
     """A crop, a mirror, or a crop and then a mirror of the same field."""
     seed: int = 0
 
@@ -317,7 +295,7 @@ class Lowered:
         """Transforms that need not be applied any more."""
         return len(self.cuts)
 
-    def outputs(self, outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    def outputs(self, outputs: tuple[OutputSpec, ...]) -> tuple[OutputSpec, ...]:
         """What is gathered, with the cuts."""
         return tuple(self._output(output) for output in outputs)
 
@@ -333,7 +311,7 @@ class Lowered:
             begins, flips = (begins, drawn) if one.crop is None else (drawn, flips)
         return {self.cuts[0].field: (begins, flips)}
 
-    def _output(self, output: Output) -> Output:
+    def _output(self, output: OutputSpec) -> OutputSpec:
         if not self.cuts or output.name != self.cuts[0].field:
             return output
         fused = output.fused or Fused(dtype=output.dtype)
@@ -346,10 +324,10 @@ NOTHING = Lowered()
 
 
 def lowered(
-    transforms: Sequence[Transform], outputs: tuple[Output, ...], seed: int, *, windowed: bool
+    transforms: Sequence[Transform], outputs: tuple[OutputSpec, ...], seed: int, *, windowed: bool
 ) -> Lowered:
     """As many of the first transforms as a gather can do with the bytes that they would give."""
-    cuts: list[Cut] = []
+    cuts: list[ImageCut] = []
     shapes = {output.name: output.shape for output in outputs if not output.ragged}
     for transform in () if windowed else transforms[:2]:
         found = transform.as_cut(shapes) if isinstance(transform, Cutting) else None
@@ -359,12 +337,12 @@ def lowered(
     return Lowered(cuts=tuple(cuts), seed=seed)
 
 
-def _follows(found: Cut, cuts: Sequence[Cut]) -> bool:
+def _follows(found: ImageCut, cuts: Sequence[ImageCut]) -> bool:
     """Whether a cut may come after these: kernels crop first, and then mirror, what is of one field."""
     return not cuts or (cuts[0].field == found.field and cuts[0].crop is not None and found.crop is None)
 
 
-def _gathered(name: str, outputs: Sequence[Output]) -> bool:
+def _gathered(name: str, outputs: Sequence[OutputSpec]) -> bool:
     """Whether a field is gathered as whole images, normalised by numbers that hold for a plane of them."""
     (output,) = [output for output in outputs if output.name == name]
     if output.index != RECORD or output.parts or output.dtype not in EXACT:

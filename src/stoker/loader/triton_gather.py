@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.loader.fused import Fused
-from stoker.loader.gather import Room, Twin, Views
+if TYPE_CHECKING:
+    from stoker.loader.fused import Fused
+    from stoker.loader.gather import OutputMemory, Views
 
 LONGEST_BLOCK = 2048
 """Values that one program has in flight."""
@@ -123,13 +125,11 @@ def shape_for(values: int, inner: int, channels: int) -> Shape:
 class TritonGather:
     """Gathers rows of one view and converts them in one launch."""
 
-    def __init__(self, view: Tensor, fused: Fused, batch: int, *, static: bool) -> None:
-        """Arguments as for `TwinGather`."""
+    def __init__(self, view: Tensor, fused: Fused, room: OutputMemory) -> None:
+        """`room` gives the memory of batches; `view` and `fused` are as for `TwinGather`."""
         stored = tuple(view.shape[1:])
         self._view = view.view(torch.uint8) if view.dtype == torch.bool else view
-        self._room = Room(
-            (batch, *Twin(fused, stored, view.device).shape), fused.dtype, view.device, static=static
-        )
+        self._room = room
         whole = len(view) == 0 or view[0].is_contiguous()
         self._strides = (view.stride(0), 0 if whole else view.stride(1))
         values = math.prod(self._room.shape[1:])

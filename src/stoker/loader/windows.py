@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
-from stoker.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from stoker.schema import Field, Schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import pynvml
 
+from stoker.runtime.threads import Pool, ending
 from stoker.schema import Json
 
 # The library ships no types.
@@ -157,10 +159,7 @@ class GpuWatch:
         self._sum, self._count = 0.0, 0
         self._absent: GpuAbsent | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, args=(uuid, opening, every_s), daemon=True, name="gpu watch"
-        )
-        self._thread.start()
+        self._ticket = Pool(1, "stoker-gpu-watch").submit(partial(self._watch, uuid, opening, every_s))
 
     def take(self) -> float | GpuAbsent:
         """Mean utilisation since the last call, 0..1; or why it is not known."""
@@ -174,7 +173,7 @@ class GpuWatch:
     def stop(self) -> None:
         """End sampling."""
         self._over.set()
-        self._thread.join(STOP_S)
+        self._ticket.wait(STOP_S)
 
     def _watch(
         self, uuid: str | None, opening: Callable[[str | None], GpuSampler | GpuAbsent], every_s: float
@@ -184,7 +183,7 @@ class GpuWatch:
             self._note(gpu)
             return
         try:
-            while not self._over.is_set():
+            while not (self._over.is_set() or ending()):
                 sample = gpu.sample()
                 if isinstance(sample, GpuAbsent):
                     self._note(sample)

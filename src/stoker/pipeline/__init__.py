@@ -1,19 +1,22 @@
-"""Whole runs: one function per command, each from settings to a frozen result with `to_json`.
+"""Whole runs: one function per command, from a `Run` to a frozen result that knows its JSON.
 
+context.py      `Run`: settings, tasks, folders, device and ranks of a command; what its folder remembers
+stages.py       the stages of a configuration, their losses and windows
 folders.py      whether what settings name can be written
-burgers.py      makes the demo's data: a pseudo-spectral solver of Burgers' equation
-build.py        settings -> sources, encoder, cache names; kinds.py makes the sources, by kind
-locate.py       what settings ask for and what is there; gone.py where the source is not there any more
-precompute.py   fills the caches of a configuration, or finds the one whose source is gone
-statistics.py   statistics of the train split, fitted once
+build.py        sources and encoder of a task, the jobs that make its caches, the size of an encode batch
+user_code.py    code of the user's own that settings name
+staging.py      copies of raw files on local storage
+caches.py       which caches there are, also where the raw data is gone; what they hold; how two differ
+precompute.py   fills the caches, and repairs one
+loaders.py      caches -> loaders of the training loop
 plan.py         where records would be served from
-train.py        caches -> loaders -> training loop; diary.py is what its run folder remembers
-tracking.py     start-up, stall, GPU and cost of a run by name; run_page.py is what they add to its page
-machine.py      this machine in one line
+physical.py     fields for validation and for stages that train a decoder
+train.py        caches -> loaders -> training loop -> report; start-up, stall, GPU and cost by name
+fitting.py      a module on batches of complete records, by the same loop
 validate.py     rows of pass, warn and fail before a long run
-inspect.py      what a cache holds
-keep.py         repairs a cache, and encodes again what was damaged
-import_pt.py    earlier caches of `.pt` files into shards (pt_reader.py)
-why.py          how two recipes differ
+bench.py        limits of the machine and what tiers reach of them
+profile.py      where the time of a training goes
 demo.py         all of it on generated data
+
+A module imports only from those above it, and `validate`, `profile` and `demo` from `train`.
 """

@@ -13,22 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import build_jobs, device_of, tasks_of
-from stoker.pipeline.caches import batch_size_of, locate, trajectory_steps, windows_for
-from stoker.pipeline.encode_batch import Settled, measure_jobs, settled_batch
+from stoker.pipeline.build import Settled, build_jobs, measure_jobs, settled_batch
+from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.loaders import encoders_of
 from stoker.plan import Plan, probe, rates
 from stoker.plan.rates import Limit
 from stoker.precompute.measure import EncodeBatch
 from stoker.runtime.files import make_folder, replacing
-from stoker.scale.ranks import ALONE
-from stoker.schema import Json, JsonResult
-from stoker.sources.files import canonical_split
+from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
@@ -79,7 +75,7 @@ class BenchResult(JsonResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ServedJob:
     """What is served: a cache, and how."""
 
     cache: Cache
@@ -104,36 +100,35 @@ class Job:
         )
 
 
-def job_of_config(config: Config) -> Job:
+def job_of_config(run: Run) -> ServedJob:
     """The training cache of a configuration, in its batches.
 
     Raises:
         ConfigError: Nothing is encoded yet.
     """
-    split = canonical_split(config.data.wanted_splits[0])
-    located = locate(config, tasks_of(config)[0], split)
+    run = run.parts()[0]
+    located = locate(run, run.split)
     if located.cache is None or located.missing:
         raise ConfigError(
             f"{located.folder} lacks {located.missing} records. `stoker bench` serves what is there: "
             "run `stoker precompute` with the same settings first"
         )
     schema = located.cache.schema
-    batch_size = batch_size_of(config, trajectory_steps(schema))
-    return _job(located.cache, windows_for(config, schema), batch_size, device_of(config))
+    return _job(located.cache, run.windows_for(schema), run.batch_size(schema), run.device)
 
 
-def job_of_cache(path: Path, batch_size: int) -> Job:
+def job_of_cache(path: Path, batch_size: int) -> ServedJob:
     """A cache by its folder: windows of its trajectories, or whole records where there are none."""
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
 
 
-def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> Job:
+def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> ServedJob:
     files = [cache.path / shard.file for shard in cache.index.shards]
     numbers = list(cache.numbers)
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / sum(file.stat().st_size for file in files))))
-    return Job(
+    return ServedJob(
         cache=cache,
         windows=windows,
         batch_size=batch_size,
@@ -143,7 +138,7 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
     )
 
 
-def run_bench(job: Job | None, *, seconds: float, picture: Path | None) -> BenchResult:
+def run_bench(job: ServedJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
     """Measure for about `seconds`, and draw.
 
     Raises:
@@ -182,7 +177,7 @@ def run_bench(job: Job | None, *, seconds: float, picture: Path | None) -> Bench
     return result
 
 
-def _limits(job: Job | None) -> dict[str, tuple[str, Limit]]:
+def _limits(job: ServedJob | None) -> dict[str, tuple[str, Limit]]:
     row, batch = (PLAIN_BYTES, PLAIN_BATCH) if job is None else (_row_bytes(job), job.batch_size)
     held = SERVED_BYTES if job is None else min(SERVED_BYTES, sum(path.stat().st_size for path in job.files))
     found: dict[str, tuple[str, Limit]] = {
@@ -211,7 +206,7 @@ def _limits(job: Job | None) -> dict[str, tuple[str, Limit]]:
     return found
 
 
-def _served(job: Job | None) -> dict[str, tuple[str, Limit, str]]:
+def _served(job: ServedJob | None) -> dict[str, tuple[str, Limit, str]]:
     """Per tier: what is done, how it is measured, and the limit that it is held against."""
     if job is None:
         return {}
@@ -232,7 +227,7 @@ class _Served:
     Each turn has a loader of its own, since what one holds in memory another could not read from the disk.
     """
 
-    def __init__(self, job: Job, tier: str, *, cold: bool = False) -> None:
+    def __init__(self, job: ServedJob, tier: str, *, cold: bool = False) -> None:
         self._job = job
         self._tier = tier
         self._cold = cold
@@ -287,7 +282,7 @@ def _held(figure: Figure, limit: str, figures: Mapping[str, Figure], batch_bytes
     )
 
 
-def _example_bytes(job: Job) -> int:
+def _example_bytes(job: ServedJob) -> int:
     """Bytes of one example as it is stored."""
     schema = job.cache.schema
     if any(f.ragged for f in schema.values()):
@@ -298,7 +293,7 @@ def _example_bytes(job: Job) -> int:
     return sum(f.row_bytes * steps if f.time else f.size_bytes() for f in schema.values())
 
 
-def _row_bytes(job: Job) -> int:
+def _row_bytes(job: ServedJob) -> int:
     """Bytes that one row of a gather takes: a step of a window, or the largest field of a record."""
     schema = job.cache.schema
     if job.windows is None:
@@ -306,11 +301,11 @@ def _row_bytes(job: Job) -> int:
     return max(f.row_bytes for f in schema.values() if f.time)
 
 
-def _batch_bytes(job: Job | None) -> float:
+def _batch_bytes(job: ServedJob | None) -> float:
     return 0.0 if job is None else float(_example_bytes(job) * job.batch_size)
 
 
-def _about(job: Job) -> str:
+def _about(job: ServedJob) -> str:
     cache, batch = job.cache, format_bytes(_batch_bytes(job))
     kind = "records" if job.windows is None else "windows"
     size = format_bytes(sum(file.stat().st_size for file in job.files))
@@ -323,7 +318,7 @@ def _machine() -> str:
     return f"{found.cpus:g} cores, {format_bytes(found.host_bytes)} of memory usable ({found.host_limit})"
 
 
-def _advice(job: Job | None, figures: Mapping[str, Figure], tiers: Mapping[str, Figure]) -> str:
+def _advice(job: ServedJob | None, figures: Mapping[str, Figure], tiers: Mapping[str, Figure]) -> str:
     """What to do, in a sentence or three."""
     said: list[str] = []
     if job is None:
@@ -463,13 +458,16 @@ def _rate(bytes_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeBench:
+class EncodeBench(JsonResult):
     """The encode batch of a task: what is in force, and what was measured now."""
 
+    json_within = "found"
+    json_keys = ("task", "setting", "fixed_rule", "in_force")
+
     task: str
-    in_force: Settled | None
-    """None: `auto`, and nothing was encoded or measured before."""
-    fixed: int
+    settled: Settled | None
+    """What is in force; None: `auto`, and nothing was encoded or measured before."""
+    fixed_rule: int
     """Samples in one call by the fixed rule."""
     found: EncodeBatch
 
@@ -479,34 +477,27 @@ class EncodeBench:
         samples = self.found.samples
         return f"precompute.encode_batch={'null' if samples is None else samples}"
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        force = self.in_force
-        return {
-            "task": self.task,
-            **self.found.to_json(),
-            "setting": self.setting,
-            "fixed_rule": self.fixed,
-            "in_force": None if force is None else force.samples or self.fixed,
-        }
+    @property
+    def in_force(self) -> int | None:
+        """Samples in one call as it is now; None: not known yet."""
+        return None if self.settled is None else self.settled.samples or self.fixed_rule
 
 
-def bench_encode(config: Config) -> EncodeBench:
+def bench_encode(run: Run) -> EncodeBench:
     """Measure the encoder of the first task on its device; nothing is encoded or noted.
 
     Raises:
         ConfigError: There is no encoder.
         StokerError: As `build_jobs` and `measure_encode_batch`.
     """
-    task = tasks_of(config)[0]
-    own = config.for_task(task)
-    (job,) = build_jobs(own, task, [canonical_split(own.data.wanted_splits[0])])
+    run = run.parts()[0]
+    (job,) = build_jobs(run, [run.split])
     if job.encoder is None:
         raise ConfigError("encoder.kind is identity: samples are stored as they are, and none is encoded")
     schema = job.source.schema()
     return EncodeBench(
-        task=task,
-        in_force=settled_batch(own, task, job.encoder, job.source),
-        fixed=job.encoder.group(schema).samples,
-        found=measure_jobs(own, [job], encoders_of(own, ALONE)[0]),
+        task=run.task,
+        settled=settled_batch(run, job.encoder, job.source),
+        fixed_rule=job.encoder.group(schema).samples,
+        found=measure_jobs(run, [job]),
     )

@@ -6,11 +6,12 @@ normalisation's statistics come from the train split alone, so that nothing leak
 
 from __future__ import annotations
 
-import os
-import re
+import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,28 +20,31 @@ from stoker.config.models import DataConfig
 from stoker.config.sections import Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.keeping import keeping
 from stoker.encoders.mesh import mesh_encoder_for
-from stoker.encoders.normalize import Normalized, Statistics, fit_statistics
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.steady import SteadyEncoder
-from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError
-from stoker.pipeline.encode_batch import settled_batch
-from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.stages import kept_fields
+from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
+from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
+from stoker.pipeline.context import Run
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.user_code import user_encoder
-from stoker.plan.resources import automatic_device
+from stoker.plan.resources import resolve_device
 from stoker.plugins import find_plugin
-from stoker.schema import Schema, canonical_json, digest_json
-from stoker.sources.files import canonical_split, resolve_files
+from stoker.precompute.measure import EncodeBatch, measure_encode_batch
+from stoker.runtime.files import make_folder
+from stoker.runtime.locks import lock_folder
+from stoker.schema import Schema, as_json, canonical_json, digest_json
+from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source, Splitting
 from stoker.sources.splits import SplitOf, Subset
-from stoker.store import Digests, make_recipe
+from stoker.store import Digests, load_recipe, make_recipe
+from stoker.store.cache import open_unnoted
 from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import read_strict
+from stoker.units import format_count
+
+log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
 # Sources by kind: what `data.kind` names, made from the settings of one task and split.
@@ -183,7 +187,7 @@ def _files(data: DataConfig) -> Names:
 # would undo what a cache is for. What is kept is found by the content of the train split, not by its name.
 
 
-FOLDER = ".statistics"
+STATISTICS_FOLDER = ".statistics"
 LIMIT_BYTES = 1 << 20
 
 
@@ -195,13 +199,13 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
     """
     content = make_recipe(source, None, digests=digests).entries["source"]
     name = f"{digest_json([content, field])[:32]}.json"
-    folder = LocalStorage(cache_dir / FOLDER)
+    folder = LocalStorage(cache_dir / STATISTICS_FOLDER)
     with suppress(OSError, FormatError, KeyError, TypeError):
         kept = read_strict(folder.read(name, limit_bytes=LIMIT_BYTES), where=name)
         if kept.get("check") == digest_json(kept["statistics"]):
             return _from_json(kept["statistics"])
     statistics = fit_statistics(source, field)
-    data = asdict(statistics)
+    data = as_json(statistics)
     # A folder that cannot be written is no error here: then they are fitted again next time.
     with suppress(ReadOnlyError, ResourceError, OSError):
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,7 +224,7 @@ def _from_json(data: dict[str, Any]) -> Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CacheJob:
     """One cache of a configuration: what to encode, with what, under which name."""
 
     name: str
@@ -232,38 +236,30 @@ class Job:
     """Samples in one call of the encoder; None: by the fixed rule."""
 
 
-def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
-    """One job per split of `task`, in that order.
+def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
+    """One job per split of a task, in that order; all have one encoder.
 
     Raises:
         ConfigError, EncoderError: The encoder's settings do not fit the data.
         SplitError, SourceError: A split or its files are not there.
     """
-    sources = build_sources(config, task, splits)
+    sources = build_sources(run, splits)
     fitted_on = None
-    if config.data.normalize:
-        fitted_on = sources.get("train") or build_source(config, task, "train")
-    encoder = build_encoder(config, next(iter(sources.values())).schema(), fitted_on=fitted_on)
-    encoder = keeping(encoder, kept_fields(config))
-    settled = settled_batch(config, task, encoder, next(iter(sources.values())))
+    if run.config.data.normalize:
+        fitted_on = sources.get("train") or build_source(run, "train")
+    first = next(iter(sources.values()))
+    encoder = keeping(build_encoder(run, first.schema(), fitted_on=fitted_on), run.kept_fields)
+    if encoder is not None:
+        encoder = run.encoders.setdefault(digest_json(encoder.identity()), encoder)
+    settled = settled_batch(run, encoder, first)
     batch = None if settled is None else settled.samples
     return [
-        Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder, encode_batch=batch)
+        CacheJob(name=f"{run.task}_{split}", split=split, source=source, encoder=encoder, encode_batch=batch)
         for split, source in sources.items()
     ]
 
 
-def share_encoders(jobs: Sequence[Job], known: dict[str, Encoder]) -> list[Job]:
-    """The jobs with one object for all encoders that are equal; `known` holds those so far by identity."""
-    shared: list[Job] = []
-    for job in jobs:
-        own = job.encoder
-        same = None if own is None else known.setdefault(digest_json(own.identity()), own)
-        shared.append(replace(job, encoder=same))
-    return shared
-
-
-def record_schema(job: Job) -> Schema:
+def record_schema(job: CacheJob) -> Schema:
     """Fields of the records as encoded; storing may narrow their dtypes.
 
     Raises:
@@ -273,76 +269,40 @@ def record_schema(job: Job) -> Schema:
     return samples if job.encoder is None else job.encoder.schema(samples)
 
 
-def tasks_of(config: Config) -> list[str]:
-    """Names of the tasks; where none is given, made from `data.files`, or from the folder or kind of data."""
-    data = config.data
-    given = data.model_fields_set
-    if "task" not in given and data.files is not None:
-        return [stem_of(data.files)]
-    if "task" not in given and data.dataset is not None:
-        return [stem_of(data.dataset.rpartition(":")[2]).lower()]
-    if "task" not in given and data.kind != "hdf5":
-        return [stem_of(data.root) if "root" in given else data.kind]
-    return list(data.tasks)
+def build_source(run: Run, split: str) -> Source:
+    """The samples of one split of a task."""
+    return build_sources(run, [split])[split]
 
 
-def names_of_caches(config: Config) -> dict[str, tuple[str, str]]:
-    """Return task and split of each cache that the settings may make, by name; `data.split` comes first."""
-    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
-    return {f"{task}_{split}": (task, split) for task in tasks_of(config) for split in splits}
-
-
-def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str:
-    """A cache's name from the first path of `data.files`: its stem, or its folder's name for a pattern.
-
-    Later entries do not count, so that a file added to the list keeps the name and its records are reused.
-
-    >>> stem_of("raw/1D_Burgers_Sols_Nu0.01.hdf5"), stem_of(["raw/sols_*.h5"]), stem_of("raw/*.h5")
-    ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
-    """
-    first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
-    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5", ".zarr", ".npy", ".tar", ".parquet"}
-    name = first.stem if known else first.name
-    for text in (name, first.parent.name, "data"):
-        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
-        if plain:
-            return plain
-    return "data"
-
-
-def build_source(config: Config, task: str, split: str) -> Source:
-    """The samples of one split of one task."""
-    return build_sources(config, task, [split])[split]
-
-
-def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str, Source]:
-    """The samples of some splits of one task, of one reading of the data where the source can share it.
+def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
+    """The samples of some splits of a task, of one reading of the data where the source can share it.
 
     A table may change between two readings, and then one row would be in two splits.
     """
-    data, found = staged_data(config, task), dict[str, Source]()
+    data, found = staged_data(run), dict[str, Source]()
     make: Builder = find_plugin("stoker.sources", data.kind, "data.kind").load()
     shared: Source | None = None
     for split in splits:
         if isinstance(shared, Splitting):
             source = shared.for_split(split)
         else:
-            source = shared = make(data, task, split)
+            source = shared = make(data, run.task, split)
         found[split] = source if data.limit is None else Subset(source, data.limit)
     return found
 
 
-def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
+def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
     """The encoder that the settings describe; None stores samples as they are.
 
     Args:
-        config: `latent` and `encoder` decide; grid and channels come from the samples.
+        run: `latent` and `encoder` of its settings decide; grid and channels come from the samples.
         schema: Fields of the samples.
         fitted_on: The train split, where samples are normalised.
     Raises:
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
+    config = run.config
     encoder = ENCODERS[config.encoder.kind](config, schema)
     if config.data.input is not None:
         if config.data.input == "data":
@@ -358,9 +318,9 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         encoder = SteadyEncoder(grid_encoder(config, schema, config.data.input), encoder)
     if fitted_on is None:
         return encoder
-    cache_dir = cache_dir_of(config)
-    digests = Digests(cache_dir, config.identity)
-    return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
+    digests = Digests(run.cache_dir, config.identity)
+    statistics = train_statistics(fitted_on, "data", digests=digests, cache_dir=run.cache_dir)
+    return Normalized(encoder, statistics)
 
 
 def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
@@ -441,9 +401,150 @@ ENCODERS: Mapping[str, Callable[[Config, Schema], Encoder | None]] = {
 """By `encoder.kind`, the function that makes the encoder from the settings and the fields of the samples."""
 
 
-def device_of(config: Config) -> str:
-    """`training.device`, with `auto` resolved: a GPU where there is one."""
-    wanted = config.training.device
-    if wanted != "auto":
-        return wanted
-    return automatic_device()[0]
+# ----------------------------------------------------------------------------------------------------------
+# Decide `precompute.encode_batch: auto`, so that all runs over the same data use one number.
+#
+# The number of samples in a call is in the recipe. It would be another on another machine, or on a busy
+# day, and then everything would be encoded again. So what is stored decides first: the number under which
+# this encoder has most records of this shape. Then what was measured before, noted in the cache folder. Only
+# when there is neither is it measured, by one process for all. See docs/design/039-encode-batch-size.md.
+
+
+BATCH_FOLDER = ".encode_batch"
+WAIT_S = 600.0
+"""Seconds to wait for a process that measures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """The number in force."""
+
+    samples: int | None
+    """None: the fixed rule."""
+    where: str
+    """The reason for it, in words."""
+
+
+def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> Settled | None:
+    """Return the number in force for the caches of a task; None where `auto` has nothing to go by yet.
+
+    Args:
+        run: Of the task.
+        encoder, source: Of one of its caches; all splits share the number.
+
+    Raises:
+        EncoderError: The encoder does not fit the samples.
+    """
+    asked = run.config.precompute.encode_batch
+    if asked != "auto" or encoder is None:
+        return Settled(samples=None if asked == "auto" else asked, where="precompute.encode_batch")
+    folder, records = run.cache_dir, encoder.schema(source.schema())
+    identity = encoder.identity()
+    counts = Counter[int | None]()
+    for path in sorted(folder.glob(f"{run.task}_*/*/recipe.json")):
+        with suppress(StokerError, OSError, KeyError):
+            recipe = load_recipe(path.parent)
+            same = recipe.entries["encoder"] == json.loads(canonical_json(identity))
+            if same and _shapes(recipe.encoded) == _shapes(records):
+                samples = recipe.group.samples if recipe.group.steps is None else None
+                counts[samples] += 1 + _stored(path.parent)
+    if counts:
+        best = max(counts, key=lambda samples: (counts[samples], -(samples or 0)))
+        return Settled(samples=best, where="the number of the cache that is there")
+    return _noted(folder, _key(identity, records))
+
+
+def measured_jobs(run: Run, jobs: Sequence[CacheJob]) -> list[CacheJob]:
+    """Return the jobs of a task with the number of samples that their encoder is to be given in a call.
+
+    Where `auto` has nothing to go by, it is measured here, by the first rank, and noted.
+
+    Args:
+        run: Of the task; all of its ranks are to make this call.
+        jobs: As `build_jobs` gives them.
+
+    Raises:
+        EncoderError, ResourceError: The encoder does not work.
+        StalledError: The encoder, or the process that measures, does not come back.
+    """
+    first = jobs[0]
+    if run.config.precompute.encode_batch != "auto" or first.encoder is None:
+        return list(jobs)
+    told = "null"
+    if run.ranks.leads:
+        settled = settled_batch(run, first.encoder, first.source) or _measure(run, jobs)
+        log.info("%s: encode batch %s (%s)", run.task, _say(settled.samples), settled.where)
+        told = json.dumps(settled.samples)
+    samples = json.loads(run.ranks.tell(told, "the size of an encode batch")[0])
+    return [replace(job, encode_batch=samples) for job in jobs]
+
+
+def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
+    """Measure the encoder of a task, up to the samples of its largest file.
+
+    Raises:
+        StokerError: As `measure_encode_batch`.
+    """
+    first = jobs[0]
+    assert first.encoder is not None
+    most = max(part.count for job in jobs for part in job.source.identity().parts)
+    return measure_encode_batch(
+        first.encoder,
+        first.source.schema(),
+        str(resolve_device(run.encode_devices[0])),
+        most=max(1, most),
+        deadline_s=run.config.precompute.deadlines.encode,
+    )
+
+
+def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
+    """Measure once for all processes that share the cache folder, and note what came out."""
+    first, folder = jobs[0], run.cache_dir
+    assert first.encoder is not None
+    key = _key(first.encoder.identity(), first.encoder.schema(first.source.schema()))
+    try:
+        make_folder(folder / BATCH_FOLDER)
+        with lock_folder(folder / BATCH_FOLDER, key, timeout_s=WAIT_S) as got:
+            if not got:
+                raise StalledError(
+                    f"another process has measured the encode batch in {folder / BATCH_FOLDER} for "
+                    f"{WAIT_S:g} s. End it, or give precompute.encode_batch a number"
+                )
+            known = _noted(folder, key)
+            if known is not None:
+                return known
+            found = measure_jobs(run, jobs)
+            note = canonical_json(found.to_json()).encode()
+            LocalStorage(folder / BATCH_FOLDER).put(f"{key}.json", note)
+    except (ReadOnlyError, OSError):  # nothing can be stored there either
+        found = measure_jobs(run, jobs)
+    return Settled(samples=found.samples, where=f"measured on {found.device}: {found.why}")
+
+
+def _noted(folder: Path, key: str) -> Settled | None:
+    with suppress(OSError, FormatError, KeyError):
+        note = LocalStorage(folder / BATCH_FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
+        found = read_strict(note, where=f"{BATCH_FOLDER}/{key}.json")
+        samples = found["samples"]
+        if samples is None or (type(samples) is int and samples > 0):
+            return Settled(samples=samples, where=f"measured before on {found['device']}")
+    return None
+
+
+def _key(identity: object, records: Schema) -> str:
+    return digest_json([identity, _shapes(records)])[:32]
+
+
+def _shapes(schema: Schema) -> list[list[object]]:
+    return [[name, list(field.shape)] for name, field in sorted(schema.items())]
+
+
+def _stored(folder: Path) -> int:
+    try:
+        return len(open_unnoted(folder, require_complete=False))
+    except (StokerError, ResourceError, OSError):
+        return 0
+
+
+def _say(samples: int | None) -> str:
+    return "by the fixed rule" if samples is None else f"of {format_count(samples, 'sample')}"

@@ -1,32 +1,44 @@
-"""What a configuration asks for and what is there, without encoding anything."""
+"""The caches of a configuration: which there are, what they hold, and in what two of them differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from stoker.config import Config
-from stoker.encoders.steady import is_steady
+from stoker.config import Config, load_config
+from stoker.encoders.wrappers import KEEPING, STEADY
 from stoker.errors import ConfigError, FormatError, SourceError, StokerError
-from stoker.loader import Windows
-from stoker.loader.outputs import make_outputs
-from stoker.loader.windows import number_examples, state_fields, time_field
-from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
-from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.gone import find_without_source
-from stoker.schema import Json, JsonResult, Schema, canonical_json, digest_json, schema_to_json
-from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
-from stoker.store.mirror.root import address_of
-from stoker.store.recipe import RECIPE_FILE
-from stoker.store.remote import is_url, local_path
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
-from stoker.train.operator import unequal_tokens
+from stoker.pipeline.build import CacheJob, build_jobs, grid_encoder_of
+from stoker.pipeline.context import Run
+from stoker.pipeline.user_code import user_encoder
+from stoker.schema import Json, JsonResult, Schema
+from stoker.sources.files import SUFFIXES, canonical_split, split_of
+from stoker.sources.hdf5_layouts import declared_fields
+from stoker.sources.splits import DEFAULT_SPLITS, RULE
+from stoker.store import (
+    Cache,
+    Difference,
+    Digests,
+    Recipe,
+    diff_recipes,
+    load_recipe,
+    make_recipe,
+    open_cache,
+)
+from stoker.store.cache import open_unnoted
+from stoker.store.mirror.root import address_of, here, shown
+from stoker.store.recipe import RECIPE_FILE, stored_schema
+from stoker.store.remote import is_url
+from stoker.store.strict_json import as_object
+from stoker.store.use import note_use
+
+log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,33 +59,32 @@ class Located:
         return self.recipe.count - done
 
 
-def locate(config: Config, task: str, split: str) -> Located:
-    """The recipe of one cache, and the cache if it has been begun.
+def locate(run: Run, split: str) -> Located:
+    """The recipe of one cache of a task, and the cache if it has been begun.
 
     Raises:
         StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
     """
-    return locate_with_job(config, task, split)[1]
+    return locate_with_job(run, split)[1]
 
 
-def locate_with_job(config: Config, task: str, split: str) -> tuple[Job | None, Located]:
+def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, Located]:
     """As `locate`, after the job that makes the cache; None for that where the source is gone."""
-    config = config.for_task(task)
     try:
-        job = build_jobs(config, task, [split])[0]
-        return job, locate_job(config, job)
+        (job,) = build_jobs(run, [split])
+        return job, locate_job(run, job)
     except SourceError:
-        found = find_without_source(config, task, [split])
+        found = find_without_source(run, [split])
         if found is None:
             raise
         cache = found[split]
         return None, Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
 
 
-def locate_job(config: Config, job: Job) -> Located:
+def locate_job(run: Run, job: CacheJob) -> Located:
     """As `locate`, of a source that is there."""
-    recipe = job_recipe(config, job)
-    folder = cache_dir_of(config) / job.name / recipe.fingerprint
+    recipe = job_recipe(run, job)
+    folder = run.cache_dir / job.name / recipe.fingerprint
     try:
         cache = open_cache(folder, require_complete=False)
     except (StokerError, OSError):
@@ -81,97 +92,20 @@ def locate_job(config: Config, job: Job) -> Located:
     return Located(recipe=recipe, folder=folder, cache=cache)
 
 
-def recipe_of(config: Config, task: str, split: str) -> Recipe:
-    """The recipe that `config` gives for one cache, its files digested.
+def recipe_of(run: Run, split: str) -> Recipe:
+    """The recipe of one cache of a task, its files digested.
 
     Raises:
         StokerError: As `build_jobs` and `make_recipe`.
     """
-    config = config.for_task(task)
-    return job_recipe(config, build_jobs(config, task, [split])[0])
+    return job_recipe(run, build_jobs(run, [split])[0])
 
 
-def job_recipe(config: Config, job: Job) -> Recipe:
+def job_recipe(run: Run, job: CacheJob) -> Recipe:
     """As `recipe_of`, of sources and an encoder that are made already."""
-    digests = Digests(cache_dir_of(config), config.identity)
-    dtype = config.training.latent_cache_dtype
+    digests = Digests(run.cache_dir, run.config.identity)
+    dtype = run.config.training.latent_cache_dtype
     return make_recipe(job.source, job.encoder, dtype=dtype, encode_batch=job.encode_batch, digests=digests)
-
-
-def windows_of(config: Config) -> Windows:
-    """How trajectories are cut; pairs of the earlier systems began `time_stride` steps apart."""
-    training = config.training
-    start_every = training.start_every
-    windows = Windows(
-        stride=training.time_stride,
-        horizon=training.rollout_horizon,
-        start_every=start_every,
-        field=training.state_fields,
-    )
-    if training.batch_trajectories is not None and "start_every" not in training.model_fields_set:
-        return replace(windows, start_every=windows.strides[0])
-    return windows
-
-
-def windows_for(config: Config, schema: Schema) -> Windows | None:
-    """How records of `schema` are cut; None where no field has time, so that each is an example."""
-    timed = any(field.evolves and not field.kept for field in schema.values())
-    return windows_of(config) if timed else None
-
-
-def no_operator(schema: Schema) -> str:
-    """Why `stoker train` has nothing to train on records without time, and what to do instead."""
-    return (
-        f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
-        "goes from one step to the next. For a steady problem name the field that data follows from, as "
-        "data.input=nu. Else fill the cache with `stoker precompute`, and train in Python on "
-        "stoker.Loader(stoker.open_cache(FOLDER), 64)"
-    )
-
-
-def windows_in(config: Config, schema: Schema) -> int | None:
-    """Windows that training cuts from one record of `schema`; None where records differ in length.
-
-    A record of a steady problem is one example.
-
-    Raises:
-        ConfigError: None, so that no loader could serve them; the records have no time; or the operator
-            cannot take the state fields side by side.
-    """
-    windows = windows_for(config, schema)
-    if windows is None:
-        if not is_steady(schema):
-            raise ConfigError(no_operator(schema))
-        return 1
-    if schema[main := time_field(schema, windows.field)].folded:
-        raise ConfigError(
-            f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
-            "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
-            "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
-        )
-    make_outputs(schema, windows, None)
-    states = state_fields(schema, windows)
-    if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
-        raise ConfigError(why)
-    field = schema[time_field(schema, windows.field)]
-    if field.ragged:
-        return None
-    return number_examples(np.array([field.shape[0]]), 1, windows).count
-
-
-def batch_size_of(config: Config, steps: int) -> int:
-    """Windows in a batch; `training.batch_trajectories` counts whole trajectories of `steps` steps."""
-    training = config.training
-    if training.batch_trajectories is None:
-        return training.batch_size
-    if steps <= 1:
-        return training.batch_trajectories
-    return max(1, training.batch_trajectories * windows_of(config).count(steps))
-
-
-def trajectory_steps(schema: Schema) -> int:
-    """Steps of the longest field with time; 1 without one."""
-    return max((field.shape[0] for field in schema.values() if field.time and not field.ragged), default=1)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -294,96 +228,418 @@ def worst_error(cache: Cache) -> float | None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a run folder remembers between commands: whether its run finished, and how long a step took.
+# Find the cache of a configuration whose raw data is not there any more.
 #
-# `run.json` lies beside the checkpoints. An interrupted run with the same settings goes on where it
-# stopped; a finished one, or one with other settings, begins anew. The time of a step counts for steps of
-# the same work only.
+# A cache outlives its source: raw files are deleted for space, or the cache alone was copied elsewhere.
+# The fingerprint cannot be made then, so the caches of the right name are compared entry by entry with what
+# the settings say: split rule, file names, declared layout, encoder with its weights, storage dtype. What
+# only the data could tell (its bytes, its grid) is taken from the recipe.
+#
+# A cache that `stoker import-pt` made never had raw data or a recorded encoder. It is taken by its
+# name, if the latents have the size that the settings give, and a line says what cannot be checked.
 
 
-FILE = "run.json"
-LIMIT_BYTES = 1 << 20
+IMPORTED = "import-pt/"
+"""Prefix of the kind of a source whose cache was imported."""
 
 
-def run_dir_of(config: Config) -> Path:
-    """`training.run_dir`, or `runs/{task}`, or `runs/{task}+{task}`.
-
-    Raises:
-        ConfigError: It is an address.
-    """
-    return local_path(config.training.run_dir or f"runs/{'+'.join(tasks_of(config))}", "training.run_dir")
-
-
-def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
-    """What an interrupted run must share with this one: model, training and data, wherever they lie."""
-    settings: dict[str, Any] = config.to_dict()
-    training = {k: v for k, v in settings["training"].items() if k not in _FREE}
-    kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
-    if settings["stages"]:  # how long each is may change from one to the next
-        kept["stages"] = [{k: v for k, v in own.items() if k != "epochs"} for own in settings["stages"]]
-        del training["epochs"]
-    if settings["tasks"] is not None:
-        kept["tasks"] = settings["tasks"]
-    return digest_json(kept)
-
-
-_FREE = (
-    "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
-    "rank_deadline", "trackers", "price_per_hour",
-)  # fmt: skip
-"""Settings of `training` that change no batch."""
-
-
-def unfinished(config: Config, digest: str) -> int | None:
-    """Ranks with which an interrupted run of these settings was begun in the run folder; None: none was."""
-    diary = _read(run_dir_of(config))
-    if diary.get("settings") != digest or diary.get("finished") is not False:
+def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | None:
+    """The newest complete matching cache of each split; None unless the data is gone and all are found."""
+    if not data_is_gone(run):
         return None
-    return diary.get("ranks", 1)
+    found: dict[str, Cache] = {}
+    for split in splits:
+        folder = run.cache_dir / f"{run.task}_{split}"
+        complete = _complete(folder)
+        matching = [cache for cache in complete if matches(run, cache.recipe, split)]
+        if not matching:
+            _say_unused(run.config, folder, complete)
+            return None
+        found[split] = max(matching, key=lambda cache: cache.index.sequence)
+    for cache in found.values():
+        note_use(cache.path)
+        if is_imported(cache.recipe):
+            log.warning(
+                "%s was imported with `stoker import-pt`: which data, encoder, normalization and split made "
+                "it is recorded nowhere and cannot be checked",
+                cache.path,
+            )
+    return found
 
 
-def work_digest(config: Config, schema: Schema) -> str:
-    """What decides how long a step takes: the model, its batch of records like `schema`, and the device."""
-    training = config.training
-    work: dict[str, Json] = {
-        "model": config.to_dict()["model"],
-        "fields": schema_to_json(schema),
-        "batch_size": batch_size_of(config, trajectory_steps(schema)),
-        "horizon": windows_of(config).horizons[1],
-        "device": device_of(config),
-        "amp": training.amp,
+def is_imported(recipe: Recipe) -> bool:
+    """Return True for a cache that `stoker import-pt` made of earlier files."""
+    return str(recipe.entries["source"]["kind"]).startswith(IMPORTED)
+
+
+def _imported_otherwise(config: Config, recipe: Recipe) -> str:
+    """What of an imported cache contradicts the settings; empty: nothing that can be told."""
+    given, latent = config.latent.model_fields_set, recipe.encoded["latent"]
+    wanted = {"tokens": config.latent.tokens, "dim": config.latent.dim}
+    for name, there in zip(wanted, latent.shape[-2:], strict=True):
+        if name in given and wanted[name] != there:
+            return f"latent.{name} is {wanted[name]}, and it has {there}"
+    limit = config.data.limit
+    if limit is not None and recipe.count > limit:
+        return f"data.limit is {limit}, and it has {recipe.count} samples"
+    return ""
+
+
+def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None:
+    """Why an earlier cache of the right name is not taken: of another size, or never imported."""
+    for cache in complete:
+        if is_imported(cache.recipe):
+            why = _imported_otherwise(config, cache.recipe)
+            log.warning("the imported cache %s is not used: %s", cache.path, why)
+    if not complete and next(folder.glob("sample_*.pt"), None) is not None:
+        log.warning(
+            "%s holds sample_*.pt files of the earlier cache. `stoker import-pt %s --out %s --name %s` makes "
+            "a cache of them, which is used where the raw data is gone",
+            folder,
+            folder,
+            folder.parent,
+            folder.name,
+        )
+
+
+def data_is_gone(run: Run) -> bool:
+    """Whether no file that the settings name exists: one that is damaged, or a part of them, is not gone."""
+    data, task = run.config.data, run.task
+    if data.kind != "hdf5":
+        return False
+    if data.files is None:
+        root = Path(data.root).expanduser()
+        return not root.is_dir() or not any(
+            file.stem == task or file.stem.startswith(f"{task}_")
+            for file in root.iterdir()
+            if file.suffix.lower() in SUFFIXES
+        )
+    return not any(_exists(Path(path).expanduser()) for path in _paths(run.config))
+
+
+def matches(run: Run, recipe: Recipe, split: str) -> bool:
+    """Whether `recipe` is what the settings ask for, as far as can be told without the data."""
+    config = run.config
+    if is_imported(recipe):
+        return not _imported_otherwise(config, recipe)
+    source = recipe.entries["source"]
+    settings: Mapping[str, Any] = source["settings"]
+    return (
+        _same_split(config, settings.get("split") or {}, split)
+        and _same_layout(config, source)
+        and _same_files(config, recipe, run.task)
+        and _same_limit(config, recipe)
+        and _same_encoder(config, recipe, run.kept_fields)
+        and config.precompute.encode_batch in ("auto", None, recipe.group.samples)
+        and _same_dtypes(config, recipe)
+    )
+
+
+def _paths(config: Config) -> tuple[str, ...]:
+    files = config.data.files
+    return () if files is None else (files,) if isinstance(files, str) else files
+
+
+def _exists(path: Path) -> bool:
+    if path.exists():
+        return True
+    plain = next((i for i, part in enumerate(path.parts) if any(mark in part for mark in "*?[")), None)
+    if plain is None:
+        return False
+    return any(Path(*path.parts[:plain]).glob("/".join(path.parts[plain:])))
+
+
+def _complete(folder: Path) -> list[Cache]:
+    if not folder.is_dir():
+        return []
+    caches: list[Cache] = []
+    for path in sorted(folder.iterdir()):
+        try:
+            caches.append(open_unnoted(path))
+        except (StokerError, OSError):
+            continue  # incomplete, damaged or no cache: not a candidate
+    return caches
+
+
+def _same_files(config: Config, recipe: Recipe, task: str) -> bool:
+    """Whether the parts are the files that the settings name: no others, and all that are named plainly."""
+    names = [Path(part.name).name for part in recipe.parts]
+    if config.data.files is None:
+        return all(name.startswith(task) for name in names)
+    patterns = [Path(path) for path in _paths(config)]
+    if not all(any(_covers(pattern, name) for pattern in patterns) for name in names):
+        return False
+    wanted = _plain_names(config, recipe.entries["source"]["settings"]["split"])
+    found = [name for name in names if name in wanted]
+    return found == (wanted[: len(found)] if recipe.count == config.data.limit else wanted)
+
+
+def _covers(pattern: Path, name: str) -> bool:
+    """Whether a file of that name can be one of a path, a pattern or a folder."""
+    return fnmatch(name, pattern.name) or pattern.suffix.lower() not in SUFFIXES
+
+
+def _plain_names(config: Config, rule: Mapping[str, Any]) -> list[str]:
+    """Names of the files that are named without a pattern and hold the samples that `rule` takes."""
+    plain = [
+        Path(path).expanduser().absolute()
+        for path in _paths(config)
+        if Path(path).suffix.lower() in SUFFIXES and not any(mark in path for mark in "*?[")
+    ]
+    if not plain:
+        return []
+    root = os.path.commonpath([path.parent for path in plain])
+    label = "train" if "fractions" in rule else str(rule.get("split"))
+    carried = {path: split_of(str(path.relative_to(root)), {*DEFAULT_SPLITS, label}) for path in plain}
+    return [path.name for path in plain if carried[path] in (None, label)]
+
+
+def _same_layout(config: Config, source: Mapping[str, Any]) -> bool:
+    """Whether preset and declared datasets agree; axes that only the files tell are taken as they are."""
+    settings = source["settings"]
+    preset, found = config.data.preset, str(settings.get("preset"))
+    if {*settings.get("include", ())} != {*config.data.include}:
+        return False
+    if config.data.fields is None:
+        return found != "fields" if preset is None else found == preset
+    declared = declared_fields(config.data.fields)
+    pieces = {
+        field["field"]: [(piece["name"], piece["axes"]) for piece in field["datasets"]]
+        for field in settings["layout"]
     }
-    return digest_json(work)
+    if preset is None:
+        # What is declared without axes may be a parameter of the files, which is no dataset.
+        asked = {
+            name: [(dataset, " ".join(axes))]
+            for name, (dataset, axes) in declared.items()
+            if axes or name in pieces
+        }
+        parameters = declared.keys() - asked.keys()
+        return (
+            found == "fields"
+            and pieces == asked
+            and all(part["values"].keys() == parameters for part in source["parts"])
+        )
+    stated = {(dataset, " ".join(axes)) for dataset, axes in declared.values()}
+    return found == preset and stated <= {piece for field in pieces.values() for piece in field}
 
 
-def last_step_s(config: Config, schema: Schema) -> float | None:
-    """Seconds that a step of the last run here took, loading left out; None when there was none like it."""
-    diary = _read(run_dir_of(config))
-    step_s = diary.get("step_s")
-    if not isinstance(step_s, float) or step_s <= 0 or diary.get("work") != work_digest(config, schema):
-        return None
-    return step_s
+def _same_split(config: Config, rule: Mapping[str, Any], split: str) -> bool:
+    if rule.get("split") != canonical_split(split):
+        return False
+    shares: Mapping[str, float] | None = rule.get("fractions")
+    if shares is None:
+        return True
+    asked = config.data.splits or DEFAULT_SPLITS
+    wanted = {canonical_split(name): share for name, share in asked.items()}
+    if rule.get("rule") != RULE:
+        return False  # cut by an earlier version, so that its val may hold what is train now
+    if rule.get("seed") != config.data.seed or not shares.keys() <= wanted.keys():
+        return False
+    # Fractions may have been cut from the train files alone; then they are the same ones, scaled.
+    total = sum(wanted[name] for name in shares) / sum(shares.values())
+    return all(math.isclose(share * total, wanted[name], rel_tol=1e-9) for name, share in shares.items())
 
 
-def write_diary(
-    run_dir: Path, *, digest: str, finished: bool, work: str, step_s: float | None, ranks: int = 1
-) -> None:
-    """Note the state of a run; `digest` and `work` as `settings_digest` and `work_digest` make them.
+def _same_limit(config: Config, recipe: Recipe) -> bool:
+    cut = any(str(part["selection"]).startswith("first ") for part in recipe.entries["source"]["parts"])
+    limit = config.data.limit
+    return not cut if limit is None else recipe.count == limit if cut else recipe.count <= limit
+
+
+def _same_encoder(config: Config, recipe: Recipe, keep: Sequence[str]) -> bool:
+    entry = recipe.entries["encoder"]
+    if entry is not None and entry["class"] == KEEPING:
+        if entry["config"]["fields"] != list(keep):
+            return False
+        entry = entry["config"]["inner"]
+    elif keep and entry is not None:
+        return False
+    if config.data.normalize:
+        if entry is None or entry["class"] != "stoker.Normalized" or entry["config"]["method"] != "standard":
+            return False
+        entry = entry["config"]["inner"]
+    if config.encoder.kind == "identity" or entry is None:
+        return entry is None and config.encoder.kind == "identity"
+    if config.encoder.kind == "module":
+        return _same_module(config, entry)
+    if config.data.input is None:
+        return _same_grid_encoder(config, entry, "data")
+    if entry["class"] != STEADY:
+        return False
+    parts, fields = entry["config"], {"input": config.data.input, "solution": "data"}
+    return all(_same_grid_encoder(config, parts[part], field) for part, field in fields.items())
+
+
+def _same_grid_encoder(config: Config, entry: Mapping[str, Any], field: str) -> bool:
+    if entry["class"] != "stoker.GridEncoder":
+        return False
+    made = entry["config"]
+    try:
+        encoder = grid_encoder_of(config, field, grid=tuple(made["grid"]), channels=made["channels"])
+    except StokerError:
+        return False
+    return encoder.identity() == entry
+
+
+def _same_module(config: Config, entry: Mapping[str, Any]) -> bool:
+    """Whether the module of the settings, made again, is the one that encoded."""
+    time = config.encoder.time or entry["config"].get("time")
+    try:
+        encoder = user_encoder(config.encoder.model_copy(update={"time": time}), {})
+        return encoder.identity() == entry
+    except StokerError:
+        return False
+
+
+def _same_dtypes(config: Config, recipe: Recipe) -> bool:
+    try:
+        return stored_schema(recipe.encoded, config.training.latent_cache_dtype) == recipe.schema
+    except ConfigError:  # this dtype is not for all of these fields, so this is another's cache
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Name the entries in which two recipes differ, so that a cache that was not used explains itself.
+
+
+WRAPPERS = {
+    KEEPING: ("kept", "raw fields are kept on one side only"),
+    "stoker.Normalized": ("normalised", "the encoder takes normalised values on one side only"),
+}
+"""Classes in the identity of encoders around another one, outermost first; their entry and its meaning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(JsonResult):
+    """How two recipes differ."""
+
+    json_keys = ("same", "differences", "a", "b")
+
+    a: str
+    """Where the first recipe is from: a folder, or a configuration and cache name."""
+    b: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both have one fingerprint."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One of the two recipes."""
+
+    label: str
+    recipe: Recipe
+    folder: Path
+    """The recipe's own folder, which need not exist."""
+
+
+def explain(a: str | Path, b: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Explanation:
+    """Compare the recipes of two caches or configurations.
 
     Args:
-        ranks: With how many it was begun.
-
+        a: A cache, a recipe's folder or a settings file.
+        b: The other one. None: the folder beside `a` whose recipe differs least.
+        overrides: `key=value`, over the settings files among the two.
     Raises:
-        ReadOnlyError: The folder cannot be written.
+        FormatError: There is no cache to compare with.
+        ConfigError, SourceError: A settings file, or what it names, cannot be read.
     """
-    text = canonical_json(
-        {"settings": digest, "finished": finished, "work": work, "step_s": step_s, "ranks": ranks}
-    )
-    LocalStorage(run_dir).put(FILE, text.encode())
+    if overrides and not any(path is not None and _is_config(path) for path in (a, b)):
+        raise ConfigError(
+            f"settings ({', '.join(overrides)}) were given beside caches alone. They belong to a settings "
+            "file: compare with one, as c.yaml"
+        )
+    first = _side(a, None, overrides)
+    if b is None:
+        second = _nearest(first)
+    else:
+        second = _side(b, first.folder.parent.name if _is_config(b) else None, overrides)
+    differences = differences_of(first.recipe, second.recipe)
+    return Explanation(a=first.label, b=second.label, differences=tuple(differences))
 
 
-def _read(run_dir: Path) -> dict[str, Any]:
-    """The diary; empty when there is none, or a damaged one."""
-    with suppress(OSError, FormatError):
-        return read_strict(LocalStorage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
-    return {}
+def differences_of(a: Recipe, b: Recipe) -> list[Difference]:
+    """As `diff_recipes`, in the terms of the settings: what wraps one encoder is one difference.
+
+    Parts of a torch Dataset have no bytes that were compared, but probed samples.
+    """
+    found: list[Difference] = []
+    for wrapper, (name, note) in WRAPPERS.items():
+        inside = [_inside(recipe, wrapper) for recipe in (a, b)]
+        if (inside[0] is None) != (inside[1] is None):
+            said = ["no" if recipe is None else "yes" for recipe in inside]
+            found.append(Difference(entry=f"encoder.{name}", a=said[0], b=said[1], note=note))
+            a, b = inside[0] or a, inside[1] or b
+    found += diff_recipes(a, b)
+    if not str(b.entries["source"]["kind"]).startswith("torch/"):
+        return found
+    return [
+        replace(d, note="probed samples or code differ") if d.entry.endswith(".digest") else d for d in found
+    ]
+
+
+def _inside(recipe: Recipe, wrapper: str) -> Recipe | None:
+    """The recipe as it were without a wrapper around its encoder; None where there is none."""
+    encoder = as_object(recipe.entries["encoder"]) or {}
+    if encoder.get("class") != wrapper:
+        return None
+    return Recipe(entries={**recipe.entries, "encoder": encoder["config"]["inner"]})
+
+
+def _is_config(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in {".yaml", ".yml"}
+
+
+def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side:
+    """`name` picks one of a configuration's caches; None: the first."""
+    if not _is_config(path):
+        at = here(path)
+        folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
+        return _Side(label=shown(folder), recipe=load_recipe(folder), folder=folder)
+    run = Run(load_config(path, overrides))
+    known = run.names_of_caches()
+    if name is not None and name not in known:
+        raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
+    chosen = name or next(iter(known))
+    recipe = recipe_of(*known[chosen])
+    folder = run.cache_dir / chosen / recipe.fingerprint
+    return _Side(label=f"{path} ({chosen}, {recipe.fingerprint})", recipe=recipe, folder=folder)
+
+
+def _nearest(side: _Side) -> _Side:
+    """The recipe beside `side` that differs in the fewest entries; its own one if that has a cache."""
+    found: list[tuple[int, str, _Side]] = []
+    parent = side.folder.parent
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+        own = folder.resolve() == side.folder.resolve()
+        if own and not _is_from_config(side):
+            continue
+        try:
+            recipe = load_recipe(folder)
+        except (StokerError, OSError):
+            continue
+        other = _Side(label=shown(folder), recipe=recipe, folder=folder)
+        found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
+    if not found:
+        raise FormatError(
+            f"{shown(parent)} holds no other cache to compare with. Give B, or run precompute first"
+        )
+    return min(found, key=lambda item: item[:2])[2]
+
+
+def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Difference]] | None:
+    """The recipe beside `folder` that differs least from `recipe`, and in what; None: there is no other."""
+    side = _Side(label=shown(folder), recipe=recipe, folder=folder)
+    try:
+        other = _nearest(side)
+    except FormatError:
+        return None
+    return other.folder, differences_of(other.recipe, recipe)
+
+
+def _is_from_config(side: _Side) -> bool:
+    return side.label != shown(side.folder)

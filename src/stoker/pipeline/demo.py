@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from stoker.config import Config, load_config
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
 from stoker.pipeline.caches import Located
-from stoker.pipeline.machine import describe_machine
+from stoker.pipeline.context import Run, describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult
 from stoker.pipeline.train import TrainResult, prepare, train_prepared
 from stoker.runtime.files import make_folder, replacing
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.train.config import EventSink
 from stoker.units import format_count
 
@@ -173,12 +173,16 @@ SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoResult:
+class DemoResult(JsonResult):
     """The four steps of the demo."""
+
+    json_within = "train"
+    json_keys = ("data_s", "encode_s", "data", "plan")
 
     machine: str
     """One line: version, device, memory, build of torch."""
-    data_path: str
+    data: str
+    """The file."""
     data_line: str
     """What was simulated, or that the file was there."""
     data_s: float
@@ -190,15 +194,10 @@ class DemoResult:
         """The training cache, then the validation cache."""
         return self.train.caches
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys of `train`, and `data_s` and `encode_s`."""
-        return {
-            **self.train.to_json(),
-            "data_s": self.data_s,
-            "encode_s": sum(cache.encode_seconds for cache in self.caches),
-            "data": self.data_path,
-            "plan": self.plan.to_json(),
-        }
+    @property
+    def encode_s(self) -> float:
+        """Seconds inside the encoder."""
+        return sum(cache.encode_seconds for cache in self.caches)
 
 
 def run_demo(
@@ -218,14 +217,14 @@ def run_demo(
     began = time.monotonic()
     data_line = _make_data(config)
     data_s = time.monotonic() - began
-    prepared = prepare(config)
-    result = train_prepared(config, prepared, started=started, on_event=on_event)
+    run = Run(config)
+    result = train_prepared(run, prepare(run), started=started, on_event=on_event)
     cache = result.caches[0].cache
     # Only now: it serves batches for two seconds to find out what they take, and knows a step by then.
-    plan = plan_located(config, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
+    plan = plan_located(run.parts()[0], Located(recipe=cache.recipe, folder=cache.path, cache=cache))
     return DemoResult(
         machine=describe_machine(),
-        data_path=str(config.data.files),
+        data=str(config.data.files),
         data_line=data_line,
         data_s=data_s,
         plan=plan,

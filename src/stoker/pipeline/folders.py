@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 
-from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.runtime.threads import call_within
-from stoker.store.mirror.root import attach
-from stoker.store.remote import is_url
-
-
-def cache_dir_of(config: Config) -> Path:
-    """The local folder of the caches: of an address the one that stands for it.
-
-    Raises:
-        StokerError: As `attach`.
-    """
-    training = config.training
-    if not is_url(training.latent_cache_dir):
-        return Path(training.latent_cache_dir)
-    return _attached(training.latent_cache_dir, training.mirror_dir, training.mirror_bytes)
-
-
-@functools.lru_cache
-def _attached(url: str, mirror_dir: str, mirror_bytes: int | None) -> Path:
-    return attach(url, mirror_dir, mirror_bytes)
 
 
 def obstacle(folder: Path) -> str | None:

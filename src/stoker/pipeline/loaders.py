@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,23 +16,20 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep, Step
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, TaskBatch, subset
 from stoker.loader.transform import Transform
 from stoker.loader.windows import time_field
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import build_source, device_of, tasks_of
-from stoker.pipeline.caches import batch_size_of, run_dir_of, trajectory_steps, unfinished, windows_for
+from stoker.pipeline.build import build_source
+from stoker.pipeline.context import Run, unfinished
 from stoker.pipeline.stages import horizon_of
-from stoker.plan.resources import encode_on, require_devices, use_device
-from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
+from stoker.scale.ranks import Ranks
 from stoker.schema import Json, Schema
-from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.store.joins import join_table
-from stoker.store.remote import is_url
-from stoker.train.config import Stage
+from stoker.train.config import TrainStage
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
 # ----------------------------------------------------------------------------------------------------------
@@ -110,18 +106,17 @@ def _check_complete(cache: Cache, what: str, cure: str) -> None:
         )
 
 
-def check_beside(config: Config, schema: Schema, ranks: Ranks) -> None:
+def check_beside(run: Run, schema: Schema) -> None:
     """Refuse what cannot be served beside the filling of a cache, before that begins.
 
     Args:
-        config: The settings of a task that is to be trained on while it is encoded.
+        run: Of a task that is to be trained on while it is encoded.
         schema: Fields of its records.
-        ranks: The processes that train together.
 
     Raises:
         ConfigError: One of the settings needs a complete cache.
     """
-    training = config.training
+    training, ranks = run.config.training, run.ranks
     wants = {
         f"training with {ranks.world} ranks": (
             ranks.world > 1,
@@ -197,32 +192,13 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
 # task is judged by itself.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPairs:
-    """A mixture as the training loop takes it."""
-
-    mixture: Mixture
+class TaskPairs(Mixture):
+    """A mixture as the training loop takes it: batches have the conditions of `with_task`."""
 
     def __iter__(self) -> Iterator[TaskBatch]:
         """One pass, or the rest of the pass that a loaded state began."""
-        tasks = len(self.mixture.names)
-        return (with_task(batch, tasks) for batch in self.mixture)
-
-    def __len__(self) -> int:
-        """Batches of a whole pass."""
-        return len(self.mixture)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As `Mixture.set_epoch`."""
-        self.mixture.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Json]:
-        """As `Mixture.state_dict`."""
-        return self.mixture.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """As `Mixture.load_state_dict`."""
-        self.mixture.load_state_dict(state)
+        tasks = len(self.names)
+        return (with_task(cast("TaskBatch", batch), tasks) for batch in super().__iter__())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +259,7 @@ def _check_names(names: Iterable[str]) -> None:
 def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
     """The training loaders of all tasks, mixed as `training.mixture` says."""
     training = config.training
-    mixture = Mixture(
+    return TaskPairs(
         list(loaders.values()),
         names=list(loaders),
         mode=training.mixture,
@@ -293,7 +269,6 @@ def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs
         seed=training.seed,
         **more,
     )
-    return TaskPairs(mixture=mixture)
 
 
 def apart(loaders: Mapping[str, Loader]) -> dict[str, OneTask]:
@@ -339,9 +314,6 @@ def check_together(schemas: Mapping[str, Schema]) -> None:
 # batches.
 
 
-log = logging.getLogger("stoker")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """Which part of a run's steps is this rank's."""
@@ -359,22 +331,23 @@ class Shared:
     """Of examples; the parts of a static one are those that the run was begun with."""
 
 
-def share_steps(config: Config, digest: str, cache: Cache, ranks: Ranks) -> Shared:
+def share_steps(run: Run, digest: str, cache: Cache) -> Shared:
     """Decide on rank 0, by its run folder, and check that the global batch can be shared.
 
     Raises:
         ConfigError: It cannot.
     """
-    begun = unfinished(config, digest) if ranks.leads else None
+    ranks = run.ranks
+    begun = unfinished(run, digest) if ranks.leads else None
     begun = json.loads(ranks.tell(json.dumps(begun), "the start of training")[0])
-    size = batch_size_of(config, trajectory_steps(cache.schema)) * (begun or ranks.world)
+    size = run.batch_size(cache.schema) * (begun or ranks.world)
     if size % ranks.world:
         raise ConfigError(
-            f"{run_dir_of(config)} holds a run of {size} examples a step, begun with {begun} ranks, which "
+            f"{run.run_dir} holds a run of {size} examples a step, begun with {begun} ranks, which "
             f"{ranks.world} cannot share evenly. Go on with a number of ranks that divides {size}, or begin "
             "again in another training.run_dir"
         )
-    world, order = begun or ranks.world, config.training.order
+    world, order = begun or ranks.world, run.config.training.order
     return Shared(
         resume=begun is not None,
         begun=world,
@@ -392,56 +365,6 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
     return cache.numbers[count * ranks.rank // ranks.world : count * (ranks.rank + 1) // ranks.world].tolist()
 
 
-def cache_sharing(config: Config, ranks: Ranks) -> list[int]:
-    """The machines that share the cache folder with this one (an address: all); where not all do, it is said.
-
-    Errors as `nodes_that_share`.
-    """
-    folder = config.training.latent_cache_dir
-    if is_url(folder):
-        return list(range(ranks.nodes))
-    nodes = nodes_that_share(Path(folder), ranks)
-    if ranks.leads and len(nodes) < ranks.nodes:
-        log.info(
-            "%d of %d machines see the same %s: each of the others encodes all of it for itself. In a folder "
-            "that all of them see, each would encode 1/%d",
-            len(nodes),
-            ranks.nodes,
-            folder,
-            ranks.nodes,
-        )
-    return nodes
-
-
-def encoders_of(config: Config, ranks: Ranks) -> tuple[str, ...]:
-    """The devices that encode on this machine: those asked for, else that of each rank here.
-
-    Raises:
-        ConfigError: A device that was asked for is not there.
-    """
-    if config.precompute.devices:
-        devices = encode_on(config.precompute.devices)
-        if config.precompute.engine == "local":
-            require_devices(*devices)
-        return devices
-    device, count = device_of(config), ranks.local_world
-    if count == 1:
-        return (config.training.device,)  # `auto` is resolved, and said, where encoding begins
-    if not device.startswith("cuda"):
-        return (device,) * count
-    return tuple(f"cuda:{place}" for place in range(count))
-
-
-def on_own_device(config: Config, ranks: Ranks) -> Config:
-    """The settings with this rank's own GPU, made the current one, where there are several of each."""
-    if ranks.world == 1 or device_of(config) != "cuda":
-        return config
-    own = f"cuda:{ranks.local_rank}"
-    use_device(own)
-    training = config.training.model_copy(update={"device": own})
-    return config.model_copy(update={"training": training})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What the loop trains and validates on."""
@@ -457,55 +380,57 @@ class Served:
 
 
 def serve(
-    config: Config,
+    run: Run,
     caches: Sequence[Cache],
     *,
     digest: str = "",
     meter: StallMeter | None = None,
-    ranks: Ranks = ALONE,
     horizon: int | None = None,
 ) -> Served:
     """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
 
     Args:
+        run: The settings, and the processes that train together.
         caches: For training and for validation, of each task in turn.
         digest: Of the run's settings: one that was interrupted keeps its global batch.
-        meter, ranks: Told how long batches were waited for; the processes that train together.
+        meter: Told how long batches were waited for.
         horizon: Of training windows; None: `training.rollout_horizon`.
     Raises:
         ConfigError: The settings of the mixture do not fit the tasks, or the ranks the batch.
     """
-    splits = (canonical_split(config.data.wanted_splits[0]), "val") * len(tasks_of(config))
-    caches = [
-        joined(config.for_task(task), cache, task, split)
-        for task, split, cache in zip(each_twice(config), splits, caches, strict=True)
-    ]
-    owns = {task: _in_run_of(config, config.for_task(task)) for task in tasks_of(config)}
-    parts = [share_steps(o, digest, c, ranks) for o, c in zip(owns.values(), caches[::2], strict=True)]
+    parts = run.parts()
+    firsts = [joined(part, cache, run.split) for part, cache in zip(parts, caches[::2], strict=True)]
+    seconds = [joined(part, cache, "val") for part, cache in zip(parts, caches[1::2], strict=True)]
+    shares = [share_steps(part, digest, cache) for part, cache in zip(parts, firsts, strict=True)]
     train_loaders = {
-        task: make_loader(_reaching(own, horizon), cache, meter=meter, ranks=ranks, shared=part)
-        for (task, own), cache, part in zip(owns.items(), caches[::2], parts, strict=True)
+        part.task: make_loader(
+            part if horizon is None else part.with_training(rollout_horizon=horizon),
+            cache,
+            meter=meter,
+            shared=shared,
+        )
+        for part, cache, shared in zip(parts, firsts, shares, strict=True)
     }
     val_loaders = {
-        task: make_val_loader(own, cache, train_cache=beside, ranks=ranks)
-        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+        part.task: make_val_loader(part, cache, train_cache=first)
+        for part, first, cache in zip(parts, firsts, seconds, strict=True)
     }
     known = (loader for loader in val_loaders.values() if loader is not None)
     loaders = (*train_loaders.values(), *known)
-    if len(owns) == 1:
+    if len(parts) == 1:
         (val,), one = val_loaders.values(), loaders[0]
-        return Served(train=one, val=val, loaders=loaders, shared=parts[0], reason=one.plan.reason)
+        return Served(train=one, val=val, loaders=loaders, shared=shares[0], reason=one.plan.reason)
     # A rank without a trajectory of a task still has to know which conditions that task has.
     whole = {
-        task: val_loaders[task] or make_val_loader(own, cache, train_cache=beside)
-        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+        part.task: val_loaders[part.task] or make_val_loader(part, cache, train_cache=first, shared=False)
+        for part, first, cache in zip(parts, firsts, seconds, strict=True)
     }
     alone = apart({task: loader for task, loader in whole.items() if loader is not None})
     return Served(
-        train=mix(config, train_loaders, meter=meter),
+        train=mix(run.config, train_loaders, meter=meter),
         val={task: None if val_loaders[task] is None else one for task, one in alone.items()},
         loaders=loaders,
-        shared=parts[0],
+        shared=shares[0],
         reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
     )
 
@@ -518,7 +443,7 @@ class StageLoaders:
     """
 
     config: Config
-    make: Callable[[Config, int | None], Served]
+    make: Callable[[int | None], Served]
     """Makes loaders; the number is the horizon of training windows, None: that of the settings."""
     _served: list[Served] = field(default_factory=list[Served])
     _horizon: int | None = None
@@ -527,10 +452,10 @@ class StageLoaders:
     def served(self) -> Served:
         """Those in use."""
         if not self._served:
-            self._served.append(self.make(self.config, self._horizon))
+            self._served.append(self.make(self._horizon))
         return self._served[0]
 
-    def loader_of(self, stage: Stage) -> Loader | TaskPairs:
+    def loader_of(self, stage: TrainStage) -> Loader | TaskPairs:
         """The training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:
@@ -539,68 +464,45 @@ class StageLoaders:
         return self.served.train
 
 
-def each_twice(config: Config) -> list[str]:
-    """Each task for its training cache, and again for its validation cache."""
-    return [task for task in tasks_of(config) for _ in range(2)]
-
-
-def joined(config: Config, cache: Cache, task: str, split: str) -> Cache:
+def joined(run: Run, cache: Cache, split: str) -> Cache:
     """The cache with the columns of `data.join` beside its records.
 
     Raises:
         ConfigError: The settings lack columns, or do not fit the cache.
         SourceError: The table cannot be read, or does not fit the records.
     """
-    join = config.data.join
+    join = run.config.data.join
     if join.table is None:
         return cache
     if join.columns is None:
         raise ConfigError(f"data.join.table is {join.table}, and data.join.columns names none of its columns")
     rules = {name: getattr(join, name) for name in ("key", "columns", "name", "missing", "repeated")}
-    on = build_source(config, task, split).keys() if join.on == "keys" else join.on
+    on = build_source(run, split).keys() if join.on == "keys" else join.on
     return join_table(cache, join.table, on=on, **rules)
 
 
-def _in_run_of(config: Config, own: Config) -> Config:
-    """The settings of a task, in the folder of the whole run."""
-    training = own.training.model_copy(update={"run_dir": str(run_dir_of(config))})
-    return own if own is config else own.model_copy(update={"training": training})
-
-
-def _reaching(config: Config, horizon: int | None) -> Config:
-    """The settings with another horizon of windows."""
-    if horizon is None:
-        return config
-    training = config.training.model_copy(update={"rollout_horizon": horizon})
-    return config.model_copy(update={"training": training})
-
-
 def make_loader(
-    config: Config,
-    cache: Cache,
-    *,
-    meter: StallMeter | None = None,
-    ranks: Ranks = ALONE,
-    shared: Shared | None = None,
+    run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: Shared | None = None
 ) -> Loader:
     """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
+    training, schema = run.config.training, cache.schema
     return Loader(
         cache,
-        windows=windows_for(config, cache.schema),
-        order=config.training.order if shared is None else shared.order,
-        batch_size=_batch_size(config, cache) if shared is None else shared.batch_size,
+        windows=run.windows_for(schema),
+        order=training.order if shared is None else shared.order,
+        batch_size=run.batch_size(schema) if shared is None else shared.batch_size,
         drop_last=None if shared is None else shared.drop_last,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=run.ranks.rank,
+        world=run.ranks.world,
         meter=meter,
-        transforms=transforms_of(config, cache, training=True),
-        **chosen_of(config, cache),
-        **_common(config),
+        transforms=transforms_of(run.config, cache, training=True),
+        **chosen_of(run.config, cache),
+        **_common(run),
     )
 
 
 def make_val_loader(
-    config: Config, cache: Cache, *, train_cache: Cache | None = None, ranks: Ranks = ALONE
+    run: Run, cache: Cache, *, train_cache: Cache | None = None, shared: bool = True
 ) -> Loader | None:
     """The loader of the validation cache, in order, in the memory that other loaders leave.
 
@@ -608,41 +510,37 @@ def make_val_loader(
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Of a range of strides it is the
-    smallest, of a range of horizons the largest. Ranks have whole trajectories,
-    each its own; None: there is none for this one.
+    smallest, of a range of horizons the largest. Ranks have whole trajectories, each its own, unless
+    `shared` is False; None: there is none for this one.
     """
-    windows = windows_for(config, cache.schema)
+    windows = run.windows_for(cache.schema)
     if windows is not None and windows.draws:  # at the smallest stride, whose windows chain
         least, most = windows.strides[0], windows.horizons[1]
         stride = (least, least) if isinstance(windows.stride, tuple) else least
         windows = replace(windows, stride=stride, horizon=most)  # with the conditions of training
     if windows is not None and windows.horizons[1] == 1:
         windows = replace(windows, start_every=windows.strides[0])
-    own = own_trajectories(cache, ranks)
+    own = own_trajectories(cache, run.ranks) if shared else None
     if own is not None and not len(own):
         return None
     return Loader(
         cache,
         windows=windows,
         order="sequential",
-        batch_size=_batch_size(config, cache),
+        batch_size=run.batch_size(cache.schema),
         indices=own,
-        transforms=transforms_of(config, train_cache or cache, training=False),
-        **_common(config),
+        transforms=transforms_of(run.config, train_cache or cache, training=False),
+        **_common(run),
     )
 
 
-def _batch_size(config: Config, cache: Cache) -> int:
-    return batch_size_of(config, trajectory_steps(cache.schema))
-
-
-def _common(config: Config) -> dict[str, Any]:
+def _common(run: Run) -> dict[str, Any]:
     """What both loaders are told."""
-    training = config.training
+    training = run.config.training
     return {
         "tier": training.tier,
-        "device": device_of(config),
+        "device": run.device,
         "seed": training.seed,
         "reserve_bytes": training.reserve_bytes,
-        "verify": config.verify.on_read,
+        "verify": run.config.verify.on_read,
     }

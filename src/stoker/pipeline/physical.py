@@ -3,7 +3,7 @@
 For the grid encoder all is made from the recipe and the weights stored next to the cache, so it is there
 without raw data. A module of the user's own decodes itself, by its method `decode`, if its code is at hand.
 What the encoder loses is measured on a few records against raw fields: those that the cache keeps, else
-those of the source, which a thread reads while training goes on; storage that does not answer costs the
+those of the source, which a thread reads while training runs; storage that does not answer costs the
 figure, and nothing else.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from stoker.encoders.grid import Decode, decoder_of, encode_of
-from stoker.encoders.keeping import KEEPING, Keeping
 from stoker.encoders.mesh import MESH_ENCODER, PointDecoder
 from stoker.encoders.module import ModuleEncoder
-from stoker.encoders.normalize import Normalized
-from stoker.encoders.steady import STEADY
+from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
 from stoker.runtime.threads import Pool, ending
@@ -56,10 +54,12 @@ def physical_space(cache: Cache) -> PhysicalSpace | None:
     if identity is not None and (mesh := _mesh_identity(identity)) is not None:
         weights = _weights(cache, identity)
         return None if weights is None else mesh_space(cache, mesh, weights)
-    decode = _decoder(cache, identity)
-    if identity is None or decode is None or "latent" not in cache.schema:
+    if identity is None or "latent" not in cache.schema:
         return None
-    lost = _GridReconstruction(cache, decode, _field(identity))
+    decode = _made(cache, identity, decoder_of, _own_decoder(cache))
+    if decode is None:
+        return None
+    lost = _grid_reconstruction(cache, decode, _field(identity))
     return PhysicalSpace(decode=decode, reconstruction=lost.finish)
 
 
@@ -87,10 +87,6 @@ def field_space(cache: Cache) -> FieldSpace:
         decode=_made(cache, identity, decoder_of),
         encode=_made(cache, identity, encode_of),
     )
-
-
-def _decoder(cache: Cache, identity: Mapping[str, Any] | None) -> Decode | None:
-    return None if identity is None else _made(cache, identity, decoder_of, _own_decoder(cache))
 
 
 def _made(
@@ -154,7 +150,7 @@ def mesh_space(cache: Cache, identity: Mapping[str, Any], weights: Mapping[str, 
     """Return the maps from latents of the mesh encoder to fields at the points of each record."""
     config = identity["config"]
     decoder = PointDecoder(weights, config["channels"])
-    lost = _PointReconstruction(cache, decoder, config)
+    lost = _point_reconstruction(cache, decoder, config)
     return PhysicalSpace(decode=_AtPoints(cache, decoder), reconstruction=lost.finish)
 
 
@@ -190,12 +186,27 @@ def _field(identity: Mapping[str, Any]) -> str:
 class _Reconstruction:
     """Decoded records against raw fields, measured in a thread."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        names: Sequence[str],
+        decode: Callable[[Mapping[str, Tensor]], Tensor],
+        join: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> None:
+        """Begin.
+
+        Args:
+            cache: Holds the records.
+            names: The raw fields that they stand for.
+            decode: From a record to the field, of trajectories the first steps.
+            join: From raw fields to one as the encoder was given it.
+        """
         # A handle of its own: the loader's closes and opens shards as it needs them.
         self._cache = Cache(cache.path, cache.recipe, cache.index)
         filler = cache.filler
-        # A copy, with files of its own: whoever mends the cache may be reading through the other one.
+        # A copy, with files of its own: what repairs the cache may be reading through the other one.
         self._source = copy.deepcopy(filler.source) if isinstance(filler, EncodeFiller) else None
+        self._names, self._decode, self._join = names, decode, join
         self._found: float | None = None
         # Of the loader's pools, whose threads do not end inside torch when the program does.
         self._ticket = Pool(1, "stoker-reconstruction").submit(self._run)
@@ -219,77 +230,57 @@ class _Reconstruction:
         for number in np.unique(chosen).tolist():
             if ending():  # the exit waits for one sample, not for all of them
                 return None
-            pair = self.pair(number)
-            if pair is None:
+            record = self._cache[number]
+            decoded = self._decode(record)
+            steps = len(decoded) if self._cache.schema["latent"].time else None
+            fields = self._fields(number, record, steps)
+            if fields is None:
                 return None
-            decoded, raw = pair
+            raw = self._join({name: fields[name][:steps].double() for name in self._names})
             wrong += float((decoded.double() - raw).square().sum())
             size += float(raw.square().sum())
         return (wrong / size) ** 0.5 if size else None
 
-    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """A record decoded, and its raw field as float64; None: no raw field is at hand."""
-        raise AssertionError("each kind of encoder has its own")
-
-
-class _GridReconstruction(_Reconstruction):
-    """Of fields that a decoder gives on a grid."""
-
-    def __init__(self, cache: Cache, decode: Decode, field: str) -> None:
-        self._decode, self._field = decode, field
-        super().__init__(cache)
-
-    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """The first steps, as many as memory is spent on."""
-        record = self._cache[number]
-        latents = record["latent"]
-        if latents.ndim > 2:
-            latents = latents[: max(1, MAX_FIELD_BYTES // self._decode(latents[:1]).nbytes)]
-        raw = self._raw(number, record, len(latents))
-        if raw is None:
-            return None
-        return self._decode(latents), raw[: len(latents)] if latents.ndim > 2 else raw
-
-    def _raw(self, number: int, record: Mapping[str, Tensor], steps: int) -> Tensor | None:
-        if self._field in record:
-            return record[self._field].double()
+    def _fields(
+        self, number: int, record: Mapping[str, Tensor], steps: int | None
+    ) -> Mapping[str, Tensor] | None:
+        """What has the raw fields, of trajectories at least the first `steps`; None: nothing at hand has."""
+        if all(name in record for name in self._names):
+            return record
         if self._source is None:
             return None
-        spec = self._source.schema()[self._field]
-        sample = self._source.read(number, 0, steps) if spec.time else self._source.read(number)
-        return from_array(np.ascontiguousarray(sample[self._field]), spec.dtype).double()
+        schema = self._source.schema()
+        sample = self._source.read(number) if steps is None else self._source.read(number, 0, steps)
+        own = {n: from_array(np.ascontiguousarray(a), schema[n].dtype) for n, a in sample.items()}
+        return unfolded(own, schema)
 
 
-class _PointReconstruction(_Reconstruction):
+def _first_steps(latents: Tensor, step_bytes: int) -> Tensor:
+    """Latents of a trajectory, as many steps as memory is spent on."""
+    return latents[: max(1, MAX_FIELD_BYTES // max(1, step_bytes))]
+
+
+def _grid_reconstruction(cache: Cache, decode: Decode, field: str) -> _Reconstruction:
+    """Of fields that a decoder gives on a grid."""
+
+    def decoded(record: Mapping[str, Tensor]) -> Tensor:
+        latents = record["latent"]
+        if cache.schema["latent"].time:
+            latents = _first_steps(latents, decode(latents[:1]).nbytes)
+        return decode(latents)
+
+    return _Reconstruction(cache, [field], decoded, lambda raw: raw[field])
+
+
+def _point_reconstruction(cache: Cache, decoder: PointDecoder, config: Mapping[str, Any]) -> _Reconstruction:
     """Of fields at points: raw ones are displacement from the first step in place of positions."""
 
-    def __init__(self, cache: Cache, decoder: PointDecoder, config: Mapping[str, Any]) -> None:
-        self._decoder, self._config = decoder, config
-        super().__init__(cache)
+    def decoded(record: Mapping[str, Tensor]) -> Tensor:
+        basis = decoder.basis(record["coords"])
+        return decoder.at(_first_steps(record["latent"], 4 * len(basis) * config["channels"]), basis)
 
-    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """The first steps, as many as memory is spent on."""
-        record = self._cache[number]
-        basis = self._decoder.basis(record["coords"])
-        step = 4 * len(basis) * self._config["channels"]
-        latents = record["latent"][: max(1, MAX_FIELD_BYTES // max(1, step))]
-        raw = self._raw(number, record, len(latents))
-        return None if raw is None else (self._decoder.at(latents, basis), raw)
+    def joined(raw: Mapping[str, Tensor]) -> Tensor:
+        moved = {n: v - v[:1] if n == config["moving"] else v for n, v in raw.items()}
+        return torch.cat([values.reshape(*values.shape[:2], -1) for values in moved.values()], dim=-1)
 
-    def _raw(self, number: int, record: Mapping[str, Tensor], steps: int) -> Tensor | None:
-        """Fields `(steps, N, C)` of the raw sample, as the encoder was given them."""
-        names = self._config["fields"]
-        found = record
-        if not all(name in record for name in names):
-            if self._source is None:
-                return None
-            schema = self._source.schema()
-            sample = self._source.read(number, 0, steps)
-            own = {n: from_array(np.ascontiguousarray(a), schema[n].dtype) for n, a in sample.items()}
-            found = unfolded(own, schema)
-        parts: list[Tensor] = []
-        for name in names:
-            values = found[name][:steps].double()
-            values = values - values[:1] if name == self._config["moving"] else values
-            parts.append(values.reshape(*values.shape[:2], -1))
-        return torch.cat(parts, dim=-1)
+    return _Reconstruction(cache, config["fields"], decoded, joined)

@@ -13,32 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.config import Config
 from stoker.errors import ConfigError, RecordError, StokerError
 from stoker.loader import Loader, Windows
 from stoker.loader.order import parse_order
 from stoker.loader.places import Places, find_places
 from stoker.loader.prefetch import HANDOVER_S, elsewhere_of
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.caches import (
-    Located,
-    batch_size_of,
-    last_step_s,
-    locate,
-    raw_bytes,
-    trajectory_steps,
-    windows_for,
-    windows_of,
-)
-from stoker.pipeline.folders import cache_dir_of, require_folder
-from stoker.pipeline.loaders import encoders_of
-from stoker.plan import Demand, Elsewhere, Load, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.pipeline.caches import Located, locate, raw_bytes
+from stoker.pipeline.context import Run, last_step_s, trajectory_steps
+from stoker.pipeline.folders import require_folder
+from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.plan.tiers import TIERS, Waiting, over_budget
-from stoker.scale.ranks import ALONE
-from stoker.schema import SCALE_SUFFIX, Field, Json, Schema, columns_of
-from stoker.sources.files import canonical_split
+from stoker.schema import SCALE_SUFFIX, Field, JsonResult, Schema, columns_of
 from stoker.store import Cache, Recipe
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.recipe import stored_schema
@@ -62,8 +49,10 @@ PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller:
+class Smaller(JsonResult):
     """One dtype that would take fewer bytes."""
+
+    json_keys = ("dtype", "bytes", "tiers", "tier", "samples", "max_error", "rms_error", "refused")
 
     dtype: str
     bytes: int
@@ -79,18 +68,15 @@ class Smaller:
     refused: str = ""
     """Why records cannot be stored so; empty where they can."""
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "dtype": self.dtype,
-            "bytes": self.bytes,
-            "tiers": dict(self.plan.records_by_tier()),
-            "tier": self.plan.tier,
-            "samples": self.samples,
-            "max_error": self.max_error,
-            "rms_error": self.rms_error,
-            "refused": self.refused,
-        }
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier."""
+        return self.plan.records_by_tier()
+
+    @property
+    def tier(self) -> str:
+        """The tier that would hold most of them."""
+        return self.plan.tier
 
 
 Planned = Callable[[Demand], Plan]
@@ -258,7 +244,7 @@ def served_loads(
     tiers: Sequence[str] = ("disk", "host"),
     seconds: float = SECONDS,
     step: Step | None = None,
-) -> dict[str, Load]:
+) -> dict[str, BatchLoad]:
     """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
 
     The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
@@ -266,7 +252,7 @@ def served_loads(
     what was read once comes from there. With a `step` it is also tried what batches cost beside such steps:
     who loads takes turns with them at cores and at the interpreter's lock, which no sum of parts tells.
     """
-    found: dict[str, Load] = {}
+    found: dict[str, BatchLoad] = {}
     size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
     numbers = list(cache.numbers)
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
@@ -300,7 +286,7 @@ def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
 
 def _load(
     loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: Step | None
-) -> Load | None:
+) -> BatchLoad | None:
     """First without a step, then, from disk, with pauses so long that every read is over when they end, then
     beside steps. None: another tier served, or passes are of one batch.
     """
@@ -323,7 +309,7 @@ def _load(
         batch_s = _serve(loaders[2](meter=meter), meter, work, longer, seconds / 2)
         at_step = None if batch_s is None else (step_s, max(0.0, batch_s - step_s))
     beside_s = alone_s - direct_s if tier == "disk" else alone_s if alone_s > direct_s else 0.0
-    return Load(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
+    return BatchLoad(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
 
 
 def _nothing() -> None:
@@ -379,8 +365,11 @@ def _typical_s(times_s: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+class PlanResult(JsonResult):
     """Where the records of the training split would be served from, once they are encoded."""
+
+    json_within = "plan"
+    json_keys = ("reason", "records", "missing", "smaller", "advice", "gpus", "together")
 
     plan: Plan
     records: int
@@ -403,21 +392,8 @@ class PlanResult:
         first = f"{format_count(self.missing, 'record')} to be encoded first; " if self.missing else ""
         return first + self.plan.reason
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            **self.plan.to_json(),
-            "reason": self.reason,
-            "records": self.records,
-            "missing": self.missing,
-            "smaller": [one.to_json() for one in self.smaller],
-            "advice": self.advice,
-            "gpus": [one.to_json() for one in self.gpus],
-            "together": self.together,
-        }
 
-
-def plan_config(config: Config) -> PlanResult:
+def plan_config(run: Run) -> PlanResult:
     """Plan the training split of the first task.
 
     Raises:
@@ -425,29 +401,26 @@ def plan_config(config: Config) -> PlanResult:
         ResourceError: The tier asked for cannot hold it.
         StokerError: As `locate`.
     """
-    require_folder(cache_dir_of(config), "training.latent_cache_dir")
-    split = canonical_split(config.data.wanted_splits[0])
-    task = tasks_of(config)[0]
-    config = config.for_task(task)
-    return plan_located(config, locate(config, task, split))
+    require_folder(run.cache_dir, "training.latent_cache_dir")
+    first = run.parts()[0]
+    return plan_located(first, locate(first, first.split))
 
 
-def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
+def plan_located(run: Run, located: Located, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
-    cache_dir, device = cache_dir_of(config), device_of(config)
-    encoders_of(config, ALONE)  # one that is not there is refused before anything is measured
-    demand = demand_of(config, located, device)
+    config, device = run.config, run.device
+    _ = run.encode_devices  # one that is not there is refused before anything is measured
+    demand = demand_of(run, located)
     cache = located.cache if located.cache is not None and not located.missing else None
-    step_s = last_step_s(config, located.recipe.schema)
+    step_s = last_step_s(run, located.recipe.schema)
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
-        batch_size = batch_size_of(config, trajectory_steps(cache.schema))
         step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
-        windows = windows_for(config, cache.schema)
+        windows, batch_size = run.windows_for(cache.schema), run.batch_size(cache.schema)
         rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
     planned = partial(
         plan_tiers,
-        resources=probe(device=device, path=cache_dir) if resources is None else resources,
+        resources=probe(device=device, path=run.cache_dir) if resources is None else resources,
         reserve_bytes=config.training.reserve_bytes,
         step_s=step_s,
         rates=rates,
@@ -456,7 +429,7 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
     smaller = smaller_dtypes(located, demand, planned)
     return PlanResult(
         plan=plan,
-        records=sum(plan.records_by_tier().values()),
+        records=sum(plan.tiers.values()),
         missing=located.missing,
         smaller=smaller,
         advice=say(smaller, plan, config.precompute.max_error),
@@ -476,7 +449,7 @@ def left_by(plan: Plan, resources: Resources) -> Resources:
     )
 
 
-def demand_of(config: Config, located: Located, device: str) -> Demand:
+def demand_of(run: Run, located: Located) -> Demand:
     """What training would ask for: records, their size, and what one batch of windows takes."""
     schema, cache = located.recipe.schema, located.cache
     if is_fixed(schema):
@@ -486,37 +459,37 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
     quarantined = 0 if cache is None else len(cache.index.quarantined)
     return Demand(
         stored_ratio=None if cache is None else cache.index.stored_ratio,
-        elsewhere=None if cache is None else _elsewhere(config, cache, size),
+        elsewhere=None if cache is None else _elsewhere(run, cache, size),
         records=located.recipe.count - quarantined,
         record_bytes=size,
-        batch_examples=batch_size_of(config, trajectory_steps(schema)),
-        example_bytes=example_bytes(config, schema, size),
-        device=device,
+        batch_examples=run.batch_size(schema),
+        example_bytes=example_bytes(run, schema, size),
+        device=run.device,
         encoded_first=located.missing,
-        step_cpus=1.0 if device != "cpu" else float(torch.get_num_threads()),
+        step_cpus=1.0 if run.device != "cpu" else float(torch.get_num_threads()),
     )
 
 
-def _elsewhere(config: Config, cache: Cache, size: float) -> Elsewhere | None:
+def _elsewhere(run: Run, cache: Cache, size: float) -> Elsewhere | None:
     """Where the cache lies, if not here, and how training would go through it."""
-    steps = trajectory_steps(cache.recipe.schema)
-    windows = windows_for(config, cache.recipe.schema)
-    each = 1 if windows is None else windows.count(steps)
-    example = example_bytes(config, cache.recipe.schema, size)
+    schema = cache.recipe.schema
+    windows = run.windows_for(schema)
+    each = 1 if windows is None else windows.count(trajectory_steps(schema))
+    example = example_bytes(run, schema, size)
     return elsewhere_of(
         cache,
-        parse_order(config.training.order, world=1, example_bytes=max(1, int(example))),
+        parse_order(run.config.training.order, world=1, example_bytes=max(1, int(example))),
         examples=max(1, each * len(cache)),
         example_bytes=example,
-        step_examples=batch_size_of(config, steps),
+        step_examples=run.batch_size(schema),
     )
 
 
-def example_bytes(config: Config, schema: Schema, size: float) -> float:
+def example_bytes(run: Run, schema: Schema, size: float) -> float:
     """Bytes of one window: its steps of the fields with time, and the other fields whole."""
     if not is_fixed(schema):
         return size
-    steps = windows_of(config).horizons[1] + 1
+    steps = run.windows.horizons[1] + 1
     return float(sum(f.row_bytes * steps if f.time else f.size_bytes() for f in columns_of(schema).values()))
 
 
@@ -525,37 +498,48 @@ def example_bytes(config: Config, schema: Schema, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPlans:
-    """The plans of all tasks."""
+class TaskPlans(JsonResult):
+    """The plans of all tasks: the keys of one plan, summed, and each task's own below `tasks`."""
 
-    plans: Mapping[str, PlanResult]
+    json_keys = ("tiers", "bytes", "reason", "predicted_stall", "records", "missing", "tasks")
+
+    tasks: Mapping[str, PlanResult]
     """By task, in the order of the settings."""
 
     @property
     def reason(self) -> str:
         """The decisions in words."""
-        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.plans.items())
+        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.tasks.items())
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys of one plan, summed over the tasks, and each task's own below `tasks`.
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier, of all tasks."""
+        return {tier: sum(one.plan.tiers[tier] for one in self.tasks.values()) for tier in TIERS}
 
-        `predicted_stall` is that of the task whose steps wait longest; null until all are known.
-        """
-        every = list(self.plans.values())
-        stalls = [each.to_json()["predicted_stall"] for each in every]
-        known = [stall for stall in stalls if isinstance(stall, float)]
-        return {
-            "tiers": {tier: sum(each.plan.records_by_tier()[tier] for each in every) for tier in TIERS},
-            "bytes": sum(row.bytes for each in every for row in each.plan.rows),
-            "reason": self.reason,
-            "predicted_stall": max(known) if len(known) == len(stalls) else None,
-            "records": sum(each.records for each in every),
-            "missing": sum(each.missing for each in every),
-            "tasks": {task: each.to_json() for task, each in self.plans.items()},
-        }
+    @property
+    def bytes(self) -> int:
+        """Of all records."""
+        return sum(one.plan.bytes for one in self.tasks.values())
+
+    @property
+    def predicted_stall(self) -> float | None:
+        """That of the task whose steps wait longest; None until all are known."""
+        stalls = [one.plan.predicted_stall for one in self.tasks.values()]
+        known = [stall for stall in stalls if stall is not None]
+        return max(known) if len(known) == len(stalls) else None
+
+    @property
+    def records(self) -> int:
+        """Of all tasks."""
+        return sum(one.records for one in self.tasks.values())
+
+    @property
+    def missing(self) -> int:
+        """Records still to be encoded."""
+        return sum(one.missing for one in self.tasks.values())
 
 
-def plan_tasks(config: Config) -> TaskPlans:
+def plan_tasks(run: Run) -> TaskPlans:
     """Plan the training split of every task.
 
     Raises:
@@ -564,35 +548,32 @@ def plan_tasks(config: Config) -> TaskPlans:
         StokerError: As `locate`.
     """
     plans: dict[str, PlanResult] = {}
-    cache_dir = require_folder(cache_dir_of(config), "training.latent_cache_dir")
-    resources = probe(device=device_of(config), path=cache_dir)
-    for task in tasks_of(config):
-        own = config.for_task(task)
-        split = canonical_split(own.data.wanted_splits[0])
-        plans[task] = plan_located(own, locate(own, task, split), resources)
-        resources = left_by(plans[task].plan, resources)
-    return TaskPlans(plans=plans)
+    cache_dir = require_folder(run.cache_dir, "training.latent_cache_dir")
+    resources = probe(device=run.device, path=cache_dir)
+    for part in run.parts():
+        plans[part.task] = plan_located(part, locate(part, part.split), resources)
+        resources = left_by(plans[part.task].plan, resources)
+    return TaskPlans(tasks=plans)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Whether a run kept its budget of waiting (`training.max_stall`), and what would have helped where not.
 
 
-def verdict_of(config: Config, cache: Cache, report: TrainReport) -> str | None:
+def verdict_of(run: Run, cache: Cache, report: TrainReport) -> str | None:
     """What is wrong with a run's stall, and the cure; None: it is within `training.max_stall`, if set.
 
     Args:
         cache: The one that was trained on.
     """
-    budget = config.training.max_stall
+    budget, device = run.config.training.max_stall, run.device
     if budget is None or report.stall is None or report.step_s is None or report.stall <= budget:
         return None
-    device = device_of(config)
     located = Located(recipe=cache.recipe, folder=cache.path, cache=cache)
     plan = plan_tiers(
-        demand_of(config, located, device),
+        demand_of(run, located),
         probe(device=device, path=cache.path),
-        reserve_bytes=config.training.reserve_bytes,
+        reserve_bytes=run.config.training.reserve_bytes,
         step_s=max(report.step_s, 1e-9),
         rates=measure_rates(cache.path, device=device),
     )

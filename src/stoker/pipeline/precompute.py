@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,30 +18,28 @@ import xxhash
 
 from stoker.config import Config
 from stoker.config.names import in_settings
-from stoker.encoders.protocol import Encoder
 from stoker.errors import (
     ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
+    ReadOnlyError,
     SourceError,
     SplitError,
     StokerError,
 )
-from stoker.pipeline.build import (
-    Job,
-    build_jobs,
-    build_source,
-    device_of,
-    record_schema,
-    share_encoders,
-    tasks_of,
+from stoker.pipeline.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
+from stoker.pipeline.caches import (
+    find_without_source,
+    is_imported,
+    job_recipe,
+    list_quarantined,
+    shard_bytes,
+    worst_error,
 )
-from stoker.pipeline.caches import job_recipe, list_quarantined, shard_bytes, windows_in, worst_error
-from stoker.pipeline.encode_batch import measured_jobs
-from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
-from stoker.pipeline.gone import find_without_source
-from stoker.pipeline.loaders import cache_sharing, check_beside, encoders_of
+from stoker.pipeline.context import Run
+from stoker.pipeline.folders import is_open, require_writable
+from stoker.pipeline.loaders import check_beside
 from stoker.pipeline.staging import stage_task
 from stoker.plugins import find_plugin
 from stoker.precompute import (
@@ -51,13 +50,12 @@ from stoker.precompute import (
     begin_precompute,
     run_precompute,
 )
-from stoker.precompute.progress import ProgressSink
 from stoker.precompute.share import Engine
 from stoker.runtime.files import make_folder
-from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, JsonResult, Schema, canonical_json, schema_to_json
-from stoker.sources.files import canonical_split
-from stoker.store import Cache, open_cache
+from stoker.scale.ranks import Ranks
+from stoker.schema import Json, JsonResult, Schema, canonical_json
+from stoker.store import Cache, load_recipe, open_cache, open_folder
+from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.mirror.root import address_of, shown
 from stoker.store.storage import LocalStorage
 from stoker.units import format_count
@@ -129,7 +127,7 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
     """
     summary: Mapping[str, Any] = {
         cache.name: {
-            "num_samples": len(cache.cache),
+            "num_samples": cache.records,
             "total_mb": cache.bytes / 1e6,
             "elapsed_min": cache.seconds / 60,
             "skipped": None if cache.encoded else "nothing to encode",
@@ -152,35 +150,40 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
 
 
 @contextmanager
-def engine_of(config: Config, ranks: Ranks) -> Generator[Engine | None]:
+def engine_of(run: Run) -> Generator[Engine | None]:
     """The engine of `precompute.engine`, connected from its first use to the end of the block; None: local.
 
     Raises:
         ConfigError: A cluster is asked for by several ranks at once, or the engine cannot be used.
     """
-    name = config.precompute.engine
+    name = run.config.precompute.engine
     if name == "local":
         yield None
         return
-    if ranks.world > 1:
+    if run.ranks.world > 1:
         raise ConfigError(
-            f"precompute.engine={name} under torchrun: each of {ranks.world} ranks would drive the cluster. "
-            f"Run `stoker precompute --engine {name}` once before, without torchrun"
+            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive the "
+            f"cluster. Run `stoker precompute --engine {name}` once before, without torchrun"
         )
     plugin = find_plugin("stoker.engines", name, "precompute.engine")
-    with plugin.load()(config) as engine:
+    with plugin.load()(run.config) as engine:
         yield engine
 
 
-_log = logging.getLogger("stoker")
+log = logging.getLogger("stoker")
 
 Training: TypeAlias = Literal["windows", "records"]
 """What training reads of caches: windows of trajectories, or whole records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheResult:
+class CacheResult(JsonResult):
     """One cache, and what it took to fill it."""
+
+    json_keys = (
+        "name", "split", "path", "address", "fingerprint", "records", "count", "encoded", "reused", "adopted",
+        "quarantined", "bytes", "seconds", "encode_seconds", "source_gone", "complete", "fields", "error",
+    )  # fmt: skip
 
     cache: Cache
     split: str
@@ -206,6 +209,36 @@ class CacheResult:
     def name(self) -> str:
         """`{task}_{split}`."""
         return self.cache.name
+
+    @property
+    def path(self) -> Path:
+        """The fingerprint's folder."""
+        return self.cache.path
+
+    @property
+    def address(self) -> str | None:
+        """The URL of that folder; None: it is on this machine alone."""
+        return address_of(self.cache.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """The cache key."""
+        return self.cache.fingerprint
+
+    @property
+    def records(self) -> int:
+        """Records stored."""
+        return len(self.cache)
+
+    @property
+    def quarantined(self) -> int:
+        """Samples set aside."""
+        return len(self.cache.index.quarantined)
+
+    @property
+    def complete(self) -> bool:
+        """Every sample is stored or set aside."""
+        return self.cache.complete
 
     @property
     def count(self) -> int:
@@ -237,41 +270,25 @@ class CacheResult:
         """Largest rounding error of the storage dtype, relative to a record's largest value."""
         return worst_error(self.cache)
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "name": self.name,
-            "split": self.split,
-            "path": str(self.cache.path),
-            "address": address_of(self.cache.path),
-            "fingerprint": self.cache.fingerprint,
-            "records": len(self.cache),
-            "count": self.count,
-            "encoded": self.encoded,
-            "reused": self.reused,
-            "adopted": self.adopted,
-            "quarantined": len(self.failures),
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "encode_seconds": self.encode_seconds,
-            "source_gone": self.source_gone,
-            "complete": self.cache.complete,
-            "fields": schema_to_json(self.fields),
-            "error": self.error,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFailure:
+class TaskFailure(JsonResult):
     """Why the caches of one task of several are not complete."""
 
-    task: str
-    error: StokerError
+    json_keys = ("task", "error", "exit_code")
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        error = in_settings(self.error)
-        return {"task": self.task, "error": error, "exit_code": self.error.exit_code}
+    task: str
+    cause: StokerError
+
+    @property
+    def error(self) -> str:
+        """What happened, in words."""
+        return in_settings(self.cause)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line answers for it alone."""
+        return self.cause.exit_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,107 +302,85 @@ class PrecomputeResult(JsonResult):
     @property
     def exit_code(self) -> int:
         """0, or what the command line answers for the errors: 1 where they are of several kinds."""
-        codes = {failure.error.exit_code for failure in self.failed}
+        codes = {failure.exit_code for failure in self.failed}
         return max(codes, default=0) if len(codes) < 2 else 1
 
 
 def precompute_config(
-    config: Config,
-    *,
-    splits: Sequence[str] = (),
-    manifest: Path | None = None,
-    ranks: Ranks = ALONE,
+    run: Run, *, splits: Sequence[str] = (), manifest: Path | None = None
 ) -> PrecomputeResult:
-    """Encode what is missing from the caches of `config`.
+    """Encode what is missing from the caches of a configuration.
 
     Args:
-        config: The settings.
+        run: Its settings, and the processes that do it together.
         splits: Which splits; none: what training needs, `data.split` and, beside `train`, `val`.
         manifest: Where to write a JSON report of this run.
-        ranks: The processes that do it together.
     Raises:
         StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
     """
     if manifest is not None:
         make_folder(require_writable(manifest.parent, "the folder of --manifest"))
-    tasks = tasks_of(config)
     caches: list[CacheResult] = []
     failed: list[TaskFailure] = []
-    encoders: dict[str, Encoder] = {}
-    for task in tasks:
-        own = config.for_task(task)
+    for part in run.parts():
         try:
-            caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders, ranks=ranks)
+            caches += fill_caches(part, list(splits) or wanted_splits(part))
         except DeviceError:  # nothing more can be done in this process
             raise
         except StokerError as error:
-            if len(tasks) == 1:
+            if len(run.tasks) == 1:
                 raise
-            _log.error("task %s failed, the others go on: %s", task, in_settings(error))
-            failed.append(TaskFailure(task=task, error=error))
-    if manifest is not None and ranks.leads:
-        write_manifest(manifest, config, caches)
+            log.error("task %s failed, the others go on: %s", part.task, in_settings(error))
+            failed.append(TaskFailure(task=part.task, cause=error))
+    if manifest is not None and run.ranks.leads:
+        write_manifest(manifest, run.config, caches)
     return PrecomputeResult(caches=tuple(caches), failed=tuple(failed))
 
 
-def wanted_splits(config: Config) -> list[str]:
+def wanted_splits(run: Run) -> list[str]:
     """The splits of `data.split`; training needs `val` beside `train`, so it is added where it exists."""
-    splits = [canonical_split(split) for split in config.data.wanted_splits]
-    if splits != ["train"]:
-        return splits
+    if run.splits != ["train"]:
+        return run.splits
     try:
-        for task in tasks_of(config):
-            len(build_source(config.for_task(task), task, "val"))
+        for part in run.parts():
+            len(build_source(part, "val"))
     except SplitError as error:
-        _log.info("only train is encoded: %s", error)
-        return splits
+        log.info("only train is encoded: %s", error)
+        return run.splits
     except SourceError:
         pass  # `fill_caches` meets it again, and says it or does without the source
     return ["train", "val"]
 
 
-def fill_caches(
-    config: Config,
-    splits: Sequence[str],
-    *,
-    training: Training | None = None,
-    encoders: dict[str, Encoder] | None = None,
-    ranks: Ranks = ALONE,
-    progress: ProgressSink | None = None,
-) -> list[CacheResult]:
+def fill_caches(run: Run, splits: Sequence[str], *, training: Training | None = None) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
     Args:
-        config: The settings.
+        run: The settings; all of its ranks are to make this call.
         splits: Names of splits.
         training: What training is to read of them, if it is. Then samples that failed for a passing reason
             (a hang, an input/output error) are not tried again, since what it reads must not change from run
             to run by luck, and records too short for a window are refused before they are encoded.
-        encoders: Those so far by identity, so that tasks share what is equal; None: none yet.
-        ranks: The processes that fill them together, and are all to make this call.
-        progress: Where progress goes; None: to standard error.
     Raises:
         ConfigError: No cache can lie in the cache folder, or no window can be cut.
         SourceError: The data is gone and no cache matches, or it cannot be read.
         IncompleteError: More samples were quarantined than allowed.
     """
-    cache_dir = cache_dir_of(config)
-    if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
-        require_writable(cache_dir, "training.latent_cache_dir")
+    if not is_open(run.cache_dir):  # one that is may be read-only, if its caches are complete
+        require_writable(run.cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
-    known, nodes = {} if encoders is None else encoders, cache_sharing(config, ranks)
-    for task in tasks_of(config):
-        began, own = time.monotonic(), config.for_task(task)
+    nodes = run.nodes  # agreed on before ranks may fail one by one
+    for part in run.parts():
+        began = time.monotonic()
         try:
-            if own.data.stage != "never":
-                stage_task(own, task)
-            jobs = share_encoders(build_jobs(own, task, splits), known)
-            jobs = measured_jobs(own, task, jobs, encoders_of(own, ranks)[0], ranks)
+            if part.config.data.stage != "never":
+                stage_task(part)
+            jobs = measured_jobs(part, build_jobs(part, splits))
         except SourceError as error:
-            found = find_without_source(own, task, splits)
+            found = find_without_source(part, splits)
             if found is None:
                 raise
-            _log.info("%s: the raw data is gone, its cache is used (%s)", task, error)
+            log.info("%s: the raw data is gone, its cache is used (%s)", part.task, error)
             results += [
                 CacheResult(
                     cache=cache,
@@ -397,48 +392,37 @@ def fill_caches(
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(own, jobs, training=training, ranks=ranks, nodes=nodes, progress=progress)
-    return agreed(results, ranks, nodes)
+            results += _fill_jobs(part, jobs, training)
+    return agreed(results, run.ranks, nodes)
 
 
-def _fill_jobs(
-    config: Config,
-    jobs: Sequence[Job],
-    *,
-    training: Training | None,
-    ranks: Ranks,
-    nodes: Sequence[int],
-    progress: ProgressSink | None,
-) -> list[CacheResult]:
+def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training == "windows" else ():
-        windows_in(config, schema)
+        run.windows_in(schema)
     results: list[CacheResult] = []
-    beside = training is not None and not config.precompute.wait
-    with engine_of(config, ranks) as engine:
-        run = begin_precompute if beside else partial(run_precompute, engine=engine)
+    beside = training is not None and not run.config.precompute.wait
+    with engine_of(run) as engine:
+        fill = begin_precompute if beside else partial(run_precompute, engine=engine)
         for job, schema in zip(jobs, schemas, strict=True):
-            settings = settings_of(config, job, ranks, nodes=nodes)
-            if progress is not None:
-                settings = replace(settings, progress=progress)
-            ready = _ready(config, job, settings) if training else None
+            settings = settings_of(run, job)
+            ready = _ready(run, job, settings) if training else None
             if beside and ready is None:
-                check_beside(config, schema, ranks)
-            results.append(ready or _fill(config, job, settings, run=run))
+                check_beside(run, schema)
+            results.append(ready or _fill(run, job, settings, fill=fill))
     return results
 
 
-def settings_of(
-    config: Config, job: Job, ranks: Ranks = ALONE, *, nodes: Sequence[int] = (0,)
-) -> PrecomputeSettings:
-    """How the records of `job` are made; `nodes`: machines that share the cache folder."""
-    wanted, devices = config.precompute, encoders_of(config, ranks)
+def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
+    """How the records of `job` are made."""
+    config, ranks, devices, nodes = run.config, run.ranks, run.encode_devices, run.nodes
+    wanted = config.precompute
     return PrecomputeSettings(
         dtype=config.training.latent_cache_dtype,
         encode_batch=job.encode_batch,
         readers=wanted.readers,
-        device=devices[0] if len(devices) == 1 else device_of(config),
+        device=devices[0] if len(devices) == 1 else run.device,
         devices=devices,
         deadlines=Deadlines(**wanted.deadlines.model_dump()),
         max_quarantined=wanted.max_quarantined,
@@ -448,20 +432,20 @@ def settings_of(
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
         compression=wanted.compression,
-        progress="auto" if ranks.leads else None,
+        progress=run.progress or ("auto" if ranks.leads else None),
         part=(nodes.index(ranks.node), len(nodes)),
         among="alone" if ranks.local_world == 1 else "first" if ranks.local_rank == 0 else "rest",
     )
 
 
-def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult | None:
+def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult | None:
     """The cache as it is, if every sample is stored or set aside."""
     began = time.monotonic()
     if settings.overwrite or settings.retry_quarantined:
         return None
-    recipe = job_recipe(config, job)
+    recipe = job_recipe(run, job)
     try:
-        cache = open_cache(cache_dir_of(config) / job.name / recipe.fingerprint)
+        cache = open_cache(run.cache_dir / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
@@ -469,7 +453,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
-        cache_dir_of(config),
+        run.cache_dir,
         name=job.name,
         settings=settings,
         fingerprint=cache.fingerprint,
@@ -479,11 +463,10 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
 
 
 def _fill(
-    config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
+    run: Run, job: CacheJob, settings: PrecomputeSettings, *, fill: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
-    cache_dir = cache_dir_of(config)
-    report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    report = fill(job.source, job.encoder, run.cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,
         split=job.split,
@@ -493,3 +476,131 @@ def _fill(
         seconds=time.monotonic() - began,
         encode_seconds=report.encode_seconds,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Repair a cache, and encode again what was damaged where the settings that made it are at hand.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairResult(JsonResult):
+    """What a repair found and did."""
+
+    json_within = "report"
+    json_keys = ("ok", "encoded", "missing", "encode_again", "command")
+
+    report: RepairReport
+    encoded: int | None
+    """Records encoded again; None where no settings were given."""
+    missing: tuple[int, ...] = ()
+    """Samples that are neither stored nor quarantined, in the end."""
+    imported: bool = False
+    """The cache was made by `import-pt`."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cache is complete now."""
+        return not self.missing
+
+    @property
+    def command(self) -> str:
+        """What encodes the missing samples; empty where none are missing."""
+        if self.ok:
+            return ""
+        if not self.imported:
+            place = shlex.quote(shown(Path(self.report.path)))
+            return f"stoker verify {place} --repair --config CONFIG [KEY=VALUE...]"
+        cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
+        return f"stoker import-pt DIR --out {cache_dir} --name {name}"
+
+    @property
+    def encode_again(self) -> str:
+        """`missing` as people write it."""
+        return number_ranges(self.missing)
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as people write them.
+
+    >>> number_ranges([3, 4, 5, 9])
+    '3-5, 9'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def repair_cache(path: str | Path, run: Run | None = None) -> RepairResult:
+    """Set aside what is damaged in a cache, and with the settings of `run` encode it again.
+
+    Args:
+        path: A fingerprint's folder, or the folder of a name with one fingerprint.
+        run: Of the settings that the cache was made with.
+    Raises:
+        FormatError: There is no cache, or its recipe is damaged and no settings were given.
+        ConfigError: The settings make another cache.
+        StokerError: As `repair` and `run_precompute`.
+    """
+    folder = folder_to_repair(path)
+    cache_dir, name = _place_of(folder)
+    made = None if run is None else _job_of(run, folder)
+    if made is not None:
+        # Writes the recipe where it is damaged.
+        open_folder(Path(cache_dir), name, job_recipe(*made))
+    try:
+        report = repair(folder)
+    except ReadOnlyError as error:
+        report = _nothing_to_repair(folder, error)
+    if made is None or report.ok:
+        imported = is_imported(load_recipe(folder))
+        return RepairResult(report=report, encoded=None, missing=tuple(report.missing), imported=imported)
+    settings, job = replace(settings_of(*made), overwrite=False), made[1]
+    again = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    return RepairResult(report=report, encoded=again.encoded)
+
+
+def _nothing_to_repair(folder: Path, error: ReadOnlyError) -> RepairReport:
+    """What a folder that cannot be written needs: nothing.
+
+    Raises:
+        ReadOnlyError: `error`, where something is damaged or missing.
+    """
+    cache = open_cache(folder, require_complete=False)
+    found = cache.verify()
+    if not (found.ok and cache.complete):
+        raise error
+    log.info("%s cannot be written; it was read in full, and nothing needs repair", folder)
+    return RepairReport(path=str(folder), records=found.records, generation=cache.index.generation)
+
+
+def _place_of(folder: Path) -> tuple[str, str]:
+    """Cache folder and name of a fingerprint's folder, however that was given."""
+    parent = folder.absolute().parent
+    return str(folder.parent.parent if len(folder.parts) > 2 else parent.parent), parent.name
+
+
+def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
+    """The task and the job that make the cache in `folder`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    name = folder.resolve().parent.name
+    named = run.names_of_caches()
+    if name not in named:
+        raise ConfigError(
+            f"the settings make {', '.join(named)}, {folder} is of {name}. Give those that made it"
+        )
+    part, split = named[name]
+    (job,) = build_jobs(part, [split])
+    made = job_recipe(part, job).fingerprint
+    if made != folder.resolve().name:
+        raise ConfigError(
+            f"the settings make the cache {made} of {name}, {folder} is another one. "
+            f"`stoker why {folder} CONFIG` says what differs"
+        )
+    return part, job

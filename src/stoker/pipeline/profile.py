@@ -16,19 +16,12 @@ from typing import Any
 
 import torch
 
-from stoker.config import Config
 from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
-from stoker.pipeline.build import Job, device_of, tasks_of
-from stoker.pipeline.caches import (
-    Located,
-    batch_size_of,
-    locate_with_job,
-    trajectory_steps,
-    windows_for,
-    windows_in,
-)
-from stoker.pipeline.folders import cache_dir_of, obstacle
+from stoker.pipeline.build import CacheJob
+from stoker.pipeline.caches import Located, locate_with_job
+from stoker.pipeline.context import Run
+from stoker.pipeline.folders import obstacle
 from stoker.pipeline.loaders import joined, make_loader
 from stoker.pipeline.plan import Step, demand_of, served_loads
 from stoker.pipeline.precompute import settings_of
@@ -39,9 +32,9 @@ from stoker.profile.result import (
     ENCODE,
     Loop,
     Profile,
-    Served,
     Stacks,
     Stage,
+    TierForecast,
     elsewhere,
     gpus_for,
     largest,
@@ -51,9 +44,8 @@ from stoker.profile.result import (
 )
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
 from stoker.runtime.threads import call_within
-from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3
@@ -71,7 +63,7 @@ class _Tried:
 
 
 def profile_config(
-    config: Config,
+    run: Run,
     *,
     steps: int = STEPS,
     price_per_hour: float | None = None,
@@ -81,7 +73,7 @@ def profile_config(
     """Profile the training of the first task. Nothing is left behind, and no run is touched.
 
     Args:
-        config: The settings.
+        run: The settings.
         steps: Batches timed of each kind.
         price_per_hour, prices: As for `stoker.profile`; None: `training.price_per_hour`.
         timeout_s: Seconds for the samples, and again for the steps.
@@ -91,28 +83,27 @@ def profile_config(
         StalledError: It takes longer than `timeout_s`; the message names stage and sample.
         StokerError: As `locate`, and as encoding.
     """
-    task = tasks_of(config)[0]
-    own, split = config.for_task(task), canonical_split(config.data.wanted_splits[0])
-    job, located = locate_with_job(config, task, split)
-    windows_in(own, located.recipe.schema)
-    device = device_of(own)
-    price = own.training.price_per_hour if price_per_hour is None else price_per_hour
-    with tempfile.TemporaryDirectory(prefix=".profile-", dir=_place(own)) as folder:
-        tried = _try(own, job, located, Path(folder), timeout_s)
+    run = run.parts()[0]
+    job, located = locate_with_job(run, run.split)
+    run.windows_in(located.recipe.schema)
+    device, config = run.device, run.config
+    price = config.training.price_per_hour if price_per_hour is None else price_per_hour
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=_place(run)) as folder:
+        tried = _try(run, job, located, Path(folder), timeout_s)
         complete = located.cache is not None and not located.missing
         cache = located.cache if complete else tried.cache
         assert cache is not None  # a cache without its source is complete, else `locate` had refused it
-        beside = joined(own, cache, task, split) if complete else cache
-        loader = _loader(own, beside, complete=complete)
-        with deadline(timeout_s, f"{own.where} did not get through {3 * steps} steps"):
-            loop = _loop(own, loader, steps=steps, folder=Path(folder) / "run")
+        beside = joined(run, cache, run.split) if complete else cache
+        loader = _loader(run, beside, complete=complete)
+        with deadline(timeout_s, f"{config.where} did not get through {3 * steps} steps"):
+            loop = _loop(run, loader, steps=steps, folder=Path(folder) / "run")
         if not complete:
             loop = replace(loop, examples=round(loop.examples * located.recipe.count / len(cache)))
         loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
-        demand, resources = demand_of(own, located, device), probe(device=device, path=Path(folder))
+        demand, resources = demand_of(run, located), probe(device=device, path=Path(folder))
         step = Step(seconds=loop.compute_s, cpus=demand.step_cpus)
         served = (
-            served_loads(cache, windows_for(own, cache.schema), loop.batch_examples, step=step)
+            served_loads(cache, run.windows_for(cache.schema), loop.batch_examples, step=step)
             if device == "cpu"
             else {}
         )
@@ -134,21 +125,21 @@ def profile_config(
     )
 
 
-def _place(config: Config) -> Path | None:
+def _place(run: Run) -> Path | None:
     """Where trial records go: beside the caches, so that the same disk is timed; None: anywhere."""
-    place = cache_dir_of(config)
+    place = run.cache_dir
     if obstacle(place) is not None:
         return None
     place.mkdir(parents=True, exist_ok=True)
     return place
 
 
-def _try(config: Config, job: Job | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
+def _try(run: Run, job: CacheJob | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
     """Make a few records, with an eye on what the code does meanwhile."""
     tried = _Tried(cache=None, trial=Trial(), stacks=Stacks())
     if job is None:
         return tried
-    place, settings = (folder, job.name, located.recipe), settings_of(config, job)
+    place, settings = (folder, job.name, located.recipe), settings_of(run, job)
 
     def make() -> None:
         tried.cache = try_stages(job.source, job.encoder, place, settings, tried.trial)
@@ -178,38 +169,34 @@ class _Passes:
             yield from self._loader
 
 
-def _loader(config: Config, cache: Cache, *, complete: bool) -> Loader:
+def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
     """As training would have it; over a few records with nothing that wants all of them."""
     if complete:
-        return make_loader(config, cache)
-    training = config.training
-    batch = min(_batch_size(config, cache), len(cache) * (windows_in(config, cache.schema) or 1))
+        return make_loader(run, cache)
+    training, schema = run.config.training, cache.schema
+    batch = min(run.batch_size(schema), len(cache) * (run.windows_in(schema) or 1))
     return Loader(
         cache,
         batch,
-        windows=windows_for(config, cache.schema),
+        windows=run.windows_for(schema),
         indices=list(cache.numbers),
-        device=device_of(config),
+        device=run.device,
         tier=training.tier if training.tier != "encode" else "disk",
         seed=training.seed,
     )
 
 
-def _loop(config: Config, loader: Loader, *, steps: int, folder: Path) -> Loop:
+def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> Loop:
     """Whole training steps on the loader's batches."""
     if not len(loader):
         raise ConfigError(
             f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"
         )
-    where = torch.device(device_of(config))
+    where = torch.device(run.device)
     watched = Probe(_Passes(loader), steps=steps, device=where)
-    take(watched, steps_of(loader, loop_settings(config, len(loader), resume=False), folder))
+    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
     size = loader.batch_size
     return measured(watched, where, examples=len(loader) * size, batch_examples=size)
-
-
-def _batch_size(config: Config, cache: Cache) -> int:
-    return batch_size_of(config, trajectory_steps(cache.schema))
 
 
 def _stages(trial: Trial) -> tuple[Stage, ...]:
@@ -241,7 +228,9 @@ def _made(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return tuple(stage for stage in stages if stage.name != "write")
 
 
-def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources) -> Served | None:
+def _unkept(
+    loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources
+) -> TierForecast | None:
     """A loop that reads and encodes each sample once an epoch, as those without a cache do."""
     made = _made(stages)
     if not made or not loop.batches:
@@ -249,7 +238,7 @@ def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Re
     load_s = sum(stage.seconds for stage in made) * demand.records / loop.batches
     beside = not demand.on_cpu and resources.cpus >= 2
     stall = stall_of(load_s, loop.compute_s, prefetch=beside)
-    return Served(
+    return TierForecast(
         tier=ENCODE,
         wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
         stall=stall,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from stoker.config import Config
 from stoker.config.models import StageConfig, stage_name
-from stoker.encoders.keeping import field_names
 from stoker.errors import ConfigError
-from stoker.train.config import Stage, StageName
+from stoker.train.config import StageName, TrainStage
 
 INVERSE_ENCODING, INVERSE_DECODING = 1.0, 0.1
 """Weights of the inverse losses where `training.use_inverse_losses` stands alone. The first does not reach
@@ -19,7 +18,7 @@ RAW = "data"
 """The field of samples that encoders of a grid take, and that decoders give back."""
 
 
-def stages_of(config: Config) -> tuple[Stage, ...]:
+def stages_of(config: Config) -> tuple[TrainStage, ...]:
     """Return the stages for the training loop; one of `operator` where none are given.
 
     Raises:
@@ -34,7 +33,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         )
     training = config.training
     enc, dec = _inverse(config)
-    found: list[Stage] = []
+    found: list[TrainStage] = []
     for own in given:
         patience = (
             training.early_stop_patience if own.early_stop_patience is None else own.early_stop_patience
@@ -42,7 +41,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         part = CONSISTENCY_LR if own.name == "consistency" else 1.0
         inverse = own.name == "operator"
         found.append(
-            Stage(
+            TrainStage(
                 name=own.name,
                 epochs=own.epochs or training.epochs,
                 lr=own.lr or training.lr * part,
@@ -94,16 +93,6 @@ def with_epochs(config: Config, wanted: str | None, epochs: int | None) -> Confi
     return config.model_copy(update={"stages": tuple(stages)})
 
 
-def needs_fields(config: Config) -> bool:
-    """Return True if a stage trains a decoder, for which caches keep the raw field."""
-    return any(stage.trains_decoder for stage in stages_of(config))
-
-
-def kept_fields(config: Config) -> tuple[str, ...]:
-    """Return the raw fields that caches keep: those of `precompute.keep`, and what stages need."""
-    return field_names([*field_names(config.precompute.keep), *([RAW] if needs_fields(config) else [])])
-
-
 def _inverse(config: Config) -> tuple[float, float]:
     """Weights of the inverse losses; `use_inverse_losses: false` turns them off whatever they are."""
     training = config.training
@@ -119,7 +108,7 @@ def _first(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def horizon_of(config: Config, stage: Stage) -> int | None:
+def horizon_of(config: Config, stage: TrainStage) -> int | None:
     """Return the horizon of a stage's training windows; None: that of the settings."""
     if stage.name != "consistency":
         return None

@@ -16,15 +16,14 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
@@ -223,23 +222,20 @@ class StageReport(JsonResult):
     tasks: tuple[StageResult, ...]
 
 
-def stage_config(config: Config) -> StageReport:
+def stage_config(run: Run) -> StageReport:
     """Stage the files of every task.
 
     Raises:
         ConfigError: The settings say never.
     """
-    if config.data.stage == "never":
+    if run.config.data.stage == "never":
         raise ConfigError(
             "data.stage is never, so no copy would be used. Give data.stage=auto, or data.stage=always"
         )
-    from stoker.pipeline.build import tasks_of  # which asks this module where data lies
-
-    tasks = tasks_of(config)
-    return StageReport(tasks=tuple(stage_task(config.for_task(task), task) for task in tasks))
+    return StageReport(tasks=tuple(stage_task(part) for part in run.parts()))
 
 
-def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> StageResult:
+def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
     """Copy the files of a task, if its settings and its storage ask for it.
 
     Args:
@@ -250,14 +246,15 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
         SourceError, StalledError: As `stage_file`.
     """
     begin = time.monotonic()
+    config, task = run.config, run.task
     mode = mode or config.data.stage
     files = _files(config.data, task)
     size = sum(file.bytes for file in files)
-    folder = stage_folder(config)
-    why = _why(mode, files, folder)
-    done = StageResult(task=task, staged=False, reason=why.removeprefix("-"), files=len(files), bytes=size)
-    if why.startswith("-"):
-        return done
+    folder = stage_folder(run)
+    wanted, why = _decide(mode, files, folder)
+    left = StageResult(task=task, staged=False, reason=why, files=len(files), bytes=size)
+    if not wanted:
+        return left
     objects = folder / "objects"
     make_folder(objects, 0o700)
     try:
@@ -266,34 +263,23 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
         if mode == "always":
             raise
         log.warning("not staged: %s", error)
-        return StageResult(task=task, staged=False, reason=str(error), files=len(files), bytes=size)
+        return replace(left, reason=str(error))
     deadline_s = config.precompute.deadlines.read
-    copied = 0
-    for file in files:
-        copied += stage_file(file, objects, deadline_s=deadline_s)
+    copied = sum(stage_file(file, objects, deadline_s=deadline_s) for file in files)
     view = _make_view(files, folder)
-    return StageResult(
-        task=task,
-        staged=True,
-        reason=why,
-        files=len(files),
-        bytes=size,
-        copied_bytes=copied,
-        path=view,
-        seconds=time.monotonic() - begin,
-    )
+    return replace(left, staged=True, copied_bytes=copied, path=view, seconds=time.monotonic() - begin)
 
 
-def staged_data(config: Config, task: str) -> DataConfig:
+def staged_data(run: Run) -> DataConfig:
     """The settings of data with paths of the copies, where all of them are there; else as they are."""
-    data = config.data
+    data, task = run.config.data, run.task
     if data.stage == "never":
         return data
     try:
         files = _files(data, task)
     except (ConfigError, SourceError):
         return data  # whoever reads the data says what is wrong with it
-    folder = stage_folder(config)
+    folder = stage_folder(run)
     view = _view_of(files, folder)
     if not files or not all((view / _below(file)).is_file() for file in files):
         return data
@@ -302,14 +288,14 @@ def staged_data(config: Config, task: str) -> DataConfig:
     return data.model_copy(update={"files": moved[0] if len(moved) == 1 else moved})
 
 
-def stage_folder(config: Config) -> Path:
+def stage_folder(run: Run) -> Path:
     """Where copies lie: `data.stage_dir`, else beside the caches.
 
     Raises:
         ConfigError: It is an address.
     """
-    own = config.data.stage_dir
-    return local_path(own, "data.stage_dir") if own is not None else cache_dir_of(config) / ".staged"
+    own = run.config.data.stage_dir
+    return local_path(own, "data.stage_dir") if own is not None else run.cache_dir / ".staged"
 
 
 def _given(data: DataConfig) -> Sequence[str | Path]:
@@ -333,19 +319,19 @@ def _files(data: DataConfig, task: str) -> list[Original]:
     return [look_at(Path(os.path.abspath(path.expanduser()))) for path in paths]  # noqa: PTH100 - links stay
 
 
-def _why(mode: StageMode, files: Sequence[Original], folder: Path) -> str:
-    """Why files are staged; begins with `-` where they are not."""
+def _decide(mode: StageMode, files: Sequence[Original], folder: Path) -> tuple[bool, str]:
+    """Whether files are staged, and why."""
     if mode == "never":
-        return "-data.stage=never"
+        return False, "data.stage=never"
     if mode == "always":
-        return "data.stage=always"
+        return True, "data.stage=always"
     far = {mount.point: mount for file in files if (mount := storage_of(file.path)) and mount.network}
     if not far:
-        return "-files are on local storage already"
+        return False, "files are on local storage already"
     near = storage_of(folder)
     if near is not None and near.network:
-        return f"-{folder} is on {near.kind} itself; name local storage with data.stage_dir"
-    return "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
+        return False, f"{folder} is on {near.kind} itself; name local storage with data.stage_dir"
+    return True, "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
 
 
 def _check_room(files: Sequence[Original], objects: Path) -> None:

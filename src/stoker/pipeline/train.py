@@ -1,94 +1,289 @@
-"""Caches, loaders, training loop: the whole main job of one configuration."""
+"""Caches, loaders, training loop: the main job of one configuration, and what it is tracked by.
+
+The names `startup/*` and `training/*` are those of the earlier systems. Every row of them also goes to
+`metrics.jsonl` (`kind: metrics`) and to whatever listens to the run, as the event `metrics`.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
+
+import torch
 
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.monitor.trackers import check_trackers, flat
-from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.caches import locate, run_dir_of, settings_digest, windows_of, work_digest, write_diary
+from stoker.monitor.gpu import GpuAbsent, GpuWatch
+from stoker.monitor.trackers import Ending, TrackedRun, Tracking, check_trackers, flat
+from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run, describe_machine, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.loaders import Served, StageLoaders, check_together, normalized, on_own_device, serve
-from stoker.pipeline.machine import describe_machine
+from stoker.pipeline.loaders import Served, StageLoaders, check_together, normalized, serve
 from stoker.pipeline.physical import field_space, physical_space
 from stoker.pipeline.plan import verdict_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.stages import kept_fields, needs_fields, only_stage, stages_of
-from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.pipeline.stages import only_stage
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
-from stoker.precompute.progress import ProgressSink
-from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, as_json
-from stoker.sources.files import canonical_split
+from stoker.schema import Json, JsonResult, as_json
 from stoker.store import Cache
 from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
-from stoker.train.loop import train
-from stoker.train.report import Section
-from stoker.train.run import MetricsLog, own_folder
+from stoker.train.report import ReportTable
+from stoker.train.run import own_folder, train
+from stoker.train.state import MetricsLog
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+log = logging.getLogger("stoker")
+
+# ----------------------------------------------------------------------------------------------------------
+# What a run is told by while it continues: start-up, stall, GPU and cost by name, to wherever they are kept.
+
+EVERY_S = 10.0
+"""Seconds between two rows within an epoch."""
+COST = "cost/run"
+GPU = "training/gpu_utilization_pct"
+ERRORS = {
+    "val_nrmse": "validation/nrmse",
+    "rollout_nrmse": "validation/rollout_nrmse",
+    "physical_nrmse": "validation/physical_nrmse",
+    "physical_rollout_nrmse": "validation/physical_rollout_nrmse",
+}
+"""Errors of an epoch by the names under which they are tracked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(JsonResult):
+    """A part of what passes before the first step."""
+
+    name: str
+    seconds: float
+    note: str = ""
+    """What it did, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Startup:
+    """What passed before training."""
+
+    started_s: float
+    """When the process began, on the clock of `time.monotonic`."""
+    phases: list[Phase]
+    """In order; the first batch is added when it is there."""
+    values: Mapping[str, float]
+    """Figures by name, as far as they are known."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What the meter said over some intervals."""
+
+    wait_s: float = 0.0
+    step_s: float = 0.0
+    examples: int = 0
+    tiers: dict[str, int] | None = None
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        """Take in one event `stall`."""
+        self.wait_s += facts["wait_s"]
+        self.step_s += facts["step_s"]
+        self.examples += facts["examples"]
+        tiers = self.tiers or {}
+        for tier, examples in facts["tiers"].items():
+            tiers[tier] = tiers.get(tier, 0) + examples
+        self.tiers = tiers
+
+    def values(self) -> dict[str, float]:
+        """Stall, rate, and the part of the examples that each tier served; empty without a meter."""
+        spent_s = self.wait_s + self.step_s
+        if not spent_s or not self.examples:
+            return {}
+        shares = {f"tier/{tier}": n / self.examples for tier, n in (self.tiers or {}).items()}
+        rate = self.examples / spent_s
+        return {"training/stall": self.wait_s / spent_s, "training/samples_per_sec": rate, **shares}
+
+
+class RunTracking:
+    """Listens to the training loop; `tracking` makes one and ends it."""
+
+    def __init__(self, run: Run, startup: Startup, *, tell: EventSink | None = None) -> None:
+        """`tell`: told every row too."""
+        self.startup = startup
+        self.values: dict[str, float] = dict(startup.values)
+        """The newest figure by name."""
+        self.gpu: GpuAbsent | None = None
+        """Why there is no figure of the GPU, as far as that is known."""
+        self._run, self._started, self._tell = run, startup.started_s, tell
+        self._folder = run.run_dir
+        self._price = run.config.training.price_per_hour
+        self._paid = 0.0
+        self._trackers: Tracking | None = None
+        self._watch: GpuWatch | None = None
+        self._step = 0
+        self._due_s = 0.0
+        self._interval, self._epoch = _Sum(), _Sum()
+
+    def listen(self, kind: str, facts: Mapping[str, Json]) -> None:
+        """Take in one event of the loop."""
+        known = cast("Mapping[str, Any]", facts)
+        self._step = known.get("step", self._step)
+        if kind == "start":
+            self._start(resumed=self._step > 0)
+        elif kind == "ready":
+            self.startup.phases.append(Phase(name="first batch", seconds=known["seconds"]))
+            total_s = time.monotonic() - self._started
+            self.values["startup/total_startup_time_min"] = total_s / 60
+        elif kind == "stall":
+            self._take_interval(known)
+        elif kind == "step" and self._trackers is not None:
+            row = {"training/loss": known["loss"], "training/lr": known["lr"]}
+            self._trackers.log(self._step, {**row, "training/grad_norm": known["grad_norm"]})
+        elif kind == "epoch":
+            self._take_epoch(known)
+        if kind in ("start", "ready") and self._trackers is not None and self._is_up:
+            startup = {name: v for name, v in self.values.items() if name.startswith("startup/")}
+            phases: list[Json] = [phase.to_json() for phase in self.startup.phases]
+            self._keep(startup, {"phases": phases, "gpu": None if self.gpu is None else self.gpu.reason})
+
+    @property
+    def _is_up(self) -> bool:
+        """The first batch was there."""
+        return "startup/total_startup_time_min" in self.values
+
+    def end(self, status: Ending) -> None:
+        """Let go of everything, trackers last: they have a deadline."""
+        if self._watch is not None:
+            self._watch.stop()
+        if self._trackers is not None:
+            self._trackers.end(status)
+
+    def _start(self, *, resumed: bool) -> None:
+        """Only now: until here an earlier run in the folder had not been moved aside."""
+        if resumed:
+            costs = [row[COST] for row in MetricsLog(self._folder / "metrics.jsonl").rows() if COST in row]
+            self._paid = costs[-1] if costs else 0.0
+        run = TrackedRun(
+            name=self._folder.resolve().name,
+            folder=self._folder,
+            settings=self._run.config.to_dict(),
+            resumed=resumed,
+        )
+        self._trackers = Tracking(self._run.config.training.trackers, run, log.warning)
+        watched = watch_gpu(self._run.device)
+        if isinstance(watched, GpuAbsent):
+            self.gpu = watched
+        else:
+            self._watch = watched
+        self._due_s = time.monotonic() + EVERY_S
+
+    def _take_interval(self, facts: Mapping[str, Any]) -> None:
+        self._interval.add(facts)
+        self._epoch.add(facts)
+        now_s = time.monotonic()
+        if now_s >= self._due_s and self._trackers is not None:
+            self._due_s = now_s + EVERY_S
+            self._trackers.log(self._step, {**self._interval.values(), **self._costs()})
+            self._interval = _Sum()
+
+    def _take_epoch(self, facts: Mapping[str, Any]) -> None:
+        values = {**self._epoch.values(), "training/epoch_time_sec": float(facts["seconds"])}
+        values |= {"training/epoch_loss": float(facts["loss"]), **self._costs()}
+        values |= {name: facts[key] for key, name in ERRORS.items() if facts.get(key) is not None}
+        if self._watch is not None:
+            found = self._watch.take()
+            if isinstance(found, GpuAbsent):
+                self.gpu = found
+            else:
+                self.gpu, values[GPU] = None, 100 * found
+        self._interval, self._epoch = _Sum(), _Sum()
+        self.values |= values
+        self._keep(values, {"epoch": facts["epoch"]})
+
+    def _costs(self) -> dict[str, float]:
+        if self._price is None:
+            return {}
+        return {COST: self._paid + self._price * (time.monotonic() - self._started) / 3600}
+
+    def _keep(self, values: Mapping[str, float], more: Mapping[str, Json]) -> None:
+        """A row for everybody."""
+        row: dict[str, Json] = {"kind": "metrics", "step": self._step, **more, **values}
+        MetricsLog(self._folder / "metrics.jsonl").append(row)
+        if self._trackers is not None:
+            self._trackers.log(self._step, values)
+        if self._tell is not None:
+            self._tell("metrics", row)
+
+
+@contextmanager
+def tracking(tracked: RunTracking) -> Generator[RunTracking]:
+    """Track a run while the block lasts, and tell how it ended."""
+    status: Ending = "failed"
+    try:
+        yield tracked
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        tracked.end(status)
+
+
+def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
+    """Return a watch on the GPU that a run computes on; why there is none on a CPU."""
+    if device == "cpu":
+        return GpuAbsent(reason="training.device is cpu")
+    # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
+    return GpuWatch(str(torch.cuda.get_device_properties(device).uuid))
+
 
 # ----------------------------------------------------------------------------------------------------------
 # What `stoker train` adds to the page of its run: start-up, tiers, caches, machine, settings, recipes.
 
 
-class Ready(Protocol):
-    """The caches of a run."""
-
-    @property
-    def caches(self) -> tuple[CacheResult, ...]:
-        """All of them."""
-        ...
-
-
 def sections(
-    config: Config, prepared: Ready, loaders: Sequence[Loader], tracked: RunTracking
-) -> list[Section]:
+    run: Run, prepared: Prepared, loaders: Sequence[Loader], tracked: RunTracking
+) -> list[ReportTable]:
     """The tables, in the order of the page."""
     return [
         _startup_rows(tracked),
         _tiers(loaders),
-        *_used(config, tracked),
+        *_used(run.run_dir, tracked),
         _caches(prepared.caches),
-        Section(title="Machine", rows=[("machine", describe_machine())]),
-        Section(title="Settings", rows=_pairs(flat(config.to_dict())), folded=True),
+        ReportTable(title="Machine", rows=[("machine", describe_machine())]),
+        ReportTable(title="Settings", rows=_pairs(flat(run.config.to_dict())), folded=True),
         *(
-            Section(title=f"Recipe of {r.name}", rows=_pairs(flat(r.cache.recipe.entries)), folded=True)
+            ReportTable(title=f"Recipe of {r.name}", rows=_pairs(flat(r.cache.recipe.entries)), folded=True)
             for r in prepared.caches
         ),
     ]
 
 
-def _startup_rows(tracked: RunTracking) -> Section:
+def _startup_rows(tracked: RunTracking) -> ReportTable:
     phases = tracked.startup.phases
     rows = [(phase.name, format_seconds(phase.seconds), phase.note) for phase in phases]
     rows.append(("in all", format_seconds(sum(phase.seconds for phase in phases)), ""))
-    return Section(title="Start-up", rows=rows)
+    return ReportTable(title="Start-up", rows=rows)
 
 
-def _tiers(loaders: Sequence[Loader]) -> Section:
+def _tiers(loaders: Sequence[Loader]) -> ReportTable:
     rows: list[Sequence[str]] = []
     for loader in loaders:
         held = loader.plan.records_by_tier().items()
         where = ", ".join(f"{format_count(records)} {tier}" for tier, records in held if records)
         rows.append((loader.dataset.name, where, loader.plan.reason))
-    return Section(title="Tiers", heading=("cache", "records", "why"), rows=rows)
+    return ReportTable(title="Tiers", heading=("cache", "records", "why"), rows=rows)
 
 
-def _used(config: Config, tracked: RunTracking) -> list[Section]:
+def _used(run_dir: Path, tracked: RunTracking) -> list[ReportTable]:
     """Rate, GPU and cost by epoch; a GPU that was not measured is said to be so."""
-    kept = [row for row in MetricsLog(run_dir_of(config) / "metrics.jsonl").rows() if "epoch" in row]
+    kept = [row for row in MetricsLog(run_dir / "metrics.jsonl").rows() if "epoch" in row]
     rows = [
         (
             str(row["epoch"]),
@@ -104,14 +299,14 @@ def _used(config: Config, tracked: RunTracking) -> list[Section]:
     heading = ("epoch", "time", "samples/s", "stall", "GPU", "cost so far")
     if tracked.gpu is not None:
         rows.append(("GPU", f"not measured: {tracked.gpu.reason}", "", "", "", ""))
-    return [Section(title="Pace and cost", heading=heading, rows=rows)] if rows else []
+    return [ReportTable(title="Pace and cost", heading=heading, rows=rows)] if rows else []
 
 
 def _shown(row: Mapping[str, Any], name: str, form: Any) -> str:
     return form(row[name]) if isinstance(row.get(name), int | float) else "-"
 
 
-def _caches(caches: Sequence[CacheResult]) -> Section:
+def _caches(caches: Sequence[CacheResult]) -> ReportTable:
     rows = [
         (
             result.name,
@@ -126,14 +321,15 @@ def _caches(caches: Sequence[CacheResult]) -> Section:
         for result in caches
     ]
     heading = ("cache", "records", "bytes", "encoded", "reused", "quarantined", "fingerprint", "path")
-    return Section(title="Caches", heading=heading, rows=rows)
+    return ReportTable(title="Caches", heading=heading, rows=rows)
 
 
 def _pairs(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, "-" if value is None else str(value)) for name, value in entries.items()]
 
 
-log = logging.getLogger("stoker")
+# ----------------------------------------------------------------------------------------------------------
+# The run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,86 +450,80 @@ class Prepared:
 
 
 def train_config(
-    config: Config,
+    run: Run,
     *,
     started: float | None = None,
     on_event: EventSink | None = None,
-    ranks: Ranks = ALONE,
     stage: str | None = None,
 ) -> TrainResult:
-    """Encode what is missing, then train; an interrupted run with the same settings goes on.
+    """Encode what is missing, then train; an interrupted run with the same settings continues.
 
     Args:
-        stage: Do this stage alone, by its name; None or `all`: all that are left.
-        config: The settings.
+        run: The settings; all of its ranks are to make this call.
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
-        ranks: The processes that train together, and are all to make this call.
+        stage: Do this stage alone, by its name; None or `all`: all that are left.
     Raises:
         ConfigError: The split to train on is `val`, or one operator cannot take all tasks.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
-    config = on_own_device(config, ranks)
-    only_stage(config, stage)
-    prepared = prepare(config, ranks)
-    return train_prepared(config, prepared, started=started, on_event=on_event, ranks=ranks, stage=stage)
+    run = run.on_own_device()
+    only_stage(run.config, stage)
+    return train_prepared(run, prepare(run), started=started, on_event=on_event, stage=stage)
 
 
-def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | None = None) -> Prepared:
+def prepare(run: Run) -> Prepared:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
-    `progress` is told how encoding goes; None: standard error is.
     """
     began = time.monotonic()
-    check_trackers(config.training.trackers)
-    splits = training_splits(config)
-    tasks = tasks_of(config)
-    if needs_fields(config):
+    check_trackers(run.config.training.trackers)
+    splits = training_splits(run)
+    if run.trains_decoder:
         log.info(
             "a decoder is trained on raw fields, so caches keep %s: they are others than without",
-            ", ".join(kept_fields(config)),
+            ", ".join(run.kept_fields),
         )
-    if len(tasks) > 1:
-        check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
-    run_dir = require_writable(run_dir_of(config), "training.run_dir")
-    with own_folder(run_dir) if ranks.leads else nullcontext():
-        caches = fill_caches(config, splits, training="windows", ranks=ranks, progress=progress)
+    if len(run.tasks) > 1:
+        check_together({part.task: locate(part, splits[0]).recipe.schema for part in run.parts()})
+    run_dir = require_writable(run.run_dir, "training.run_dir")
+    with own_folder(run_dir) if run.ranks.leads else nullcontext():
+        caches = fill_caches(run, splits, training="windows")
     return Prepared(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
 
-def training_splits(config: Config) -> tuple[str, str]:
+def training_splits(run: Run) -> tuple[str, str]:
     """The split to train on, and the one to validate on.
 
     Raises:
         ConfigError: The split to train on is `val`.
     """
-    split = canonical_split(config.data.wanted_splits[0])
-    if split == "val":
+    if run.split == "val":
         raise ConfigError(
-            f"data.split is {config.data.wanted_splits[0]!r}, which training validates on. Expected the "
+            f"data.split is {run.config.data.wanted_splits[0]!r}, which training validates on. Expected the "
             "split to train on, as data.split=train; precompute takes any"
         )
-    return split, "val"
+    return run.split, "val"
 
 
 def train_prepared(
-    config: Config,
+    run: Run,
     prepared: Prepared,
     *,
     started: float,
     on_event: EventSink | None = None,
-    ranks: Ranks = ALONE,
     stage: str | None = None,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
+    config, ranks, run_dir = run.config, run.ranks, run.run_dir
+    meter = StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
-    work = work_digest(config, prepared.caches[0].cache.schema)
-    caches, space = [r.cache for r in prepared.caches], _field_space(config, prepared)
-    make = partial(serve, caches=caches, digest=digest, meter=meter, ranks=ranks)
-    loaders = StageLoaders(config, lambda own, horizon: make(own, horizon=horizon))
+    work = work_digest(run, prepared.caches[0].cache.schema)
+    caches, space = [r.cache for r in prepared.caches], _field_space(run, prepared)
+    make = partial(serve, run, caches, digest=digest, meter=meter)
+    loaders = StageLoaders(config, lambda horizon: make(horizon=horizon))
     served = loaders.served
     shared, epoch_steps = served.shared, len(served.train)
 
@@ -348,18 +538,18 @@ def train_prepared(
     _tell_before(run_dir, prepared, served, on_event if ranks.leads else None)
     checks = begin_spot_checks(config, caches[::2]) if ranks.leads else None
     began = time.monotonic()
-    with tracking(RunTracking(config, _startup(prepared, started, began), tell=on_event)) as tracked:
+    with tracking(RunTracking(run, _startup(prepared, started, began), tell=on_event)) as tracked:
         try:
             report = train(
                 served.train,
                 served.val,
-                loop_settings(config, epoch_steps, resume=shared.resume),
+                loop_settings(run, epoch_steps, resume=shared.resume),
                 run_dir,
                 meter=meter,
                 on_event=note,
                 ranks=ranks,
-                physical=_physical(config, prepared),
-                about=lambda: sections(config, prepared, loaders.served.loaders, tracked),
+                physical=_physical(run, prepared),
+                about=lambda: sections(run, prepared, loaders.served.loaders, tracked),
                 space=space,
                 loader_of=loaders.loader_of,
                 only=only_stage(config, stage),
@@ -375,7 +565,7 @@ def train_prepared(
         epoch_steps=epoch_steps,
         **_at_the_end(prepared, loaders.served, tracked),
         spot_check=checked,
-        over_budget=verdict_of(config, prepared.caches[0].cache, report),
+        over_budget=verdict_of(run, prepared.caches[0].cache, report),
     )
 
 
@@ -440,31 +630,30 @@ def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | N
     return SpotChecks(checks) if checks else None
 
 
-def _physical(config: Config, prepared: Prepared) -> dict[str, PhysicalSpace]:
+def _physical(run: Run, prepared: Prepared) -> dict[str, PhysicalSpace]:
     """By task how to judge in fields; not those whose records do not reach the loop as they were encoded."""
-    tasks, found = tasks_of(config), dict[str, PhysicalSpace]()
-    for task, result in zip(tasks, prepared.caches[1::2], strict=True):
-        space = None if normalized(config.for_task(task)) else physical_space(result.cache)
+    found: dict[str, PhysicalSpace] = {}
+    for part, result in zip(run.parts(), prepared.caches[1::2], strict=True):
+        space = None if normalized(part.config) else physical_space(result.cache)
         if space is not None:
-            found[task if len(tasks) > 1 else ""] = space
+            found[part.task if len(run.tasks) > 1 else ""] = space
     return found
 
 
-def _field_space(config: Config, prepared: Prepared) -> FieldSpace | None:
+def _field_space(run: Run, prepared: Prepared) -> FieldSpace | None:
     """What stages that train a decoder need; None where there is none.
 
     Raises:
         ConfigError: There are several tasks, or states do not reach the loop as they were encoded.
     """
-    if not needs_fields(config):
+    if not run.trains_decoder:
         return None
-    tasks = tasks_of(config)
-    if len(tasks) > 1:
+    if len(run.tasks) > 1:
         raise ConfigError(
             "inverse losses and the stage decoder train one decoder, and there are the tasks "
-            f"{', '.join(tasks)}. Train each alone with data.task, or leave them out"
+            f"{', '.join(run.tasks)}. Train each alone with data.task, or leave them out"
         )
-    if normalized(config):
+    if normalized(run.config):
         raise ConfigError(
             "training.transforms normalizes states, and a decoder is trained on states as they were encoded. "
             "Use data.normalize, which scales samples before they are encoded"
@@ -472,9 +661,9 @@ def _field_space(config: Config, prepared: Prepared) -> FieldSpace | None:
     return field_space(prepared.caches[0].cache)
 
 
-def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
+def loop_settings(run: Run, batches: int, *, resume: bool) -> TrainConfig:
     """`training` and `model` in the loop's terms; `batches` is the length of an epoch."""
-    training, model = config.training, config.model
+    training, model = run.config.training, run.config.model
     return TrainConfig(
         epochs=training.epochs,
         max_steps=training.max_steps,
@@ -482,15 +671,15 @@ def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
         weight_decay=training.weight_decay,
         grad_clip=training.grad_clip,
         seed=training.seed,
-        device=device_of(config),
+        device=run.device,
         amp=training.amp,
         width=model.width,
         depth=model.depth,
         heads=model.heads,
         checkpoint_every=max(1, training.checkpoint_every * batches),
         patience=training.early_stop_patience or None,
-        stride=windows_of(config).strides[0],
-        most_stride=windows_of(config).strides[1],
-        stages=stages_of(config),
+        stride=run.windows.strides[0],
+        most_stride=run.windows.strides[1],
+        stages=run.stages,
         resume=resume,
     )

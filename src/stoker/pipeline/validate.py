@@ -15,38 +15,27 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from stoker.config import Config, load_config
+from stoker.config import load_config
 from stoker.config.names import in_settings
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
 from stoker.monitor.gpu import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
-from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
-from stoker.pipeline.caches import (
-    Located,
-    locate,
-    locate_job,
-    no_operator,
-    run_dir_of,
-    windows_for,
-    windows_in,
-    windows_of,
-)
-from stoker.pipeline.folders import cache_dir_of, obstacle, require_writable
-from stoker.pipeline.loaders import check_together, encoders_of
+from stoker.pipeline.build import CacheJob, build_jobs
+from stoker.pipeline.caches import Located, locate, locate_job, nearest_differences
+from stoker.pipeline.context import Run, no_operator
+from stoker.pipeline.folders import obstacle, require_writable
+from stoker.pipeline.loaders import check_together
 from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
-from stoker.pipeline.why import nearest_differences
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.precompute.measure import try_encoder
 from stoker.precompute.space import check_space, needed_bytes
 from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
-from stoker.scale.ranks import ALONE
 from stoker.schema import JsonResult
-from stoker.sources.files import canonical_split
 from stoker.store import Difference
 from stoker.store.mirror.root import shown
 from stoker.units import GIB, format_bytes, format_count, format_seconds
@@ -150,8 +139,8 @@ def check_shared_memory(folder: Path = SHARED) -> Row:
     return Row(check="shm", status="pass", detail=detail)
 
 
-def check_device(config: Config, rows: list[Row]) -> str:
-    """Add the GPU's row; returns the device to plan for."""
+def check_device(run: Run, rows: list[Row]) -> Run:
+    """Add the GPU's row; returns the run with the device to plan for."""
     gpu = open_gpu()
     described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
     if not isinstance(gpu, GpuAbsent):
@@ -159,51 +148,48 @@ def check_device(config: Config, rows: list[Row]) -> str:
         gpu.close()
         if not isinstance(sample, GpuAbsent):
             described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
-    device = device_of(config)
+    device = run.device
     try:
-        encoders_of(config, ALONE)
+        _ = run.encode_devices
     except StokerError as error:
         rows.append(failed("encoders", error))
     try:
         resources = probe(device=device)
     except ResourceError as error:
         rows.append(failed("gpu", error))
-        return "cpu"
+        return run.with_training(device="cpu")
     if device == "cpu":
         detail = f"{described or 'none'}; device is cpu"
-        unused = bool(described) and config.training.device == "auto"
+        unused = bool(described) and run.config.training.device == "auto"
         rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
     else:
         free = format_bytes(resources.device_bytes)
         rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
-    return device
+    return run
 
 
-def check_room(
-    config: Config, located: list[Located], trained: Mapping[str, Located], device: str
-) -> list[Row]:
+def check_room(run: Run, located: list[Located], trained: Mapping[str, Located]) -> list[Row]:
     """The rows of memory and disk, neither of which waits for the other."""
-    cache_dir = cache_dir_of(config)
     try:
-        resources = probe(device=device, path=cache_dir)
-        disk = [_disk_row(config, located, resources), _inodes_row(config, located, resources)]
+        resources = probe(device=run.device, path=run.cache_dir)
+        disk = [_disk_row(run.cache_dir, located, resources), _inodes_row(run.cache_dir, located, resources)]
     except StalledError as error:
-        resources = probe(device=device)
+        resources = probe(device=run.device)
         disk = [failed("disk", error, ResourceError.exit_code)]
     if not trained:
         detail = "not checked, since no data was found. Fix the rows above and validate again"
         return [Row(check="memory", status="warn", detail=detail), *disk]
     memory: list[Row] = []
     for task, found in trained.items():
-        row, resources = _memory_row(config.for_task(task), found, resources, device)
+        row, resources = _memory_row(run.for_task(task), found, resources)
         memory.append(row)
     return [*memory, *disk]
 
 
-def _memory_row(config: Config, found: Located, resources: Resources, device: str) -> tuple[Row, Resources]:
+def _memory_row(run: Run, found: Located, resources: Resources) -> tuple[Row, Resources]:
     """The row, and what is left to the next task."""
-    training = config.training
-    demand = demand_of(config, found, device)
+    training = run.config.training
+    demand = demand_of(run, found)
     try:
         plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
     except ResourceError as error:
@@ -214,9 +200,9 @@ def _memory_row(config: Config, found: Located, resources: Resources, device: st
     return row, left_by(plan, resources)
 
 
-def _inodes_row(config: Config, located: list[Located], resources: Resources) -> Row:
+def _inodes_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
     """Whether as many files can be made."""
-    cache_dir, free = cache_dir_of(config), resources.disk_inodes
+    free = resources.disk_inodes
     try:
         for found in located:
             if found.missing:
@@ -228,9 +214,9 @@ def _inodes_row(config: Config, located: list[Located], resources: Resources) ->
     return Row(check="inodes", status="pass", detail=f"room for {many} below {cache_dir}")
 
 
-def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:
+def _disk_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
     """Whether each cache in turn would find the room that precompute asks for."""
-    cache_dir, needed, left = cache_dir_of(config), 0, replace(resources, disk_inodes=None)
+    needed, left = 0, replace(resources, disk_inodes=None)
     try:
         for found in located:
             if found.missing:
@@ -379,53 +365,54 @@ def validate_config(
         return Validation(rows=(failed("config", error),))
     rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
     rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
-    rows.append(_training_row(config))
+    run = Run(config)
+    rows.append(_training_row(run))
     located: list[Located] = []
     trained: dict[str, Located] = {}
-    for task in tasks_of(config):
+    for part in run.parts():
         found: list[Located] = []
-        rows += _check_task(config.for_task(task), task, found)
+        rows += _check_task(part, found)
         located += found
         if found:
-            trained[task] = found[0]
-    rows += [_windows_row(config.for_task(task), first) for task, first in trained.items()]
+            trained[part.task] = found[0]
+    rows += [_windows_row(run.for_task(task), first) for task, first in trained.items()]
     rows += _together_rows(trained)
-    rows.append(_run_dir_row(config))
+    rows.append(_run_dir_row(run))
     rows += check_each(config.training.trackers, environment)
-    device = check_device(config, rows)
+    run = check_device(run, rows)
     rows += [check_driver(), check_shared_memory()]
-    rows += check_room(config, located, trained, device)
+    rows += check_room(run, located, trained)
     return Validation(rows=tuple(rows))
 
 
-def _training_row(config: Config) -> Row:
+def _training_row(run: Run) -> Row:
     try:
-        split, other = training_splits(config)
+        split, other = training_splits(run)
     except ConfigError as error:
         return failed("training", error)
-    names = ", ".join(f"{task}_{split}" for task in tasks_of(config))
+    names = ", ".join(f"{task}_{split}" for task in run.tasks)
     return Row(check="training", status="pass", detail=f"on {names}, judged on {other}")
 
 
-def _check_task(config: Config, task: str, located: list[Located]) -> list[Row]:
+def _check_task(run: Run, located: list[Located]) -> list[Row]:
     """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
-    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "val"])
-    jobs: dict[str, Job] = {}
+    splits = dict.fromkeys([*run.splits, "val"])
+    jobs: dict[str, CacheJob] = {}
     with suppress(StokerError, OSError):  # then each split by itself says whose fault it is
-        jobs = {job.split: job for job in build_jobs(config, task, list(splits))}
+        jobs = {job.split: job for job in build_jobs(run, list(splits))}
     rows: list[Row] = []
     for split in splits:
-        rows += _check_cache(config, (task, split), jobs.get(split), located)
+        rows += _check_cache(run, split, jobs.get(split), located)
     # All splits share the encoder, so that trying it once will do.
-    return [*rows, *([_encoder_row(config, next(iter(jobs.values())))] if jobs else [])]
+    return [*rows, *([_encoder_row(run, next(iter(jobs.values())))] if jobs else [])]
 
 
-def _encoder_row(config: Config, job: Job) -> Row:
+def _encoder_row(run: Run, job: CacheJob) -> Row:
     """Whether the encoder takes a sample of zeros on its device."""
-    check = f"encoder {job.name.removesuffix(f'_{job.split}')}"
+    check = f"encoder {run.task}"
     if job.encoder is None:
         return Row(check=check, status="pass", detail="none: samples are stored as they are")
-    device, deadline_s = device_of(config), config.precompute.deadlines.encode
+    device, deadline_s = run.device, run.config.precompute.deadlines.encode
     try:
         took_s = try_encoder(job.encoder, job.source.schema(), device, deadline_s)
     except StokerError as error:
@@ -435,11 +422,11 @@ def _encoder_row(config: Config, job: Job) -> Row:
     return Row(check=check, status="pass", detail=detail)
 
 
-def _check_cache(config: Config, key: tuple[str, str], job: Job | None, located: list[Located]) -> list[Row]:
+def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[Located]) -> list[Row]:
     """Data, encoder and cache of one task and split."""
-    name = "_".join(key)
+    name = f"{run.task}_{split}"
     try:
-        found = locate(config, *key) if job is None else locate_job(config, job)
+        found = locate(run, split) if job is None else locate_job(run, job)
     except EncoderError as error:
         return [failed(f"encoder {name}", error)]
     except (StokerError, OSError) as error:
@@ -466,24 +453,23 @@ def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
     return [Row(check="tasks", status="pass", detail=f"one operator for {', '.join(trained)}")]
 
 
-def _windows_row(config: Config, found: Located) -> Row:
+def _windows_row(run: Run, found: Located) -> Row:
     if is_steady(found.recipe.schema):
         return Row(check="windows", status="pass", detail="none: each sample is an input and its solution")
-    if windows_for(config, found.recipe.schema) is None:
+    if run.windows_for(found.recipe.schema) is None:
         return Row(check="windows", status="warn", detail=no_operator(found.recipe.schema))
     try:
-        count = windows_in(config, found.recipe.schema)
+        count = run.windows_in(found.recipe.schema)
     except ConfigError as error:
         return failed("windows", error)
     many = "as many as fit" if count is None else format_count(count)
-    detail = f"{many} in each trajectory, over {windows_of(config).span + 1} steps each"
+    detail = f"{many} in each trajectory, over {run.windows.span + 1} steps each"
     return Row(check="windows", status="pass", detail=detail)
 
 
-def _run_dir_row(config: Config) -> Row:
+def _run_dir_row(run: Run) -> Row:
     try:
-        run_dir = run_dir_of(config)
-        require_writable(run_dir, "training.run_dir")
+        run_dir = require_writable(run.run_dir, "training.run_dir")
     except StokerError as error:
         return failed("run folder", error, ConfigError.exit_code)
     return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")

@@ -12,21 +12,21 @@ moves.py       when what is held should change, and when it had better stay
 mounts.py      what kind of storage a path lies on
 """
 
-from stoker.plan.placement import LEDGER, Claim, Ledger
-from stoker.plan.rates import Load, Rates, measure_rates
+from stoker.plan.placement import LEDGER, Ledger, Reservation
+from stoker.plan.rates import BatchLoad, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
 from stoker.plan.tiers import TIERS, Demand, Elsewhere, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
     "LEDGER",
     "TIERS",
-    "Claim",
+    "BatchLoad",
     "Demand",
     "Elsewhere",
     "Ledger",
-    "Load",
     "Plan",
     "Rates",
+    "Reservation",
     "Resources",
     "Tier",
     "TierShare",

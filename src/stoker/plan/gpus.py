@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stoker.errors import ConfigError
 from stoker.plan.tiers import DEVICE_RESERVE, DEVICE_RESERVE_UNSEEN
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.units import GIB, format_bytes, format_count
 
 MEMORY_GIB: Mapping[str, float] = {
@@ -29,10 +29,10 @@ PEAK_FLOPS: Mapping[str, float] = {"V100": 125e12, "A100": 312e12, "H100": 989e1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuRow:
+class GpuRow(JsonResult):
     """One GPU."""
 
-    name: str
+    gpu: str
     memory_bytes: int
     """All of it."""
     usable_bytes: int
@@ -41,16 +41,6 @@ class GpuRow:
     """Records that it holds."""
     share: float
     """Part of the data set that this is, 0..1."""
-
-    def to_json(self) -> dict[str, Json]:
-        """The row as plain values."""
-        return {
-            "gpu": self.name,
-            "memory_bytes": self.memory_bytes,
-            "usable_bytes": self.usable_bytes,
-            "records": self.records,
-            "share": self.share,
-        }
 
 
 def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = None) -> tuple[GpuRow, ...]:
@@ -77,7 +67,7 @@ def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = No
         held = min(records, int(usable // record_bytes))
         rows.append(
             GpuRow(
-                name=name,
+                gpu=name,
                 memory_bytes=memory,
                 usable_bytes=usable,
                 records=held,
@@ -110,8 +100,8 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
     '16 on V100 16 GB, 33 on V100 32 GB, 41 on A100 40 GB, 83 on A100 80 GB, 83 on H100 80 GB'
     """
     rows = gpu_table(record_bytes, records, model_bytes=model_bytes)
-    whole = ", ".join(row.name for row in rows if row.share == 1)
-    parts = ", ".join(f"{format_count(row.records)} on {row.name}" for row in rows if row.share < 1)
+    whole = ", ".join(row.gpu for row in rows if row.share == 1)
+    parts = ", ".join(f"{format_count(row.records)} on {row.gpu}" for row in rows if row.share < 1)
     places = "; ".join(filter(None, (whole and f"whole on {whole}", parts)))
     left = (
         "half of each left to the model"

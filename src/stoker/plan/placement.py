@@ -94,7 +94,7 @@ def without(plan: Plan, tier: str, records: int) -> Plan:
 # machine.
 
 
-class Claim:
+class Reservation:
     """The memory that one loader reserves, and how much of it is filled. It ends with its last reference."""
 
     __slots__ = ("__weakref__", "_ledger", "parts", "taken")
@@ -128,17 +128,17 @@ class Ledger:
     """All claims of a process. For several threads at once."""
 
     def __init__(self) -> None:
-        self._claims: WeakSet[Claim] = WeakSet()
+        self._claims: WeakSet[Reservation] = WeakSet()
         self._lock = threading.Lock()
 
-    def claim(self) -> Claim:
+    def claim(self) -> Reservation:
         """A new claim, of nothing yet."""
-        made = Claim(self)
+        made = Reservation(self)
         with self._lock:
             self._claims.add(made)
         return made
 
-    def balance(self, memory: str, own: Claim, wanted: Collection[Hashable]) -> int:
+    def balance(self, memory: str, own: Reservation, wanted: Collection[Hashable]) -> int:
         """Bytes to add to what the machine reports as free of `memory`, for `own`; mostly below 0."""
         with self._lock:
             others = [claim for claim in self._claims if claim is not own]

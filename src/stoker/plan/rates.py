@@ -35,7 +35,7 @@ THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BatchLoad:
     """Seconds that loading one batch takes."""
 
     alone_s: float
@@ -74,7 +74,7 @@ class Rates:
     """Copying within the GPU's memory."""
     measured: bool = False
     """Whether anything was timed here."""
-    served: Mapping[str, Load] = field(default_factory=dict[str, "Load"])
+    served: Mapping[str, BatchLoad] = field(default_factory=dict[str, "BatchLoad"])
     """Per tier the load of one batch of the demand, where some were served to find out; wins over rates."""
 
 

@@ -12,14 +12,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
 from stoker.errors import ConfigError, ResourceError, arg
 from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
-from stoker.schema import Json
+from stoker.schema import JsonResult
 
 if TYPE_CHECKING:
     import torch
@@ -421,7 +421,7 @@ IN_MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
+class Resources(JsonResult):
     """What one process may use now. Bytes and counts are free ones unless named total."""
 
     host_bytes: int
@@ -445,10 +445,6 @@ class Resources:
     """Free bytes for us where the cache lies; None: no path was given."""
     disk_inodes: int | None = None
     """Files that may still be made there; None: no path given, or no such limit."""
-
-    def to_json(self) -> dict[str, Json]:
-        """All fields by name."""
-        return asdict(self)
 
 
 def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1) -> Resources:

@@ -18,9 +18,9 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from stoker.errors import ConfigError, ResourceError, arg
-from stoker.plan.rates import THREADS, Load, Rates
+from stoker.plan.rates import THREADS, BatchLoad, Rates
 from stoker.plan.resources import Resources
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.units import MIB, format_bytes, format_count, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ NO_STALL = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PlanFacts:
     """What a plan was made from."""
 
     demand: Demand
@@ -195,7 +195,7 @@ class Facts:
     """Bytes that may be filled, per memory tier."""
 
 
-def explain(plan: Plan, facts: Facts, asked: str) -> str:
+def explain(plan: Plan, facts: PlanFacts, asked: str) -> str:
     """The reason of `plan`: what went where, what decided, what it costs, and what would do as well."""
     parts = [_placed(plan, asked)]
     parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
@@ -222,7 +222,7 @@ def _compressed(ratio: float, rates: Rates) -> str:
     )
 
 
-def say_need(facts: Facts, tier: str, stored: int) -> str:
+def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
     """The error for a tier that was asked for and cannot hold `stored` records."""
     demand, resources = facts.demand, facts.resources
     free, limit, name = (
@@ -270,7 +270,7 @@ def _placed(plan: Plan, asked: str) -> str:
     return f"{format_count(total, 'record')} ({size}): {shares}{why}"
 
 
-def _budget(row: TierShare, facts: Facts) -> str:
+def _budget(row: TierShare, facts: PlanFacts) -> str:
     resources = facts.resources
     free, limit = (
         (resources.device_bytes, resources.device_name)
@@ -288,7 +288,7 @@ def _cost(plan: Plan) -> str:
         return "the stall is not known while records are missing"
     if plan.step_s is None:
         return f"no stall (below 1 %) at steps of {format_seconds(plan.no_stall_step_s)} or longer"
-    stall = plan.predicted_stall(plan.step_s)
+    stall = plan.stall_at(plan.step_s)
     assert stall is not None
     return f"stall {format_percent(stall)} at a step of {format_seconds(plan.step_s)}"
 
@@ -375,8 +375,10 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierShare:
+class TierShare(JsonResult):
     """One row of a plan: what a tier holds, and what a batch served by it alone would cost."""
+
+    json_keys = ("tier", "records", "bytes", "load_s", "beside_s", "stall", "note")
 
     tier: Tier
     records: int
@@ -388,7 +390,7 @@ class TierShare:
     stall: float | None
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
     note: str
-    served: Load | None = None
+    served: BatchLoad | None = None
     """What was found by serving some batches, where that was done."""
 
     def beyond_s(self, step_s: float) -> float:
@@ -403,22 +405,14 @@ class TierShare:
         """Seconds to load one batch from this tier alone; None: not known."""
         return None if self.direct_s is None else self.direct_s + self.beside_s
 
-    def to_json(self) -> dict[str, Json]:
-        """All fields by name, units as in the names."""
-        return {
-            "tier": self.tier,
-            "records": self.records,
-            "bytes": self.bytes,
-            "load_s": self.load_s,
-            "beside_s": self.beside_s,
-            "stall": self.stall,
-            "note": self.note,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan:
+class Plan(JsonResult):
     """Which tier holds how many records, and why; `print` shows it as a table."""
+
+    json_keys = (
+        "tiers", "bytes", "reason", "predicted_stall", "tier", "step_s", "no_stall_step_s", "rows",
+    )  # fmt: skip
 
     rows: tuple[TierShare, ...]
     """One per tier, in the order of `TIERS`."""
@@ -453,7 +447,22 @@ class Plan:
         )
         return replace(self, rows=rows)
 
-    def predicted_stall(self, step_s: float) -> float | None:
+    @property
+    def tiers(self) -> dict[str, int]:
+        """As `records_by_tier`."""
+        return self.records_by_tier()
+
+    @property
+    def bytes(self) -> int:
+        """Of all records."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def predicted_stall(self) -> float | None:
+        """The stall to expect at the step that the plan was made with; None until one was timed."""
+        return None if self.step_s is None else self.stall_at(self.step_s)
+
+    def stall_at(self, step_s: float) -> float | None:
         """The stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
 
         A batch draws from the tiers in proportion to what they hold.
@@ -464,19 +473,6 @@ class Plan:
         total = sum(row.records for row in self.rows) or 1
         beyond_s = sum(row.beyond_s(step_s) * row.records / total for row in self.rows)
         return _part(_wait(*loads, step_s) + beyond_s, step_s)
-
-    def to_json(self) -> dict[str, Json]:
-        """What `stoker plan --json` prints; `predicted_stall` is null until a step was timed."""
-        return {
-            "tiers": dict(self.records_by_tier()),
-            "bytes": sum(row.bytes for row in self.rows),
-            "reason": self.reason,
-            "predicted_stall": None if self.step_s is None else self.predicted_stall(self.step_s),
-            "tier": self.tier,
-            "step_s": self.step_s,
-            "no_stall_step_s": self.no_stall_step_s,
-            "rows": [row.to_json() for row in self.rows],
-        }
 
 
 def stall_of(load_s: float, step_s: float, *, prefetch: bool) -> float:
@@ -535,7 +531,7 @@ def plan_tiers(
         "device": max(0, resources.device_bytes - reserves["device"]),
         "host": max(0, resources.host_bytes - reserves["host"]),
     }
-    facts = Facts(demand=demand, resources=resources, rates=rates, reserves=reserves, budgets=budgets)
+    facts = PlanFacts(demand=demand, resources=resources, rates=rates, reserves=reserves, budgets=budgets)
     counts = _place(demand, budgets, tier, facts)
     rows = tuple(_row(name, counts[name], facts, step_s) for name in TIERS)
     served = [row for row in rows if not (demand.on_cpu and row.tier == "device")]
@@ -566,7 +562,7 @@ def reserves_of(
     return {"device": device + demand.table_bytes, "host": host}
 
 
-def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: Facts) -> dict[Tier, int]:
+def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: PlanFacts) -> dict[Tier, int]:
     """Records per tier. Missing ones are always the encoder's."""
     stored = demand.records - demand.missing_records
     if tier == "device" and demand.on_cpu:
@@ -591,7 +587,7 @@ def _fitting(records: int, record_bytes: float, budget_bytes: int) -> int:
     return min(records, int(budget_bytes // record_bytes)) if record_bytes else records
 
 
-def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierShare:
+def _row(tier: Tier, records: int, facts: PlanFacts, step_s: float | None) -> TierShare:
     loads = _loads(tier, facts)
     row = TierShare(
         tier=tier,
@@ -608,7 +604,7 @@ def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierSh
     return replace(row, stall=_part(_wait(*loads, step_s) + row.beyond_s(step_s), step_s))
 
 
-def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
+def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:
     """Seconds to load one batch from `tier` alone: those waited for, and those that overlap with the step.
 
     On a CPU the step wants all cores, so only waiting for a disk overlaps with it, not copying. Towards a
@@ -639,7 +635,7 @@ def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
     return (copy_s, disk_s) if demand.on_cpu else (0.0, copy_s + disk_s)
 
 
-def _note(tier: Tier, records: int, facts: Facts) -> str:
+def _note(tier: Tier, records: int, facts: PlanFacts) -> str:
     resources, reserve = facts.resources, facts.reserves
     if tier == "device" and facts.demand.on_cpu:
         return "device cpu: the device tier is the host tier"
@@ -766,7 +762,7 @@ def cure(waiting: Waiting, plan: Plan) -> str:
     main = max(waiting.parts, key=lambda part: waiting.parts[part], default="gather")
     faster = plan.tier
     if faster != waiting.tier and waiting.tier == "disk":
-        expected, held = plan.predicted_stall(waiting.step_s), plan.records_by_tier()
+        expected, held = plan.stall_at(waiting.step_s), plan.records_by_tier()
         whole = held[faster] == sum(held.values())
         room = "the" if whole else f"{format_count(held[faster])} of the {format_count(sum(held.values()))}"
         return f"Use training.tier=auto: the {faster} tier has room for {room} records" + (

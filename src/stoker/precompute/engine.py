@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, IncompleteError, Interrupted, arg
 from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, recipe_of

@@ -210,7 +210,7 @@ def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
 # Measure on a device how many samples to give an encoder in one call.
 #
 # More samples a call cost less overhead each, until the device is full. So the number is doubled until
-# throughput stops rising, or memory ends. The number is a part of the recipe; `pipeline/encode_batch.py`
+# throughput stops rising, or memory ends. The number is a part of the recipe; `pipeline/build.py`
 # has it measured once (docs/design/039-encode-batch-size.md).
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import Demand, Rates, Resources, plan_tiers
 from stoker.plan.gpus import MEMORY_GIB, known_gpu, peak_flops, say_gpus
-from stoker.schema import Json
+from stoker.schema import Json, JsonResult, as_json
 from stoker.units import GIB, format_bytes, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ TO_MODEL = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """One GPU."""
+class OtherGpu(JsonResult):
+    """What one GPU that is not here would do with the loop."""
 
     gpu: str
     share: float
@@ -52,10 +52,6 @@ class Elsewhere:
     cost: float | None
     """Of an epoch; None without a price."""
 
-    def to_json(self) -> dict[str, Json]:
-        """All fields by name."""
-        return asdict(self)
-
 
 def part_used(loop: Loop, resources: Resources) -> tuple[float, bool]:
     """The part of the data sheet's rate that a step reaches, and whether that was measured here."""
@@ -67,7 +63,7 @@ def part_used(loop: Loop, resources: Resources) -> tuple[float, bool]:
 
 def elsewhere(
     loop: Loop, demand: Demand, resources: Resources, rates: Rates, prices: Mapping[str, float]
-) -> tuple[Elsewhere, ...]:
+) -> tuple[OtherGpu, ...]:
     """What each GPU of the table would do with the loop.
 
     Args:
@@ -81,7 +77,7 @@ def elsewhere(
     used, _ = part_used(loop, resources)
     there = replace(demand, device="cuda", step_cpus=1.0)
     speeds = Rates(copy_bytes_s=rates.copy_bytes_s, disk_bytes_s=rates.disk_bytes_s, measured=True)
-    found: list[Elsewhere] = []
+    found: list[OtherGpu] = []
     for gpu, gib in MEMORY_GIB.items():
         memory = int(gib * GIB)
         step_s = (
@@ -95,11 +91,11 @@ def elsewhere(
         )  # fmt: skip
         reserve = int(TO_MODEL * memory)
         plan = plan_tiers(there, machine, reserve_bytes=reserve, step_s=step_s, rates=speeds)
-        stall = None if step_s is None else plan.predicted_stall(step_s)
+        stall = None if step_s is None else plan.stall_at(step_s)
         epoch_s = None if step_s is None or stall is None else step_s / (1 - stall) * loop.batches
         price = next((prices[name] for name in prices if gpu.startswith(name)), None)
         found.append(
-            Elsewhere(
+            OtherGpu(
                 gpu=gpu,
                 share=plan.records_by_tier()["device"] / demand.records if demand.records else 1.0,
                 step_s=step_s,
@@ -303,7 +299,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class TierForecast(JsonResult):
     """One tier in place of the loader."""
 
     tier: str
@@ -313,17 +309,13 @@ class Served:
     fits: bool
     why: str
 
-    def to_json(self) -> dict[str, Json]:
-        """All fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Where the time goes, and what would help."""
 
     loop: Loop
-    tiers: tuple[Served, ...]
+    tiers: tuple[TierForecast, ...]
     stages: tuple[Stage, ...] = ()
     """What is done to a sample, one thing after another, each timed with nothing beside it."""
     bottleneck: str
@@ -331,7 +323,7 @@ class Profile:
     stacks: Stacks
     gpus: str
     """What memory of GPUs would hold the data."""
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[OtherGpu, ...] = ()
     elsewhere_note: str = ""
     """How far the times on other GPUs can be trusted."""
     price_per_hour: float | None = None
@@ -341,12 +333,12 @@ class Profile:
     """What else was noticed, as samples that cannot be read."""
 
     @property
-    def best(self) -> Served | None:
+    def best(self) -> TierForecast | None:
         """The fastest tier that fits; None: there is none."""
         return min((t for t in self.tiers if t.fits), key=lambda t: t.wall_s, default=None)
 
     @property
-    def unkept(self) -> Served | None:
+    def unkept(self) -> TierForecast | None:
         """Without a cache; None: not known."""
         return next((tier for tier in self.tiers if tier.tier == ENCODE), None)
 
@@ -408,7 +400,7 @@ class Profile:
             "compute_s": loop.compute_s,
             "copy_s": loop.copy_s,
             "sample_s": loop.sample_s,
-            "stages": [asdict(stage) for stage in self.stages],
+            "stages": as_json(self.stages),
             "bottleneck": self.bottleneck,
             "stragglers": slow,
             "tiers": [
@@ -420,7 +412,7 @@ class Profile:
             "served_from": self.served_from,
             "flops": loop.flops,
             "gpus": self.gpus,
-            "elsewhere": [one.to_json() for one in self.elsewhere],
+            "elsewhere": as_json(self.elsewhere),
             "remarks": list(self.remarks),
         }
 
@@ -438,10 +430,10 @@ def demand_of(loop: Loop, cpus: float) -> Demand:
     )
 
 
-def predict(loop: Loop, demand: Demand, resources: Resources, rates: Rates) -> tuple[Served, ...]:
+def predict(loop: Loop, demand: Demand, resources: Resources, rates: Rates) -> tuple[TierForecast, ...]:
     """What a step would take with records served from each tier."""
     step_s = max(loop.compute_s, 1e-9)
-    found: list[Served] = []
+    found: list[TierForecast] = []
     for tier in ("device", "host", "disk"):
         if tier == "device" and loop.device == "cpu":
             continue
@@ -452,7 +444,7 @@ def predict(loop: Loop, demand: Demand, resources: Resources, rates: Rates) -> t
             fits, why = False, str(error)
         plan = plan_tiers(demand, resources, tier="disk", step_s=step_s, rates=rates)
         stall = next(row.stall for row in plan.rows if row.tier == tier) or 0.0
-        found.append(Served(tier=tier, wall_s=step_s / (1 - stall), stall=stall, fits=fits, why=why))
+        found.append(TierForecast(tier=tier, wall_s=step_s / (1 - stall), stall=stall, fits=fits, why=why))
     return tuple(found)
 
 

@@ -106,7 +106,7 @@ class Enough(BaseException):
 
 
 @dataclass(slots=True)
-class Times:
+class StepTimes:
     """Seconds of every step, and of the wait before it."""
 
     waits_s: list[float] = field(default_factory=list[float])
@@ -127,7 +127,11 @@ class Probe:
     """Iterates batches for a loop until all three parts are timed, then raises `Enough` in it."""
 
     def __init__(self, batches: Iterable[Any], *, steps: int, device: torch.device) -> None:
-        self.times: dict[Part, Times] = {"full": Times(), "cached": Times(), "synthetic": Times()}
+        self.times: dict[Part, StepTimes] = {
+            "full": StepTimes(),
+            "cached": StepTimes(),
+            "synthetic": StepTimes(),
+        }
         self.batch: Any = None
         """The last batch of the loop's own."""
         self.flops: float | None = None

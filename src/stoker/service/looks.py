@@ -268,13 +268,14 @@ def plan(
     Raises:
         StokerError: The data cannot be read, or no plan fits.
     """
+    from stoker.pipeline.context import Run
     from stoker.pipeline.plan import plan_config
     from stoker.service.runs.settings import settings_of
     from stoker.service.training_config import TrainingConfig
 
     wanted = TrainingConfig.model_validate(dict(config))
     settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)
-    return plan_config(settings).to_json()
+    return plan_config(Run(settings)).to_json()
 
 
 LOOKS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -129,7 +129,7 @@ def why(
     other: Annotated[str | None, Query(pattern=f"^{PRINT}$", description="None: the nearest.")] = None,
 ) -> WhyOut:
     """What differs between two recipes of one name."""
-    from stoker.pipeline.why import explain
+    from stoker.pipeline.caches import explain
 
     def compare() -> WhyOut:
         beside = None if other is None else cache_folder(here, name, other)

@@ -62,7 +62,7 @@ class Watched(H11Protocol):
 
     def _make_room(self) -> None:
         """End the connection that has waited longest, so that slow clients hold up no other."""
-        others = [
+        others: list[Watched] = [
             one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
         ]
         if others:

@@ -1,12 +1,12 @@
-"""Settings of a training run, and what it comes to."""
+"""What a training run is given, and what it comes to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json
@@ -17,18 +17,77 @@ if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from stoker.encoders.grid import Decode, DecodeByRecord
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`ready start resume skip stage step stall epoch checkpoint
-best stop done`), and
-its facts."""
+"""Told what happens: a kind (`ready start resume skip stage step batch stall epoch checkpoint best stop
+done`), and its facts."""
 
+
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+
+
+class BatchLoader(Protocol[BatchT_co]):
+    """A loader that can save its place. A finished pass moves it to the next epoch automatically."""
+
+    def __iter__(self) -> Iterator[BatchT_co]:
+        """One pass, or the rest of the pass that a loaded state began."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches of a complete pass."""
+        ...
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Begin this epoch at its first batch with the next pass."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Place after the batches handed out so far; can be written as JSON."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+Schedule: TypeAlias = Literal["cosine", "constant"]
+"""What the learning rate does after its rise: fall to a hundredth, or stay."""
 
 StageName: TypeAlias = Literal["operator", "decoder", "consistency"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 """The stages that there are; a run has some of them, each once, `operator` first."""
 
 
+def _number(default: Any, *, least: float | None = None, most: float = math.inf, whole: bool = False) -> Any:
+    """A setting that is a finite number from `least` to `most`; above 0 where `least` is None."""
+    return field(default=default, metadata={"least": least, "most": most, "whole": whole})
+
+
+def _count(default: int | None, *, least: int = 1) -> Any:
+    """A setting that is a whole number of at least `least`."""
+    return _number(default, least=least, whole=True)
+
+
+def _check_numbers(settings: TrainStage | TrainConfig) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        ConfigError: Names the setting, its value, and what is expected.
+    """
+    for one in fields(settings):
+        value: Any = getattr(settings, one.name)
+        if not one.metadata or (value is None and str(one.type).endswith("| None")):
+            continue
+        least, most, whole = (one.metadata[name] for name in ("least", "most", "whole"))
+        if not isinstance(value, (int,) if whole else (int, float)) or not (
+            math.isfinite(value) and (least or 0) <= value <= most and (value or least is not None)
+        ):
+            bound = "above 0" if least is None else f"of at least {least}"
+            bound += f" and at most {most}" if math.isfinite(most) else ""
+            kind = "whole number" if whole else "number"
+            raise ConfigError(f"{type(settings).__name__}.{one.name} is {value!r}. Expected a {kind} {bound}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class TrainStage:
     """A part of a run with a loss, a length and a learning rate of its own.
 
     - `operator`: the operator learns the next states.
@@ -42,35 +101,26 @@ class Stage:
     """
 
     name: StageName = "operator"
-    epochs: int = 10
+    epochs: int = _count(10)
     """Passes over its loader."""
-    lr: float = 1e-3
+    lr: float = _number(1e-3)
     """Peak learning rate; rise and decay are those of the stage."""
-    patience: int | None = None
+    patience: int | None = _count(None)
     """Epochs without a better error after which it ends; of `decoder` in physical space, else of states."""
     freeze_operator: bool = True
     """Of `decoder`: the operator stays as it is."""
-    lambda_inv_enc: float = 0.0
+    lambda_inv_enc: float = _number(0.0, least=0)
     """Weight of the inverse-encoding loss; a `decoder` stage has 1 if this is 0."""
-    lambda_inv_dec: float = 0.0
+    lambda_inv_dec: float = _number(0.0, least=0)
     """Weight of the inverse-decoding loss."""
-    lambda_consistency: float = 1.0
+    lambda_consistency: float = _number(1.0, least=0)
     """Of `consistency`: weight of the agreement between predictions."""
 
     def __post_init__(self) -> None:
         """Check names and ranges."""
         if self.name not in STAGES:
             raise ConfigError(f"stage {self.name!r} is unknown. Known: {', '.join(STAGES)}")
-        for name in ("epochs", "patience"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (name == "patience" and value is None):
-                raise ConfigError(f"Stage.{name} is {value!r}. Expected a whole number of at least 1")
-        if not (_finite(self.lr) and self.lr > 0):
-            raise ConfigError(f"Stage.lr is {self.lr!r}. Expected a number above 0")
-        for name in ("lambda_inv_enc", "lambda_inv_dec", "lambda_consistency"):
-            value = getattr(self, name)
-            if not (_finite(value) and value >= 0):
-                raise ConfigError(f"Stage.{name} is {value!r}. Expected a number of at least 0")
+        _check_numbers(self)
 
     @property
     def trains_operator(self) -> bool:
@@ -91,59 +141,66 @@ class TrainConfig:
         ConfigError: A number is out of range.
     """
 
-    epochs: int = 10
+    epochs: int = _count(10)
     """Passes over the training loader."""
-    max_steps: int | None = None
+    max_steps: int | None = _count(None)
     """Steps after which training ends whatever `epochs` says; None: no limit."""
-    lr: float = 1e-3
+    lr: float = _number(1e-3)
     """Peak learning rate of AdamW."""
-    warmup: float = 0.05
-    """Part of all steps over which the rate rises, 0..1; after it the rate falls as a cosine."""
-    weight_decay: float = 1e-4
+    warmup: float = _number(0.05, least=0, most=1)
+    """Part of all steps over which the rate rises, 0..1."""
+    schedule: Schedule = "cosine"
+    """What the rate does after that."""
+    weight_decay: float = _number(1e-4, least=0)
     """Of AdamW, on matrices only."""
-    grad_clip: float | None = 1.0
+    grad_clip: float | None = _number(1.0)
     """Largest norm of the gradient; None: as it comes."""
-    seed: int = 0
+    seed: int = _count(0, least=0)
     """Decides the first weights. The order of examples is the loader's."""
     device: str = "cpu"
     """`cpu`, `cuda`, `cuda:<i>`, or `auto`, which takes a GPU where there is one."""
     amp: bool | None = None
     """Compute in bfloat16 where that is safe; None: on CUDA only."""
-    width: int = 128
+    width: int = _count(128)
     """Width of the operator; a multiple of `heads`."""
-    depth: int = 3
+    depth: int = _count(3)
     """Layers of the operator."""
-    heads: int = 4
+    heads: int = _count(4)
     """Attention heads."""
-    scale_batches: int = 16
+    scale_batches: int = _count(16)
     """Batches read beforehand to learn the scales of states and steps."""
-    log_every: int | None = None
+    log_every: int | None = _count(None)
     """Steps between two `step` lines; None: 50, or a fortieth of all steps where that is less."""
-    checkpoint_every: int = 500
-    """Steps between two checkpoints; there is one at each epoch's end anyway."""
-    patience: int | None = None
+    checkpoint_every: int | None = _count(500)
+    """Steps between two checkpoints within an epoch; None: only at each epoch's end."""
+    save_every_s: float = _number(0.0, least=0)
+    """Seconds between two checkpoints at epochs' ends, at least: where epochs take a tenth of that, saving
+    each would cost more than training. The last epoch, and where training is stopped, are always saved."""
+    patience: int | None = _count(None)
     """Epochs without a better validation error after which training ends; None: all epochs."""
-    stride: int = 1
+    delta: float = _number(0.0, least=0)
+    """How much lower a validation error has to be to count as better."""
+    stride: int = _count(1)
     """Stored steps between z0 and z1, as in the loader's windows; whole trajectories are chained by it."""
-    rollout_samples: int = 8
+    rollout_samples: int = _count(8, least=0)
     """Trajectories rolled out in validation when windows carry no `future`; 0 for none."""
-    most_stride: int = 1
+    most_stride: int = _count(1)
     """The largest stride where loaders draw it; in a `consistency` stage two steps are then one of twice the
     stride, up to this one."""
     lambda_inv_enc: float = 0.0
     """Weight of the inverse-encoding loss where there are no `stages`."""
     lambda_inv_dec: float = 0.0
     """Weight of the inverse-decoding loss there."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TrainStage, ...] = ()
     """Parts of the run, in order; none: one of `operator` with the `epochs`, `lr` and `patience` above."""
     resume: bool = False
     """Continue from the newest valid checkpoint of the run's folder, if there is one."""
 
     @property
-    def all_stages(self) -> tuple[Stage, ...]:
+    def all_stages(self) -> tuple[TrainStage, ...]:
         """The stages, at least one."""
         return self.stages or (
-            Stage(
+            TrainStage(
                 epochs=self.epochs,
                 lr=self.lr,
                 patience=self.patience,
@@ -154,40 +211,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if value is None and name in ("max_steps", "patience", "log_every"):
-                continue
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"TrainConfig.{name} is {value!r}. Expected a whole number of at least {least}"
-                )
-        positive = {"lr": self.lr, "grad_clip": 1.0 if self.grad_clip is None else self.grad_clip}
-        for name, value in positive.items():
-            if not (_finite(value) and value > 0):
-                raise ConfigError(f"TrainConfig.{name} is {value!r}. Expected a number above 0")
-        if not (_finite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(f"TrainConfig.weight_decay is {self.weight_decay!r}. Expected 0 or more")
-        if not (_finite(self.warmup) and 0 <= self.warmup <= 1):
-            raise ConfigError(f"TrainConfig.warmup is {self.warmup!r}. Expected a part of all steps, 0..1")
+        _check_numbers(self)
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(get_args(Schedule))
+            raise ConfigError(f"TrainConfig.schedule is {self.schedule!r}. Known: {known}")
         if self.width % self.heads:
             raise ConfigError(
                 f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}. "
                 f"Use {arg('width', -(-self.width // self.heads) * self.heads)}"
             )
         _ = self.all_stages  # checked as they are made
-
-
-_WHOLE = {
-    "epochs": 1, "max_steps": 1, "patience": 1, "seed": 0, "width": 1, "depth": 1, "heads": 1,
-    "most_stride": 1, "scale_batches": 1, "log_every": 1, "checkpoint_every": 1, "stride": 1,
-    "rollout_samples": 0,
-}  # fmt: skip
-"""Settings that are whole numbers, and their least value."""
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

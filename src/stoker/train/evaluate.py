@@ -3,7 +3,7 @@
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
 summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing
 (persistence, z1 = z0; of a steady problem the mean solution of the training data) is the guess that a model
-must beat to have learnt anything: with short time steps its error is small, so an error alone says little.
+must beat to have learned anything: with short time steps its error is small, so an error alone says little.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ ERRORS = (
     "physical_nrmse", "physical_persistence_nrmse", "physical_rollout_nrmse",
     "physical_rollout_persistence_nrmse",
 )  # fmt: skip
-"""What an evaluation is written down as: in latent space, then in physical space."""
+"""Errors of one step, of the guess z1 = z0, of roll-outs, and of the guess that their first state stays: in
+latent space, then of decoded fields against decoded truth. What the encoder itself loses is in neither."""
+Errors: TypeAlias = "dict[str, float | None]"
+"""Errors by name; None: not measured."""
 FIELD_BYTES = 256 * MIB
 """Decoded fields compared at a time."""
 
@@ -37,33 +40,13 @@ FIELD_BYTES = 256 * MIB
 class Evaluation:
     """Errors on a validation set."""
 
-    nrmse: float
-    """Of one step."""
-    persistence: float
-    """Of the guess z1 = z0."""
-    rollout: float | None
-    """Of all steps of roll-outs that are fed with their own predictions; None: nothing to roll out."""
-    rollout_persistence: float | None
-    """Of the guess that the first state of a roll-out stays."""
+    errors: Errors
+    """By the names of `ERRORS`. Those of roll-outs are None where there was nothing to roll out, and one that
+    is infinite, which JSON does not hold, is None too. Those of fields are absent without a decoder."""
     rollout_steps: int
     """Steps of the longest roll-out."""
     windows: int
     """Windows evaluated."""
-    physical: PhysicalErrors | None = None
-    """The same four errors of the decoded fields; None without a decoder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhysicalErrors:
-    """Errors of decoded predictions against decoded truth, by the names of `Evaluation`.
-
-    What the encoder itself loses is in neither side; it is reported separately.
-    """
-
-    nrmse: float
-    persistence: float
-    rollout: float | None
-    rollout_persistence: float | None
 
 
 def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
@@ -130,31 +113,12 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
     steps = max(int(told) for told in ranks.tell(str(steps), "the end of an evaluation"))
     nrmse = [_nrmse(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
-    return Evaluation(
-        **_named(nrmse[0::2], steps),
-        rollout_steps=steps,
-        windows=int(windows),
-        physical=None if decode is None else PhysicalErrors(**_named(nrmse[1::2], steps)),
-    )
-
-
-def errors_of(found: Evaluation) -> dict[str, float | None]:
-    """Errors by the names of `TrainReport`. JSON holds no infinity: one too large to tell is absent."""
-    spaces = [found, found.physical] if found.physical is not None else [found]
-    values = [v for s in spaces for v in (s.nrmse, s.persistence, s.rollout, s.rollout_persistence)]
-    finite = [value if value is not None and math.isfinite(value) else None for value in values]
-    return dict(zip(ERRORS, finite, strict=False))
-
-
-def _named(errors: list[float], steps: int) -> dict[str, Any]:
-    """One step, persistence, roll-out and its persistence, by the names of `Evaluation`."""
-    nrmse, persistence, rollout, rollout_persistence = errors
-    return {
-        "nrmse": nrmse,
-        "persistence": persistence,
-        "rollout": rollout if steps else None,
-        "rollout_persistence": rollout_persistence if steps else None,
+    found = dict(zip(ERRORS, nrmse[0::2] + ([] if decode is None else nrmse[1::2]), strict=False))
+    errors: Errors = {
+        name: value if math.isfinite(value) and (steps or "rollout" not in name) else None
+        for name, value in found.items()
     }
+    return Evaluation(errors=errors, rollout_steps=steps, windows=int(windows))
 
 
 def _share(found: int, wanted: int, ranks: Ranks) -> int:
@@ -268,7 +232,6 @@ class _Chains:
 # metrics, checkpoints and pictures like any other figure.
 
 
-Errors: TypeAlias = "dict[str, float | None]"
 Validation: TypeAlias = "PairLoader | Mapping[str, PairLoader | None] | None"
 """What is validated on: one set, or one for each task; None where this rank has no part of it."""
 

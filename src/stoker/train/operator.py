@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.encoders.grid import Decode
-from stoker.encoders.steady import INPUT, SOLUTION, is_steady
+from stoker.encoders.wrappers import INPUT, SOLUTION, is_steady
 from stoker.errors import ConfigError, RecordError
 from stoker.scale.ranks import ALONE, Ranks
+from stoker.train.config import BatchLoader
 
 # ----------------------------------------------------------------------------------------------------------
 # A trainable decoder from states to fields, which begins as the encoder's exact one.
@@ -126,9 +127,7 @@ def field_scales(batches: Iterable[Tensor], ranks: Ranks = ALONE) -> tuple[Tenso
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What the loop asks of a loader, and a batch as the operator takes it.
-#
-# The loop knows loaders by shape only, so anything that yields latent pairs and can save its place will do.
+# Batches of latent pairs, and a batch as the operator takes it.
 
 
 MASK = "future_mask"
@@ -165,28 +164,8 @@ class PairBatch(Protocol):
         ...
 
 
-class PairLoader(Protocol):
-    """A loader that can save its place. A finished pass moves it to the next epoch automatically."""
-
-    def __iter__(self) -> Iterator[PairBatch]:
-        """One pass, or the rest of the pass that a loaded state began."""
-        ...
-
-    def __len__(self) -> int:
-        """Batches of a whole pass."""
-        ...
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Begin this epoch at its first batch with the next pass."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Place after the batches handed out so far; can be written as JSON."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Continue from a saved state."""
-        ...
+PairLoader: TypeAlias = BatchLoader[PairBatch]
+"""A loader of pairs, as the loop asks for it."""
 
 
 class SteadyBatch(NamedTuple):
@@ -334,7 +313,7 @@ class Scales:
     z_std: Tensor
     """`(D,)`."""
     step_std: Tensor
-    """Root mean square of z1 - z0, `(D,)`. The loss is in this unit: a short time step is learnt as well."""
+    """Root mean square of z1 - z0, `(D,)`. The loss is in this unit: a short time step is learned as well."""
     cond_mean: Tensor
     """`(C,)`."""
     cond_std: Tensor

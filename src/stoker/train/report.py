@@ -6,7 +6,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,9 +26,9 @@ MARGIN = 1.3
 """Factor between the curves and the ends of a logarithmic axis: what hardly changes looks flat."""
 BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
 TASKS = (BLUE, ORANGE, "#3a8f5c", "#8a5bb0", "#b0413e", "#5b6b78")
-"""Colours of tasks, where there are several; with more of them they come again."""
+"""Colors of tasks, where there are several; with more of them they come again."""
 OF_TASK = "val_nrmse/"
-"""How the error of one task of several begins; `judge.py` writes them."""
+"""How the error of one task of several begins; `evaluate.judge` writes them."""
 STALL_TOPS = (10, 25, 50, 100)
 """Ends of the stall's axis in per cent: the first that holds all of it, so that a small stall looks small."""
 
@@ -50,7 +50,7 @@ def draw_curves(rows: Rows, path: Path) -> None:
 
 
 def curves_as_svg(rows: Rows) -> list[str]:
-    """The same three as SVG without a background, their text in the colour of the page around them."""
+    """The same three as SVG without a background, their text in the color of the page around them."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
 
 
 def _draw_errors(axes: Any, epochs: Rows) -> None:
-    """Validation errors, each with its own persistence as a dashed line of the same colour; of several tasks
+    """Validation errors, each with its own persistence as a dashed line of the same color; of several tasks
     those of one step.
     """
     measured = any(_points(epochs, "epoch", "val_nrmse"))
@@ -243,7 +243,7 @@ OF_A_TASK: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class ReportTable:
     """A table that the caller adds to the page of a run."""
 
     title: str
@@ -255,12 +255,7 @@ class Section:
 
     def to_html(self) -> str:
         """The table, all text escaped."""
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.heading)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows
-        )
-        table = f'<div class="wide"><table class="names">{head and f"<tr>{head}</tr>"}{body}</table></div>'
-        title = html.escape(self.title)
+        table, title = _table(self.rows, self.heading), html.escape(self.title)
         return _folded(title, table) if self.folded else f"<h2>{title}</h2>{table}"
 
 
@@ -269,7 +264,7 @@ def write_report(
     rows: Sequence[Mapping[str, Any]],
     report: TrainReport,
     config: Mapping[str, Any],
-    more: Sequence[Section] = (),
+    more: Sequence[ReportTable] = (),
 ) -> None:
     """Draw `curves.png` in a run's folder, and write `report.html`, which holds the same curves.
 
@@ -323,14 +318,11 @@ def _tasks(report: TrainReport) -> str:
     if not report.tasks:
         return ""
     names = [name for name in OF_A_TASK if any(name in errors for errors in report.tasks.values())]
-    head = "".join(f"<th>{OF_A_TASK[name]}</th>" for name in names)
-    rows = "".join(
-        f"<tr><td>{html.escape(task)}</td>"
-        + "".join(f"<td>{_or_dash(errors.get(name), _figure)}</td>" for name in names)
-        + "</tr>"
+    rows = (
+        [task, *(_or_dash(errors.get(name), _figure) for name in names)]
         for task, errors in report.tasks.items()
     )
-    return f'<h2>Tasks</h2><table class="names"><tr><th></th>{head}</tr>{rows}</table>'
+    return f"<h2>Tasks</h2>{_table(rows, ['', *(OF_A_TASK[name] for name in names)])}"
 
 
 def _physical(report: TrainReport) -> dict[str, str]:
@@ -368,26 +360,26 @@ def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
         for name, column in EPOCHS.items()
         if not name.startswith("physical") or any(name in row for row in rows)
     }
-    head = "".join(f"<th>{heading}</th>" for heading, _ in shown.values())
-    cells = (
-        "".join(f"<td>{_or_dash(row.get(name), form)}</td>" for name, (_, form) in shown.items())
-        for row in rows
-    )
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    cells = ([_or_dash(row.get(name), form) for name, (_, form) in shown.items()] for row in rows)
+    return _table(cells, [heading for heading, _ in shown.values()], style="")
 
 
 def _names(entries: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{_or_dash(value, _text)}</td></tr>"
-        for name, value in entries.items()
-        if name not in without
-    )
-    return f'<table class="names">{rows}</table>'
+    return _table((name, _or_dash(value, _text)) for name, value in entries.items() if name not in without)
+
+
+def _table(rows: Iterable[Sequence[str]], heading: Sequence[str] = (), style: str = ' class="names"') -> str:
+    """A table of plain text, which is escaped here."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="wide"><table{style}>{line("th", heading) if heading else ""}{body}</table></div>'
 
 
 def _text(value: object) -> str:
-    return html.escape(f"{value:g}" if isinstance(value, float) else str(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _or_dash(value: Any, form: Format) -> str:

@@ -1,37 +1,40 @@
-"""What a run is made of, how it begins, and how it is saved and taken up again."""
+"""Train the operator: how a run begins, in which stages, and how it is taken up again."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor, nn
 
-from stoker.errors import ConfigError, CorruptError, StaleStateError
+from stoker.errors import ConfigError, DivergedError, StaleStateError, arg
+from stoker.monitor.meter import StallMeter
 from stoker.plan.resources import resolve_device, use_device
 from stoker.runtime.disk import explained
-from stoker.runtime.files import remove_unfinished, replacing
+from stoker.runtime.files import remove_unfinished
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, canonical_json
-from stoker.train.config import FieldSpace, Stage, TrainConfig
-from stoker.train.evaluate import Validation
-from stoker.train.guard import check_finite
-from stoker.train.objective import Objective
+from stoker.schema import Json
+from stoker.train.config import (
+    EventSink,
+    FieldSpace,
+    PhysicalSpace,
+    StageName,
+    TrainConfig,
+    TrainReport,
+    TrainStage,
+)
+from stoker.train.evaluate import ERRORS, LOST, Validation, by_task, with_lost
+from stoker.train.loop import StallRecorder, TrainLoop, ignore_event
+from stoker.train.objective import DECODER, OperatorObjective, OperatorProgress
 from stoker.train.operator import (
     DecoderShape,
     FieldDecoder,
@@ -46,479 +49,247 @@ from stoker.train.operator import (
     raw_field,
     to_pairs,
 )
-from stoker.train.step import Losses, Stepper
+from stoker.train.report import ReportTable, write_report
+from stoker.train.state import Checkpoint, MetricsLog, newest_checkpoint, restore_optimizer
+from stoker.train.step import StopFlag
 
-# ----------------------------------------------------------------------------------------------------------
-# Checkpoints: tensors as safetensors, the rest as JSON, whole or not there at all.
-#
-#     checkpoints/last-000000500/       model.safetensors  optimizer.safetensors  state.json
-#     checkpoints/best-000000400/       the same
-#     checkpoints/last-000000500-old/   while the same step is saved again: the one before
-#
-# A checkpoint is written under a temporary name, made durable, then renamed; only then older ones go. So at
-# every moment the newest one is whole. `state.json` holds the digests of the other two, so damage is found
-# before anything is loaded. Nothing is pickled.
+LEAST_LR = 1e-12
+"""Weights stay where they are: made-up batches must not make them diverge."""
 
 
-Kind: TypeAlias = Literal["last", "best"]
-
-FORMAT = 1
-KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
-"""Checkpoints kept of a kind: two of `last`, so that one can be damaged."""
-NAME = re.compile(r"(last|best)-(\d{9,})(-old)?")
-OLD = "-old"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What a checkpoint holds."""
-
-    step: int
-    """Optimizer steps done."""
-    model: Mapping[str, Tensor]
-    """Weights and buffers by name."""
-    optimizer: Mapping[str, Tensor]
-    """Optimizer and random state by name."""
-    state: Mapping[str, Any]
-    """Everything else, as JSON."""
-
-
-def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint below `root`, then remove older ones of its kind.
-
-    Returns:
-        Its folder.
-    Raises:
-        ResourceError: No space is left; older checkpoints are still there.
-        ReadOnlyError: `root` cannot be written.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"{kind}-{checkpoint.step:09d}"
-    with replacing(folder) as temporary:
-        temporary.mkdir()
-        digests: dict[str, Json] = {}
-        for name in _FILES:
-            tensors: Mapping[str, Tensor] = getattr(checkpoint, name)
-            data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-            digests[name] = hashlib.sha256(data).hexdigest()
-            (temporary / f"{name}.safetensors").write_bytes(data)
-        body: dict[str, Json] = {
-            "format": FORMAT,
-            "step": checkpoint.step,
-            "files": digests,
-            "state": dict(checkpoint.state),
-        }
-        digest = hashlib.sha256(canonical_json(body).encode()).hexdigest()
-        (temporary / "state.json").write_bytes(canonical_json({**body, "digest": digest}).encode())
-        if folder.exists():  # this step again: the one before counts until the new one has its name
-            _remove(root / (folder.name + OLD))
-            folder.rename(root / (folder.name + OLD))
-    for old in _superseded(folder, kind):
-        _remove(old)
-    return folder
-
-
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify one checkpoint.
-
-    Raises:
-        CorruptError: A file is missing, damaged, or of another format.
-    """
-    try:
-        body = json.loads((folder / "state.json").read_bytes())
-        digest = body.pop("digest")
-        if body["format"] != FORMAT:
-            raise CorruptError(f"{folder}: format {body['format']}, this version reads format {FORMAT}")
-        if digest != hashlib.sha256(canonical_json(body).encode()).hexdigest():
-            raise CorruptError(f"{folder}/state.json does not match its digest")
-        tensors = {name: _read(folder / f"{name}.safetensors", body["files"][name]) for name in _FILES}
-        return Checkpoint(step=int(body["step"]), state=body["state"], **tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        if isinstance(error, CorruptError):
-            raise
-        raise CorruptError(
-            f"{folder} is not a complete checkpoint: {type(error).__name__}: {error}"
-        ) from error
-
-
-def newest_checkpoint(
-    root: Path, on_damaged: Callable[[str], None], kind: Kind | None = None
-) -> Checkpoint | None:
-    """The valid checkpoint with most steps, of a kind or of any; damaged ones are told of and passed over."""
-    for folder in _folders(root, kind):
-        try:
-            return load_checkpoint(folder)
-        except CorruptError as error:
-            on_damaged(str(error))
-    return None
-
-
-def checkpoint_to_resume(
-    root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
-) -> Checkpoint | None:
-    """The checkpoint that a run continues from; None where it has not made one yet.
+def train(  # noqa: PLR0913  the face: two loaders, and all else by name
+    train_loader: PairLoader,
+    val_loader: Validation,
+    config: TrainConfig,
+    run_dir: str | Path,
+    *,
+    meter: StallMeter | None = None,
+    on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
+    physical: PhysicalSpace | Mapping[str, PhysicalSpace] | None = None,
+    about: Callable[[], Sequence[ReportTable]] = tuple,
+    space: FieldSpace | None = None,
+    loader_of: Callable[[TrainStage], PairLoader] | None = None,
+    only: StageName | None = None,
+) -> TrainReport:
+    """Train an operator, in stages if `config` has some; leave metrics, curves, a report and checkpoints in
+    `run_dir`.
 
     Args:
-        root, on_damaged: As for `newest_checkpoint`.
-        expected: There was one, as another record of the run says.
+        train_loader: Latent pairs.
+        val_loader: The same, or by name those of each task, which is then validated separately; None: no
+            validation.
+        config: Settings; with `resume`, the run in `run_dir` continues where it stopped.
+        run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
+        meter: The one that `train_loader` writes into.
+        on_event: Told of what happens, see `EventSink`.
+        ranks: The processes that train together, each with its own part of both sets; rank 0 writes and
+            tells. A rank that has nothing to validate gives None while others validate.
+        physical: Validation decodes states with it, and reports errors of fields as well as of states; by
+            task where there are several.
+        about: More for the run's page, asked for when it is over.
+        space: What stages that train a decoder need.
+        loader_of: The training loader of a stage, asked for as it begins; None: all have `train_loader`,
+            as a stage has that gets the same one again.
+        only: Do this stage alone: the first one begins a run, a later one continues the run in `run_dir`.
+
     Raises:
-        CorruptError: There are, or were, checkpoints, and none is complete. Starting again would
-            discard the training without a message.
+        ConfigError: The training loader has no batch, another training is writing to `run_dir`, or the
+            stages before `only` are not done.
+        DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
+        Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
+        StaleStateError: The run to resume has another operator, or the loader refuses its place.
+        StalledError: Another rank ended, or did not come within the deadline.
     """
-    found = newest_checkpoint(root, on_damaged)
-    there = len(_folders(root))
-    if found is None and (there or expected):
-        raise CorruptError(
-            f"{root}: none of {there} checkpoints is complete, and the run had made some",
-            advice="Bring one back from a copy, or start again as another run",
+    check_validation(val_loader, max(s.patience or 0 for s in config.all_stages) or None, ranks)
+    folder = Path(run_dir)
+    with StopFlag() as stop, own_folder(folder) if ranks.leads else nullcontext():
+        run = _TrainRun(
+            config=config,
+            folder=folder,
+            ranks=ranks,
+            tell=on_event if ranks.leads and on_event is not None else ignore_event,
+            space=space,
+            loader_of=loader_of or (lambda _: train_loader),
+            only=only,
         )
-    return found
+        spaces = {"": physical} if isinstance(physical, PhysicalSpace) else physical or {}
+        run.objective.validation, run.objective.physical = val_loader, spaces
+        loop = TrainLoop(
+            objective=run.objective,
+            loader=run.loader,
+            config=config,
+            folder=folder,
+            stop=stop,
+            log=run.log,
+            validates=ranks.any(val_loader is not None, "the start of training"),
+            tell=run.tell,
+            meter=meter,
+            recorder=StallRecorder(meter, folder, run.tell, ranks),
+            ranks=ranks,
+            on_batch=run.note_batch,
+        )
+        run.do_stages(loop)
+        return run.finish(loop, about)
 
 
-_FILES = ("model", "optimizer")
+@dataclass(slots=True, kw_only=True)
+class _TrainRun:
+    """One call of `train`: begins or resumes a run, and does its stages."""
 
+    config: TrainConfig
+    folder: Path
+    ranks: Ranks
+    tell: EventSink
+    space: FieldSpace | None
+    loader_of: Callable[[TrainStage], PairLoader]
+    only: StageName | None
+    begun_s: float = field(default_factory=time.perf_counter)
+    """Clock at the call."""
+    startup: dict[str, float] = field(default_factory=dict[str, float])
+    """As in `TrainReport`."""
+    log: MetricsLog = field(init=False)
+    loader: PairLoader = field(init=False)
+    """Of the stage that the run is in."""
+    objective: OperatorObjective = field(init=False)
 
-def _folders(root: Path, kind: Kind | None = None) -> list[Path]:
-    """Checkpoints below `root`, most steps first; of equal step `last` before `best` before old ones."""
-    found = [
-        (int(match[2]), match[3] is None, match[1], entry)
-        for entry in (root.iterdir() if root.is_dir() else ())
-        if (match := NAME.fullmatch(entry.name)) and kind in (None, match[1])
-    ]
-    return [entry for *_, entry in sorted(found, reverse=True)]
+    def __post_init__(self) -> None:
+        """Resume the run of the newest complete checkpoint if that is asked for, else begin one."""
+        self.log = MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.leads)
+        self.objective = self._resumed() or self._begun()
 
+    def note_batch(self) -> None:
+        """Say that the first batch is there."""
+        if not self.startup:
+            self.startup["first_batch_s"] = seconds = time.perf_counter() - self.begun_s
+            self.tell("ready", {"seconds": seconds})
 
-def _superseded(folder: Path, kind: Kind) -> list[Path]:
-    """Checkpoints of a kind that are not needed after the one just written.
+    def _resumed(self) -> OperatorObjective | None:
+        """The run that the newest valid checkpoint holds, if there is one and it is asked for."""
+        if not self.config.resume:
+            return None
+        root, stages = self.folder / "checkpoints", self.config.all_stages
+        checkpoint = newest_checkpoint(root, lambda why: self.tell("skip", {"why": why}))
+        check_same(checkpoint, root, self.ranks)
+        if checkpoint is None:
+            return None
+        number = min(int(checkpoint.state["progress"].get("stage", 0)), len(stages) - 1)
+        self.loader = self.loader_of(stages[number])
+        resumed = take_up(self.folder, self.config, self.loader, checkpoint, self.ranks, self.space)
+        done = resumed.progress
+        self.log.keep(
+            lambda row: (
+                row.get("step", 0) <= done.step and (row.get("kind") != "epoch" or row["epoch"] <= done.epoch)
+            )
+        )
+        differs = changed(resumed, checkpoint.state)
+        self.tell("resume", {"step": checkpoint.step, "epoch": done.epoch + 1, "changed": differs})
+        return resumed
 
-    Those of later steps are among them: they were damaged, or the run would have gone on from there.
-    """
-    folders = _folders(folder.parent, kind)
-    before = [entry for entry in folders[folders.index(folder) :] if not entry.name.endswith(OLD)]
-    return [entry for entry in folders if entry not in before[: KEPT[kind]]]
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder that may be absent; a kill on the way leaves a temporary, not half a checkpoint."""
-    if folder.exists():
-        doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _read(path: Path, digest: str) -> dict[str, Tensor]:
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise CorruptError(f"{path} does not match its digest")
-    return load(data)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Optimizer and random state as tensors by name, for a checkpoint.
-
-
-def dump_optimizer(optimizer: Any, device: torch.device) -> dict[str, Tensor]:
-    """Moments of every weight, and the random state of the CPU and of `device`."""
-    tensors = {
-        f"adamw.{number}.{name}": value
-        for number, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
-    tensors["rng.cpu"] = torch.get_rng_state()
-    if device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return tensors
-
-
-def restore_optimizer(optimizer: Any, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Put both back as they were when `tensors` were dumped."""
-    states: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "adamw":
-            number, _, key = rest.partition(".")
-            states.setdefault(int(number), {})[key] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
-    torch.set_rng_state(tensors["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# What decides the last bits of a step besides the settings: kept with a run, compared on resume.
-
-
-def numerics_of(device: torch.device, amp: bool) -> dict[str, Json]:
-    """How this process computes on `device`; `dtype` is that of products and attention."""
-    return {
-        "torch": str(torch.__version__),
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "dtype": "bfloat16" if amp else "float32",
-        "float32_matmul": _float32_matmul(device),
-    }
-
-
-def _float32_matmul(device: torch.device) -> str:
-    """How products of float32 are computed: `ieee`, or `tf32` or `bf16` for less exact ones."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    # Absent before torch 2.9. The older question raises where a program has set the newer answer.
-    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    if precision is None:
-        precision = {"highest": "ieee", "high": "tf32"}.get(torch.get_float32_matmul_precision(), "bf16")
-    return "ieee" if precision == "none" else str(precision)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Metrics of a run: one JSON object per line, readable while it grows.
-
-
-class MetricsLog:
-    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`. `writes`: true on rank 0 alone."""
-
-    def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self.path = path
-        self._writes = writes
-
-    def append(self, row: Mapping[str, Json]) -> None:
-        """Add a line; numbers that JSON cannot hold become null.
+    def _begun(self) -> OperatorObjective:
+        """A new run.
 
         Raises:
-            ResourceError: No space is left.
-            ReadOnlyError: The file cannot be written.
+            ConfigError: A later stage alone was asked for.
         """
-        if not self._writes:
-            return
-        line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False)
-        with explained(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        stages = self.config.all_stages
+        if self.only is not None and self.only != stages[0].name:
+            raise ConfigError(
+                f"stage {self.only} continues a run of the same settings, and {self.folder} has no "
+                f"unfinished one. Begin with `stoker train CONFIG --stage {stages[0].name}`, or do all "
+                "stages without --stage"
+            )
+        self.loader = self.loader_of(stages[0])
+        objective = begin(self.config, self.loader, self.note_batch, self.ranks, self.space)
+        if self.ranks.leads:
+            _set_aside(self.folder)
+        return objective
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All lines; one that a kill left half-written is passed over."""
-        if not self.path.exists():
-            return []
-        rows: list[dict[str, Any]] = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
+    def _last_stage(self) -> int:
+        """Place of the last stage that this call does.
+
+        Raises:
+            ConfigError: The stage asked for is done, or one before it is not.
+        """
+        stages, done = self.config.all_stages, len(self.objective.progress.stages)
+        if self.only is None:
+            return len(stages) - 1
+        wanted = [stage.name for stage in stages].index(self.only)
+        if done < wanted:
+            raise ConfigError(
+                f"stage {self.only} comes after {stages[done].name}, which is not done in {self.folder}. Do "
+                f"that first: `stoker train CONFIG --stage {stages[done].name}`"
+            )
+        if done > wanted:
+            rest = f"--stage {stages[done].name}" if done < len(stages) else "another training.run_dir"
+            raise ConfigError(f"stage {self.only} is done in {self.folder}. Continue with {rest}")
+        return wanted
+
+    def do_stages(self, loop: TrainLoop) -> None:
+        """Do what is left of the stages, and note what each came to."""
+        progress, stages = self.objective.progress, self.config.all_stages
+        first, last = progress.stage, self._last_stage()
+        for number in range(first, last + 1):
+            if number != progress.stage:
+                loop.loader = self.loader_of(stages[number])
+                self.objective.begin_stage(number)
+            loop.train_stage("start" if number == first else "stage")
+            if len(progress.stages) > number:  # done in an earlier call
                 continue
-            if isinstance(row, dict):
-                rows.append(row)  # pyright: ignore[reportUnknownArgumentType] -- JSON
-        return rows
+            progress.stages.append(
+                {
+                    "name": stages[number].name,
+                    "epochs": progress.epoch - progress.stage_epoch,
+                    "steps": progress.step - progress.stage_step,
+                    **progress.errors,
+                }
+            )
+            if len(stages) > 1:
+                loop.place = loop.loader.state_dict()
+                loop.save()
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the other lines: those that a resumed run is about to write again."""
-        if not self._writes:
-            return
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows() if wanted(row))
-        with replacing(self.path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-
-def _finite(value: Json) -> Json:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-DECODER = "decoder."
-"""Begins the names of the decoder's weights in a checkpoint."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far a run is; all of it goes into a checkpoint as JSON."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    epoch: int = 0
-    """Passes finished and evaluated."""
-    batch: int = 0
-    """Batches done of the pass after those; all of them while it waits to be evaluated."""
-    whole: bool = False
-    """They were all batches of the pass, as long as it was then: beside a filling it has another length when
-    the run goes on, since quarantined samples are tried again."""
-    loss_sum: float = 0.0
-    """Sum of the losses of those batches."""
-    best: float | None = None
-    """Lowest validation error of this stage."""
-    best_epoch: int = 0
-    """Passes finished when it was measured."""
-    unjudged: bool = False
-    """Steps were done since the last evaluation."""
-    wait_s: float = 0.0
-    """Seconds waited for data."""
-    step_s: float = 0.0
-    """Seconds spent in steps."""
-    timed: int = 0
-    """Steps that those seconds are of: a pass that was broken off is not among them."""
-    tiers: dict[str, int] = field(default_factory=dict[str, int])
-    """Examples by the tier that served them."""
-    parts: dict[str, float] = field(default_factory=dict[str, float])
-    """`wait_s` by what it was for."""
-    ceiling_step_s: float | None = None
-    """Seconds of a step that never waits, measured last."""
-    errors: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
-    """The last evaluation, by the names of `TrainReport`."""
-    best_val: float | None = None
-    """Lowest `val_nrmse` of all stages."""
-    stage: int = 0
-    """Place of the stage among the run's."""
-    stage_step: int = 0
-    """Steps done when it began."""
-    stage_epoch: int = 0
-    """Passes finished when it began."""
-    stages: list[dict[str, Json]] = field(default_factory=list["dict[str, Json]"])
-    """The stages that ended, as in `TrainReport`."""
-
-    @property
-    def lost(self) -> float | None:
-        """How far the run is below its ceiling, 0..1; None while that was not measured."""
-        spent_s = self.wait_s + self.step_s
-        if self.ceiling_step_s is None or not spent_s:
-            return None
-        return max(0.0, 1.0 - self.ceiling_step_s * self.timed / spent_s)
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """Everything that a checkpoint holds, alive."""
-
-    folder: Path
-    """The run's folder."""
-    config: TrainConfig
-    model: LatentOperator
-    shape: OperatorShape
-    widths: dict[str, int]
-    """Numbers per example of each condition, in the order in which the operator takes them."""
-    optimizer: Any
-    """`torch.optim.AdamW`, whose methods carry no types."""
-    progress: Progress
-    loss_sum: Tensor
-    """`progress.loss_sum` on the device, float64; of this rank's examples."""
-    ranks: Ranks
-    decoder: FieldDecoder | None = None
-    """From states to fields, in a run some stage of which trains it."""
-    space: FieldSpace | None = None
-    """Data that the decoder is trained with."""
-
-    @property
-    def stage(self) -> Stage:
-        """The stage that the run is in."""
-        return self.config.all_stages[self.progress.stage]
-
-    @property
-    def trained(self) -> nn.ModuleList:
-        """The models whose weights move in this stage."""
-        stage = self.stage
-        found: list[nn.Module] = [self.model] if stage.trains_operator else []
-        return nn.ModuleList([*found, *([self.decoder] if self.decoder and stage.trains_decoder else [])])
-
-    def _objective(self) -> Objective:
-        """The loss of this stage."""
-        at, columns = 0, dict[str, int]()
-        for name, width in self.widths.items():
-            if width == 1:
-                columns[name] = at
-            at += width
-        return Objective(
-            self.model,
-            self.stage,
-            decoder=self.decoder if self.stage.trains_decoder else None,
-            encode=None if self.space is None else self.space.encode,
-            columns=columns,
-            most_stride=self.config.most_stride,
+    def finish(self, loop: TrainLoop, about: Callable[[], Sequence[ReportTable]]) -> TrainReport:
+        """Draw the curves, write the page, and report."""
+        progress = self.objective.progress
+        spent_s = progress.wait_s + progress.step_s
+        errors = with_lost(progress.errors, self.objective.physical)
+        report = TrainReport(
+            tier=max(progress.tiers, key=lambda name: progress.tiers[name], default=""),
+            stall=progress.wait_s / spent_s if spent_s else None,
+            step_s=progress.step_s / progress.timed if progress.timed else None,
+            epochs=progress.epoch,
+            steps=progress.step,
+            best_val_nrmse=progress.best if progress.best_val is None else progress.best_val,
+            stages=progress.stages,
+            finished=len(progress.stages) == len(self.config.all_stages),
+            tasks=by_task(errors),
+            run_dir=self.folder,
+            startup=self.startup,
+            parts=progress.parts,
+            ceiling_step_s=progress.ceiling_step_s,
+            lost=progress.lost,
+            **{name: errors.get(name) for name in (*ERRORS, LOST)},
         )
+        loop.recorder.close(progress)
+        if self.ranks.leads:
+            write_report(self.folder, self.log.rows(), report, asdict(self.config), about())
+        self.tell("done", {name: value for name, value in asdict(report).items() if name != "run_dir"})
+        return report
 
-    def _losses(self, batch: PairBatch, objective: nn.Module) -> Losses:
-        """The losses of a batch by `objective`, a module as `_objective` gives it, maybe wrapped."""
-        pairs, fields = to_pairs(batch, self.widths, self.device), None
-        if self.decoder is not None and self.space is not None and self.stage.trains_decoder:
-            names = (f"{self.space.field}{k}" for k in (0, 1))
-            fields = tuple(raw_field(batch, name, self.device) for name in names)
-        errors = objective(pairs.z0, pairs.states, pairs.cond, pairs.mask, fields)
-        return Losses(errors, pairs.index, getattr(batch, "task", None))
 
-    def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
-        """What moves the weights of this stage, its gradients being means over `ranks`."""
-        return Stepper(
-            losses=partial(self._losses, objective=ranks.wrapped(self._objective())),
-            models=[*self.trained],
-            optimizer=self.optimizer,
-            grad_clip=self.config.grad_clip,
-            device=self.device,
-            amp=self.amp,
-            ranks=ranks,
-            stopped=stopped,
-        )
+def steps_of(loader: PairLoader, config: TrainConfig) -> Callable[[Any], object]:
+    """Return a function that takes one complete training step on a batch of `loader`, and keeps nothing.
 
-    def begin_stage(self, number: int) -> None:
-        """Have the weights of stage `number` move, by an optimizer of its own."""
-        progress = self.progress
-        progress.stage, progress.stage_step, progress.stage_epoch = number, progress.step, progress.epoch
-        progress.best, progress.best_epoch = None, progress.epoch
-        self.free()
-        self.optimizer = make_optimizer(self.trained, self.config)
+    Args:
+        loader: Of which the operator's shape and scales are learned.
+        config: As for `train`; its stages and inverse losses are left out.
 
-    def free(self) -> None:
-        """Give the weights of this stage gradients, and others none."""
-        self.model.requires_grad_(self.stage.trains_operator)
-        if self.decoder is not None:
-            self.decoder.requires_grad_(self.stage.trains_decoder)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the operator is."""
-        return self.loss_sum.device
-
-    @property
-    def amp(self) -> bool:
-        """Whether to compute in bfloat16."""
-        return self.device.type == "cuda" if self.config.amp is None else self.config.amp
-
-    @property
-    def numerics(self) -> dict[str, Json]:
-        """What decides the last bits of a step in addition to the settings."""
-        return numerics_of(self.device, self.amp)
-
-    @property
-    def log(self) -> MetricsLog:
-        """The run's metrics."""
-        return MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.leads)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Those of the operator by name, and of the decoder under `decoder.`."""
-        own = {} if self.decoder is None else self.decoder.state_dict()
-        return {**self.model.state_dict(), **{DECODER + name: value for name, value in own.items()}}
-
-    def load_weights(self, found: Mapping[str, Tensor]) -> None:
-        """Take over what `weights` gave."""
-        self.model.load_state_dict({n: v for n, v in found.items() if not n.startswith(DECODER)})
-        if self.decoder is not None:
-            own = {n.removeprefix(DECODER): v for n, v in found.items() if n.startswith(DECODER)}
-            self.decoder.load_state_dict(own)
-
-    def save(self, kind: Kind, place: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, on rank 0; `place` is the loader's, taken at this step."""
-        self.progress.loss_sum = float(self.ranks.mean(self.loss_sum, "a checkpoint"))
-        if not self.ranks.leads:
-            return self.folder / "checkpoints"
-        optimizer = dump_optimizer(self.optimizer, self.device)
-        state: dict[str, Any] = {
-            "progress": asdict(self.progress),
-            "loader": dict(place),
-            "config": asdict(self.config),
-            "stage": self.stage.name,
-            "shape": asdict(self.shape),
-            "decoder": None if self.decoder is None else asdict(self.decoder.shape),
-            "widths": self.widths,
-            "numerics": self.numerics,
-        }
-        return save_checkpoint(
-            self.folder / "checkpoints",
-            kind,
-            Checkpoint(step=self.progress.step, model=self.weights(), optimizer=optimizer, state=state),
-        )
+    Raises:
+        StokerError: As `train`.
+    """
+    config = replace(config, resume=False, stages=(), lambda_inv_enc=0.0, lambda_inv_dec=0.0)
+    stepper = begin(config, loader, lambda: None, ALONE).stepper()
+    return partial(stepper.step, rate=LEAST_LR, epoch=1, number=1)
 
 
 def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> None:
@@ -532,7 +303,7 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
     if loader is None and patience is not None:
         raise ConfigError(
             f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
-            "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
+            "that many epochs whatever it learned. Give a val_loader, or leave patience out"
         )
     every = loader.values() if isinstance(loader, Mapping) else [loader]
     if any(one is not None and not len(one) for one in every):
@@ -565,14 +336,13 @@ def own_folder(folder: Path) -> Generator[None]:
 
 
 def begin(
-    folder: Path,
     config: TrainConfig,
     loader: PairLoader,
     on_batch: Callable[[], None],
     ranks: Ranks,
     space: FieldSpace | None = None,
-) -> Run:
-    """A run at step 0, its scales learnt from the first batches; an earlier run there is moved aside.
+) -> OperatorObjective:
+    """Return a run at step 0, its scales learned from the first batches.
 
     Raises:
         ConfigError: The loader has no batch, or a stage trains a decoder without `space`.
@@ -611,13 +381,10 @@ def begin(
     decoder = None if fields is None else DecoderShape(
         tokens=shape.tokens, dim=shape.dim, field=tuple(fields[0].shape[1:]), width=config.width
     )  # fmt: skip
-    run = _make(folder, config, shape, widths, ranks, decoder, space)
+    run = _make(config, shape, widths, ranks, decoder, space)
     run.model.set_scales(scales)
     if run.decoder is not None and fields is not None:
         run.decoder.set_scales(scales.z_mean, scales.z_std, *field_scales(fields, ranks))
-    run.begin_stage(0)
-    if ranks.leads:
-        _set_aside(folder)
     return run
 
 
@@ -642,8 +409,8 @@ def take_up(
     checkpoint: Checkpoint,
     ranks: Ranks,
     space: FieldSpace | None = None,
-) -> Run:
-    """The run of a checkpoint, with the loader, the metrics and the random state where they were.
+) -> OperatorObjective:
+    """Return the run of a checkpoint, with the loader and the random state where they were.
 
     Raises:
         StaleStateError: The operator has another shape, or the loader refuses the place.
@@ -670,30 +437,44 @@ def take_up(
     decoder = None if found is None else replace(DecoderShape(**found), field=tuple(found["field"]))
     if decoder is not None:
         space = _checked(space, config)
-    run = _make(folder, config, shape, dict(saved["widths"]), ranks, decoder, space)
-    run.load_weights(checkpoint.model)
-    run.progress = Progress(**saved["progress"])
-    run.free()
-    run.optimizer = make_optimizer(run.trained, config)
+    progress = OperatorProgress(**saved["progress"])
+    run = _make(config, shape, dict(saved["widths"]), ranks, decoder, space, progress)
+    run.model.load_state_dict({n: v for n, v in checkpoint.model.items() if not n.startswith(DECODER)})
+    if run.decoder is not None:
+        own = {n.removeprefix(DECODER): v for n, v in checkpoint.model.items() if n.startswith(DECODER)}
+        run.decoder.load_state_dict(own)
     restore_optimizer(run.optimizer, run.device, checkpoint.optimizer)
-    run.loss_sum.fill_(run.progress.loss_sum)
+    run.loss_sum.fill_(progress.loss_sum)
     loader.load_state_dict(saved["loader"])
-    done = run.progress
-    run.log.keep(
-        lambda row: (
-            row.get("step", 0) <= done.step and (row.get("kind") != "epoch" or row["epoch"] <= done.epoch)
-        )
-    )
     return run
 
 
-def changed(run: Run, saved: Mapping[str, Any]) -> dict[str, Json]:
+def changed(run: OperatorObjective, saved: Mapping[str, Any]) -> dict[str, Json]:
     """What differs from when a checkpoint was written, as `{name: [before, now]}`: settings and numerics."""
     config: dict[str, Json] = json.loads(json.dumps(asdict(run.config)))
-    pairs = {name: [saved["config"].get(name), value] for name, value in config.items() if name != "resume"}
+    before = saved["config"]  # a setting that there was not yet is as its default
+    pairs = {name: [before.get(name, value), value] for name, value in config.items() if name != "resume"}
     before = saved.get("numerics", {})
     pairs |= {name: [before.get(name, value), value] for name, value in run.numerics.items()}
     return {name: [was, now] for name, (was, now) in pairs.items() if was != now}
+
+
+def check_finite(pairs: Pairs) -> None:
+    """Refuse a batch from which no scales can be learned.
+
+    Raises:
+        DivergedError: A state or condition is not finite; names the first sample.
+    """
+    bad = torch.zeros(len(pairs.z0), dtype=torch.bool, device=pairs.z0.device)
+    for values in (pairs.z0, pairs.states, pairs.cond):
+        bad |= ~torch.isfinite(values).flatten(1).all(1)
+    if bool(bad.any()):
+        number, start = pairs.index[int(bad.int().argmax())].tolist()
+        raise DivergedError(
+            f"sample {number}, time step {start} holds a NaN or an infinity ({int(bad.sum())} of {len(bad)} "
+            f"examples of a batch do). Expected finite states and parameters. Look at cache[{number}]; "
+            f"precompute with {arg('nan', 'reject')} leaves such samples out"
+        )
 
 
 def _finite_pairs(
@@ -725,14 +506,14 @@ def _checked(space: FieldSpace | None, config: TrainConfig) -> FieldSpace:
 
 
 def _make(  # noqa: PLR0913, PLR0917 - as `begin`
-    folder: Path,
     config: TrainConfig,
     shape: OperatorShape,
     widths: dict[str, int],
     ranks: Ranks,
     decoder: DecoderShape | None,
     space: FieldSpace | None,
-) -> Run:
+    progress: OperatorProgress | None = None,
+) -> OperatorObjective:
     device = resolve_device(config.device)
     use_device(device)
     model = LatentOperator(shape, seed=config.seed).to(device)
@@ -740,18 +521,16 @@ def _make(  # noqa: PLR0913, PLR0917 - as `begin`
     made = None
     if decoder is not None and space is not None:
         made = FieldDecoder(decoder, space.decode, seed=config.seed).to(device)
-    return Run(
-        folder=folder,
+    return OperatorObjective(
         config=config,
         model=model,
         shape=shape,
         widths=widths,
-        optimizer=make_optimizer(model, config),
-        progress=Progress(),
-        loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+        device=device,
         ranks=ranks,
         decoder=made,
         space=space,
+        progress=progress or OperatorProgress(),
     )
 
 
@@ -762,20 +541,6 @@ def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
         return None
     time, step = (sum(widths[name] for name in names[: names.index(own)]) for own in ("time", "dt"))
     return time, step
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
-    """AdamW over the weights of `model`; only matrices decay."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        fused=True,
-    )
 
 
 def _set_aside(folder: Path) -> None:

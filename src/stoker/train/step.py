@@ -1,24 +1,37 @@
-"""One optimizer step and its learning rate, which are the same whatever is trained."""
+"""One optimizer step, the same whatever is trained: its learning rate, its guard, and the flag that ends it.
+
+The guard stops at the first loss or gradient that is not finite, and names the sample.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stoker.errors import DivergedError
+from stoker.precompute.share import TOGETHER_S, takes
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.config import Schedule
 
 FINAL_RATE = 0.01
 """Part of the peak learning rate at which the cosine ends."""
 
 
-def learning_rate(step: int, total: int, *, peak: float, warmup: float) -> float:
+def learning_rate(
+    step: int, total: int, *, peak: float, warmup: float, schedule: Schedule = "cosine"
+) -> float:
     """Return the rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of `peak`.
+
+    With the schedule `constant` it stays at `peak` after the rise.
 
     >>> [round(learning_rate(step, 4, peak=1.0, warmup=0.5), 3) for step in range(4)]
     [0.5, 1.0, 1.0, 0.505]
@@ -26,8 +39,102 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: float) -> float
     rise = round(warmup * total)
     if step < rise:
         return peak * (step + 1) / rise
+    if schedule == "constant":
+        return peak
     part = (step - rise) / max(1, total - rise)
     return peak * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+LOSS = "the loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What is known of a step before the weights move."""
+
+    epoch: int
+    step: int
+    errors: Tensor
+    """Error per example, `(B,)`."""
+    norm: Tensor
+    """Norm of all gradients, a scalar."""
+    index: Tensor
+    """Sample number and start per example, `(B, 2)`."""
+    task: str | None = None
+    """Of a mixture: which cache the sample numbers are of."""
+
+
+class FiniteGuard:
+    """Looks at every step of all ranks. On a CPU at once; on a GPU one step later: the queue never drains.
+
+    `check` must be called before weights are saved: a poisoned step must not become a checkpoint.
+    """
+
+    def __init__(
+        self, device: torch.device, ranks: Ranks = ALONE, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`stop` says whether this process was asked to stop; ranks exchange it with the step's result."""
+        self._ranks = ranks
+        self._stop = stop
+        self.stopping = False
+        """Whether any rank had been asked to stop when the ranks last exchanged a result."""
+        self._device, self._cuda = device, device.type == "cuda"
+        self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda, device="cpu")
+        self._event = torch.cuda.Event() if self._cuda else None
+        self._pending: StepFacts | None = None
+
+    def submit(self, facts: StepFacts) -> None:
+        """Take a step in, before its optimizer step.
+
+        Raises:
+            DivergedError: It (on a GPU: the one before) is not finite.
+        """
+        self.check()
+        finite = torch.isfinite(facts.errors).all() & torch.isfinite(facts.norm)
+        self._flag.copy_(finite.detach(), non_blocking=self._cuda)
+        self._pending = facts
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))  # of another GPU it says nothing
+        else:
+            self.check()
+
+    def check(self) -> None:
+        """Judge the step submitted last.
+
+        Raises:
+            DivergedError: It is not finite.
+        """
+        facts, self._pending = self._pending, None
+        if facts is None:
+            return
+        if self._event is not None:
+            self._event.synchronize()
+        own, where = not bool(self._flag), f"step {facts.step}"
+        bad, stops = self._ranks.sums([float(own), float(self._stop())], where)
+        self.stopping = stops > 0
+        if bad:
+            told = self._ranks.tell(_describe(facts) if own else "", where)
+            # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
+            blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]
+            raise DivergedError(blamed[0])
+
+
+def _describe(facts: StepFacts) -> str:
+    errors = facts.errors.detach().float().cpu()
+    bad = ~torch.isfinite(errors)
+    count = int(bad.sum())
+    row = int(bad.int().argmax() if count else errors.argmax())  # the first bad one
+    number, start = int(facts.index[row, 0]), int(facts.index[row, 1])
+    what = LOSS if count else "the gradient"
+    of = "" if facts.task is None else f" of {facts.task}"
+    sample = f"sample {number}{of}"
+    blame = f"first at {sample}, time step {start}" if count else f"largest loss at {sample}"
+    more = f" ({count} of {len(errors)} examples)" if count else ""
+    return (
+        f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
+        f"Expected a finite number. Look at cache[{number}] for NaN or extreme values, else lower "
+        f"training.lr; the last checkpoint is from before this step"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +213,43 @@ class Stepper:
         self.guard.submit(facts)
         self.optimizer.step()
         return Stepped(found.values.detach(), mean.detach(), norm)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# SIGTERM and SIGINT as a flag that the loop looks at between two steps.
+
+
+class StopFlag:
+    """Context in which the first signal only sets `signal_name`; a second one acts as it would without us.
+
+    Outside the main thread, where Python allows no handlers, it never sets anything. A signal that the
+    program ignores stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._since = 0.0
+
+    def __enter__(self) -> StopFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if takes(number):
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal_name is None:
+            self.signal_name, self._since = signal.Signals(number).name, now
+        elif now - self._since > TOGETHER_S:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

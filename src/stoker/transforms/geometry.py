@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.order import child_keys, integers, uniform
-from stoker.loader.transform import Cut
+from stoker.loader.transform import ImageCut
 from stoker.transforms.values import change, only_field
 
 Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
@@ -47,12 +47,12 @@ class Flip:
         mirrored = self._mirrored(keys)
         return change(batch, self.fields, -self.axis, lambda _, values: self._flip(values, mirrored))
 
-    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> Cut | None:
+    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
         """This mirror as part of a gather: along the last axis of one field, without a change of sign."""
         name = only_field(shapes, self.fields, 1)
         if name is None or self.axis != -1 or self.negate or len(shapes[name]) < 2:
             return None
-        return Cut(field=name, draw=self._mirrored)
+        return ImageCut(field=name, draw=self._mirrored)
 
     def _mirrored(self, keys: Tensor) -> Tensor:
         return uniform(keys, 1)[:, 0] < self.p
@@ -132,7 +132,7 @@ class Crop:
         """The batch with every example cut to size."""
         return change(batch, self.fields, -min(self.axes), lambda _, values: self._crop(values, keys))
 
-    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> Cut | None:
+    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
         """This crop as part of a gather: of the last two axes of one field, and not beyond its edges."""
         name = only_field(shapes, self.fields, -min(self.axes))
         if name is None or tuple(self.axes) != (-2, -1) or self.padding:
@@ -142,7 +142,7 @@ class Crop:
             return None
         height, width = self._sizes
         draw = partial(_begins, [size + 1 for size in room])
-        return Cut(field=name, draw=draw, crop=(height, width))
+        return ImageCut(field=name, draw=draw, crop=(height, width))
 
     def _crop(self, values: Tensor, keys: Tensor) -> Tensor:
         starts: list[Tensor] = []

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.batch import RecordBatch, Role, WindowBatch
 from stoker.loader.order import child_keys, normal
-from stoker.loader.outputs import Role
 from stoker.loader.transform import run
 from stoker.loader.windows import time_field
 from stoker.schema import FLOATS
@@ -36,8 +35,8 @@ class TensorKey(NamedTuple):
 
 
 STATES = (
-    TensorKey(Role.STATE, "z0"),
-    TensorKey(Role.STATE, "z1"),
+    TensorKey(Role.Z0, "z0"),
+    TensorKey(Role.Z1, "z1"),
     TensorKey(Role.FUTURE, "future"),
 )
 """A window's states; all three are changed alike unless `fields` says otherwise."""

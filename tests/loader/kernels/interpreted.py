@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stoker.loader.fused import Fused, Normalise, fused_of
-from stoker.loader.gather import TwinGather
-from stoker.loader.outputs import Output, view_for
+from stoker.loader.gather import TwinGather, view_for
+from stoker.loader.outputs import OutputSpec
 from stoker.loader.triton_gather import TritonGather
 from stoker.schema import Field
 
@@ -43,7 +43,7 @@ def same(got: Tensor, expected: Tensor) -> bool:
 def compare(view: Tensor, what: Fused, index: Tensor, *, views: Any = (None, None)) -> None:
     twin = TwinGather(view, what, len(index))(index, views)
     there, views = strided_on(view), tuple(v if v is None else v.to(DEVICE) for v in views)
-    kernel = TritonGather(there, what, len(index), static=False)
+    kernel = TritonGather(there, what, TwinGather(there, what, len(index)).room)
     index = index.to(DEVICE)
     assert same(kernel(index, views), twin), (view.shape, view.dtype, what)
     assert same(kernel(index[:1], tuple(v if v is None else v[:1] for v in views)), twin[:1])
@@ -78,7 +78,7 @@ def windows() -> None:
     assert what is not None
     for lag, count, every in [(0, None, 1), (2, None, 1), (1, 3, 2), (3, 1, 4)]:
         shape = (4, 6) if count is None else (count, 4, 6)
-        output = Output(
+        output = OutputSpec(
             name="z", field="latent", index="steps:9", shape=shape, dtype=torch.float16,
             lag=lag, count=count, every=every,
         )  # fmt: skip
@@ -105,7 +105,8 @@ def static() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
     what = fused_of(Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None)
     assert what is not None
-    gather = TritonGather(rows.to(DEVICE), what, 2, static=True)
+    view = rows.to(DEVICE)
+    gather = TritonGather(view, what, TwinGather(view, what, 2, static=True).room)
     first = gather(torch.tensor([1, 2], device=DEVICE))
     assert gather(torch.tensor([3, 0], device=DEVICE)).data_ptr() == first.data_ptr()
     assert same(first, TwinGather(rows, what, 2)(torch.tensor([3, 0])))

@@ -25,14 +25,11 @@ from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, StokerError
 from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, Refused
-from stoker.pipeline.build import tasks_of
-from stoker.pipeline.caches import locate, recipe_of
-from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.gone import data_is_gone, find_without_source
+from stoker.pipeline.caches import data_is_gone, find_without_source, locate, recipe_of
+from stoker.pipeline.context import Run
 from stoker.pipeline.validate import Row
 from stoker.plan.resources import probe
 from stoker.schema import canonical_json, columns_of
-from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.storage import LocalStorage
@@ -100,18 +97,18 @@ def compute_cache_hash(cfg: Mapping[str, Any] | str | Path | Config) -> str:
         StokerError: A setting is wrong, or the data is there and cannot be read.
     """
     config = config_of(cfg)
-    if any(data_is_gone(config.for_task(task), task) for task in tasks_of(config)):
+    run = Run(config)
+    if any(data_is_gone(part) for part in run.parts()):
         log.info("the cache hash is of the settings alone: there is no raw data below %s", _place(config))
         return settings_hash(config)
-    split = canonical_split(config.data.wanted_splits[0])
-    return _digits([recipe_of(config, task, split).fingerprint for task in sorted(tasks_of(config))])
+    return _digits([recipe_of(run.for_task(task), run.split).fingerprint for task in sorted(run.tasks)])
 
 
 def settings_hash(config: Config) -> str:
     """Return twelve digits of the settings that decide the caches, without a look at the data."""
     plain = config.to_dict()
     data = cast("dict[str, Any]", plain["data"])
-    data["task"] = sorted(tasks_of(config))
+    data["task"] = sorted(Run(config).tasks)
     training = cast("dict[str, Any]", plain["training"])
     wanted = {
         "data": {name: value for name, value in data.items() if not name.startswith("stage")},
@@ -205,7 +202,7 @@ def validate_cache(cfg: Any) -> list[Row]:
     missing. A cache that is not made yet is a warning.
     """
     config = config_of(cfg)
-    folder = cache_dir_of(config)
+    folder = Run(config).cache_dir
     if not folder.is_dir():
         return [Row(check="cache dir", status="warn", detail=f"{folder} is not there: not generated yet")]
     rows = [Row(check="cache dir", status="pass", detail=f"{folder} exists"), _metadata_row(folder, config)]
@@ -225,7 +222,7 @@ def validate_ram_for_cache(cfg: Any) -> list[Row]:
     A cache that does not fit is a warning: a `Loader` serves from disk what memory does not hold.
     """
     config = config_of(cfg)
-    if not cache_dir_of(config).is_dir():
+    if not Run(config).cache_dir.is_dir():
         return [Row(check="cache ram", status="pass", detail="skipped (no cache)")]
     rows: list[Row] = []
     for name, cache, _ in _caches(config):
@@ -259,13 +256,12 @@ def _metadata_row(folder: Path, config: Config) -> Row:
 def _caches(config: Config) -> list[tuple[str, Cache | None, str]]:
     """Name and cache of each task and wanted split; None and why where there is none."""
     found: list[tuple[str, Cache | None, str]] = []
-    for task in tasks_of(config):
-        for split in map(canonical_split, config.data.wanted_splits):
-            name, why = f"{task}_{split}", "not generated yet"
+    for part in Run(config).parts():
+        for split in part.splits:
+            name, why = f"{part.task}_{split}", "not generated yet"
             try:
-                own = config.for_task(task)
-                gone = find_without_source(own, task, [split])
-                cache = gone[split] if gone else locate(own, task, split).cache
+                gone = find_without_source(part, [split])
+                cache = gone[split] if gone else locate(part, split).cache
             except (StokerError, OSError) as error:
                 cache, why = None, str(error)
             found.append((name, cache, why))

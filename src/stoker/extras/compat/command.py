@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from stoker.extras.fetch.wanted import WantedFile
     from stoker.extras.launch.plan import LaunchPlan
     from stoker.extras.launch.vast import VastClient
+    from stoker.pipeline.context import Run
     from stoker.schema import Json as JsonValue
 
 
@@ -125,11 +126,11 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
         from stoker.cli import output
         from stoker.pipeline.precompute import precompute_config
 
-        with joined(settings) as ranks:
-            wanted, missing = _existing(settings, split_words(splits or []))
+        with joined(settings) as run:
+            wanted, missing = _existing(run, split_words(splits or []))
             for error in missing:
                 out.note(f"skipped: {error}")
-            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
+            result = precompute_config(run, splits=wanted, manifest=manifest)
         if result.caches and not any(cache.encoded for cache in result.caches):
             out.note("Cache is valid and up-to-date, skipping regeneration. --overwrite encodes again")
         out.show(result, output.precompute_of_tasks)
@@ -137,20 +138,20 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
             raise typer.Exit(result.exit_code or missing[0].exit_code)
 
 
-def _existing(settings: Settings, splits: list[str]) -> tuple[list[str], list[SplitError]]:
+def _existing(run: Run, splits: list[str]) -> tuple[list[str], list[SplitError]]:
     """Splits that every task has, and why others are left out, so that one that lacks stops none of the rest.
 
     Raises:
         SplitError: None is there.
     """
-    from stoker.pipeline.build import build_source, tasks_of
+    from stoker.pipeline.build import build_source
 
     there: list[str] = []
     missing: list[SplitError] = []
     for split in splits:
         try:
-            for task in tasks_of(settings):
-                len(build_source(settings.for_task(task), task, canonical_split(split)))
+            for part in run.parts():
+                len(build_source(part, canonical_split(split)))
             there.append(split)
         except SplitError as error:
             missing.append(error)

@@ -32,8 +32,7 @@ from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.windows import time_field
-from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.caches import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.context import Run, trajectory_steps
 from stoker.pipeline.precompute import fill_caches
 from stoker.precompute import precompute
 from stoker.schema import Schema
@@ -412,19 +411,19 @@ def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) 
     config = config_of(cfg, keep_fields=True)
     split = canonical_split(split or config.data.wanted_splits[0])
     loaders: dict[str, Loader] = {}
-    for task in tasks_of(config):
-        own = config.for_task(task)
-        cache = fill_caches(own, [split], training="windows")[0].cache
+    for part in Run(config).parts():
+        own = part.config
+        cache = fill_caches(part, [split], training="windows")[0].cache
         settings: dict[str, Any] = {
             "tier": own.training.tier,
             "seed": own.training.seed,
-            "device": device_of(own),
+            "device": part.device,
             **loader,
         }
         if "shuffle" not in loader:
             settings.setdefault("order", own.training.order if split == "train" else "sequential")
-        size = batch_size_of(own, trajectory_steps(cache.schema))
-        loaders[task] = Loader(cache, batch_size=size, windows=windows_of(own), **settings)
+        size = part.batch_size(cache.schema)
+        loaders[part.task] = Loader(cache, batch_size=size, windows=part.windows, **settings)
     caches = {task: one.dataset for task, one in loaders.items()}
     if len(loaders) == 1:
         return LatentPairLoader(next(iter(loaders.values())), caches)

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Teller, edge
-from stoker.cli.flags import CachePath, Debug, Json, size
+from stoker.cli.edge import Edge, Teller, at_edge
+from stoker.cli.flags import CachePath, size
 from stoker.cli.output import table
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -26,7 +26,9 @@ def numbers_between(text: str) -> range:
     return range(int(first), int(last))
 
 
+@at_edge
 def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    outlet: Edge,
     path: CachePath,
     out: Annotated[str, typer.Argument(metavar="DIR", help="A folder that does not exist, or is empty.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or tensordict.")],
@@ -50,8 +52,6 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     file_size: Annotated[
         int, typer.Option(parser=size, metavar="4GB", help="Of a safetensors file, at most.")
     ] = cast(int, "4GiB"),
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Write a cache as files of other libraries.
 
@@ -64,24 +64,23 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker export data/latent_cache/burgers1d_train burgers --to safetensors
       stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
     """
-    with edge(as_json=as_json, debug=debug) as outlet:
-        from stoker.extras.export.records import ExportSettings
-        from stoker.extras.export.run import export_cache
+    from stoker.extras.export.records import ExportSettings
+    from stoker.extras.export.run import export_cache
 
-        wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
-        settings = ExportSettings(
-            **wanted,
-            fields=None if fields is None else [name.strip() for name in fields.split(",")],
-            records=None if records is None else (records.start, records.stop),
-            file_bytes=file_size,
-        )
-        with Teller(outlet) as teller:
+    wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
+    settings = ExportSettings(
+        **wanted,
+        fields=None if fields is None else [name.strip() for name in fields.split(",")],
+        records=None if records is None else (records.start, records.stop),
+        file_bytes=file_size,
+    )
+    with Teller(outlet) as teller:
 
-            def listen(done: int, total: int) -> None:
-                teller.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
+        def listen(done: int, total: int) -> None:
+            teller.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
 
-            report = export_cache(path, out, settings, progress=listen)
-        outlet.show(report, render_export)
+        report = export_cache(path, out, settings, progress=listen)
+    outlet.show(report, render_export)
 
 
 def render_export(report: Any, console: Console) -> None:

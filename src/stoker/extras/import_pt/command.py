@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import edge
-from stoker.cli.flags import Debug, Json
+from stoker.cli.edge import Edge, at_edge
 from stoker.cli.output import some, table
 from stoker.errors import ConfigError, IncompleteError
 from stoker.units import format_count, format_seconds
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     from stoker.extras.import_pt.run import ImportResult
 
 
+@at_edge
 def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     path: Annotated[
         Path, typer.Argument(metavar="DIR", readable=False, help="The folder with sample_00000.pt and so on.")
     ],
@@ -33,8 +34,6 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Exit code 0 although samples are missing or broken.")
     ] = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Import an earlier cache of .pt files.
 
@@ -45,18 +44,16 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.extras.import_pt.run import ImportSettings
-        from stoker.extras.import_pt.run import import_pt as run_import
-        from stoker.store.remote import local_path
+    from stoker.extras.import_pt.run import ImportSettings
+    from stoker.extras.import_pt.run import import_pt as run_import
+    from stoker.store.remote import local_path
 
-        if nan not in ("reject", "allow"):
-            raise ConfigError(f"--nan is {nan!r}, expected reject or allow")
-        settings = ImportSettings(dtype=dtype, count=count, nan="allow" if nan == "allow" else "reject")
-        result = run_import(path, local_path(out_dir, "--out"), name=name, settings=settings)
-        out.show(result, render)
-        if result.failures and not allow_missing:
-            raise typer.Exit(IncompleteError.exit_code)
+    if nan not in ("reject", "allow"):
+        raise ConfigError(f"--nan is {nan!r}, expected reject or allow")
+    settings = ImportSettings(dtype=dtype, count=count, nan="allow" if nan == "allow" else "reject")
+    result = run_import(path, local_path(out_dir, "--out"), name=name, settings=settings)
+    lacking = result.failures and not allow_missing
+    out.show(result, render, exit_code=IncompleteError.exit_code if lacking else 0)
 
 
 def render(result: ImportResult, console: Console) -> None:

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
-from stoker.pipeline.caches import list_quarantined
-from stoker.pipeline.keep import IMPORTED_KIND
+from stoker.pipeline.caches import IMPORTED, list_quarantined
 from stoker.runtime.locks import lock_holder
 from stoker.runtime.processes.child import Child
 from stoker.runtime.processes.entry import Connection, limit_memory
@@ -461,7 +460,7 @@ class PtFolder:
         """Names and contents of the files; which numbers have one follows from the names."""
         files = tuple(FileRef(name=path.name, path=path) for _, path in sorted(self._files.items()))
         return SourceIdentity(
-            kind=IMPORTED_KIND, parts=(Part(name="samples", count=self._count, files=files),)
+            kind=f"{IMPORTED}1", parts=(Part(name="samples", count=self._count, files=files),)
         )
 
 

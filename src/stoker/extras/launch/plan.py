@@ -19,7 +19,7 @@ from stoker.config.sections import LaunchConfig, as_names
 from stoker.errors import ConfigError, StalledError, StokerError
 from stoker.extras.fetch.config import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
-from stoker.pipeline.caches import run_dir_of
+from stoker.pipeline.context import Run
 from stoker.pipeline.validate import Row, failed
 from stoker.schema import Json
 
@@ -273,7 +273,7 @@ def plan_launch(
             gpus=own.gpus,
             fetch=bool(files),
             cache_dir=config.training.latent_cache_dir,
-            run_dir=str(run_dir_of(config)),
+            run_dir=str(Run(config).run_dir),
             cache=own.cache,
             upload=own.upload,
             upload_minutes=own.upload_minutes,

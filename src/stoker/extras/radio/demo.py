@@ -29,10 +29,10 @@ from stoker.config import Config, load_config
 from stoker.errors import ConfigError, ReadOnlyError, SourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import build_sources, device_of, tasks_of
+from stoker.pipeline.build import build_source
 from stoker.pipeline.caches import Located
-from stoker.pipeline.fitting import FitSettings, fit, one_thread, save_model
-from stoker.pipeline.machine import describe_machine
+from stoker.pipeline.context import Run, describe_machine
+from stoker.pipeline.fitting import fit, one_thread, save_model
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult, precompute_config
 from stoker.runtime.files import make_folder
@@ -42,7 +42,7 @@ from stoker.sources.sql.databases import driver
 from stoker.sources.sql.query import Address, parse_address
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
-from stoker.train.config import EventSink
+from stoker.train.config import EventSink, TrainConfig
 from stoker.units import format_count
 
 RECEIVERS: Sequence[tuple[str, float, float, float, float]] = (
@@ -726,23 +726,23 @@ def run_radio(
     began = time.monotonic()
     made = write_radio(database, spec)
     data_s = time.monotonic() - began
-    caches = precompute_config(config, splits=["train", "val"]).caches
+    run = Run(config).parts()[0]
+    caches = precompute_config(run, splits=["train", "val"]).caches
     cache = caches[0].cache
-    plan = plan_located(config, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
-    source = _sql_source(build_sources(config, tasks_of(config)[0], ["train"])["train"])
+    plan = plan_located(run, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
+    source = _sql_source(build_source(run, "train"))
     meter = StallMeter()
-    train, val = _loader(config, cache, meter=meter), _loader(config, caches[1].cache, order="sequential")
-    device = device_of(config)
+    train, val = _loader(run, cache, meter=meter), _loader(run, caches[1].cache, order="sequential")
     torch.manual_seed(config.training.seed)
     model = TriangulationModel()
     model.set_statistics(source.statistics)
-    model.to(device)
+    model.to(run.device)
     losses = compare_losses(model, train, source)
     untrained = position_errors(model, val)
     began, epochs = time.monotonic(), config.training.epochs
     meter.reset()
 
-    settings = FitSettings(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
+    settings = TrainConfig(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
     with one_thread():
         report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=_telling(say, epochs))
     train_s = time.monotonic() - began
@@ -792,13 +792,13 @@ def radio_config(overrides: Sequence[str], database: str, spec: RadioSpec) -> Co
     return load_config(None, [*(f"{key}={v}" for key, v in own.items() if key not in given), *overrides])
 
 
-def _loader(config: Config, cache: Any, *, order: str = "full", meter: StallMeter | None = None) -> Loader:
-    training = config.training
+def _loader(run: Run, cache: Any, *, order: str = "full", meter: StallMeter | None = None) -> Loader:
+    training = run.config.training
     return Loader(
         cache,
         training.batch_size,
         tier=training.tier,
-        device=device_of(config),
+        device=run.device,
         seed=training.seed,
         order=order,
         meter=meter,

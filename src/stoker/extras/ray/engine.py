@@ -61,7 +61,7 @@ class View:
     last_failure: str = ""
 
 
-class RoundView:
+class RoundProgress:
     """Shows a round."""
 
     def __init__(self, share: Share, sink: ProgressSink | None, *, device: str) -> None:
@@ -255,7 +255,7 @@ class Round:
         self._quiet_s = sum(getattr(settings.deadlines, one.name) for one in fields(settings.deadlines))
         self._clock = EncodeClock(limit_s=DRIVER_S)
         self._device = "cuda" if self._need.num_gpus else device
-        self._views = RoundView(share, sink, device=self._device)
+        self._views = RoundProgress(share, sink, device=self._device)
         self._board = (
             ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=_beside_us()).remote()
         )

@@ -44,11 +44,12 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     if files:
         from stoker.config import load_config
         from stoker.extras.simulation.config import simulate_words
+        from stoker.pipeline.context import Run
         from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
 
-        found = simulate_words(asked, load_config(files[0], overrides))
+        found = simulate_words(asked, Run(load_config(files[0], overrides)))
     else:
         from stoker.extras.simulation.run import simulate
         from stoker.extras.simulation.scenario import parse_scenario

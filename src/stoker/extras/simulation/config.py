@@ -10,19 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stoker.config import Config
 from stoker.extras.simulation.result import Simulation
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
-from stoker.pipeline.build import Job, device_of, tasks_of
-from stoker.pipeline.caches import (
-    Located,
-    batch_size_of,
-    last_step_s,
-    locate_with_job,
-    trajectory_steps,
-    windows_for,
-)
+from stoker.pipeline.build import CacheJob
+from stoker.pipeline.caches import Located, locate_with_job
+from stoker.pipeline.context import Run, last_step_s, trajectory_steps
 from stoker.pipeline.folders import obstacle
 from stoker.pipeline.plan import demand_of, served_loads
 from stoker.pipeline.precompute import settings_of
@@ -31,88 +24,86 @@ from stoker.precompute.measure import Trial, try_stages
 from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Schema
-from stoker.sources.files import canonical_split
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 TRIAL_DEADLINE_S = 120.0
 """For a trial of the stages of precompute, which itself begins nothing new after 15 s."""
 
 
-def simulate_words(words: Sequence[str], config: Config | None = None) -> Simulation:
+def simulate_words(words: Sequence[str], run: Run | None = None) -> Simulation:
     """Simulate what `key=value` words say; with a configuration they need not say what it knows.
 
     Args:
         words: As `nodes=8`, `step=20ms`; they win over what is known.
-        config: Gives records, their sizes, batch and examples; the speed of reading, encoding and writing,
+        run: Gives records, their sizes, batch and examples; the speed of reading, encoding and writing,
             tried on some samples here; this machine's memory and cores.
 
     Raises:
         ConfigError: A word that is wrong or lacking.
         StokerError: As `locate`, and as encoding.
     """
-    if config is None:
+    if run is None:
         return simulate(parse_scenario(words))
-    known, notes = known_of(config, given={word.partition("=")[0] for word in words})
+    known, notes = known_of(run, given={word.partition("=")[0] for word in words})
     found = simulate(parse_scenario(words, known))
     return replace(found, taken=(*notes, *found.taken))
 
 
-def known_of(config: Config, given: set[str]) -> tuple[dict[str, Any], list[str]]:
+def known_of(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
     """Fields of a scenario that a configuration knows, and where they come from in words.
 
     `given` are keys that need not be found out: their values win anyway.
     """
-    task, split = tasks_of(config)[0], canonical_split(config.data.wanted_splits[0])
-    own = config.for_task(task)
-    job, located = locate_with_job(config, task, split)
-    demand = demand_of(own, located, device_of(own))
+    run = run.parts()[0]
+    job, located = locate_with_job(run, run.split)
+    demand = demand_of(run, located)
     here = probe()
     known: dict[str, Any] = {
         "records": demand.records,
         "record_bytes": demand.record_bytes,
         "batch": demand.batch_examples,
         "example_bytes": demand.example_bytes,
-        "examples": demand.records * _examples_of_one(own, located.recipe.schema),
+        "examples": demand.records * _examples_of_one(run, located.recipe.schema),
         "host_memory_bytes": here.host_bytes,
         "cores": here.cpus,
     }
     notes: list[str] = []
     if not {"host_memory", "cores"} <= given:
         notes.append(f"{format_bytes(here.host_bytes)} of memory and {here.cpus:g} cores, as here")
-    step_s = last_step_s(own, located.recipe.schema)
+    step_s = last_step_s(run, located.recipe.schema)
     if step_s is not None:
         known["step_s"] = step_s
         notes += [] if "step" in given else [f"step={format_seconds(step_s)}, of its last run here"]
     if job is not None:
         known["raw_bytes"] = float(sum(field.size_bytes() for field in job.source.schema().values()))
         if not {"encode", "read", "write"} <= given:
-            tried, count = _tried(own, job, located)
+            tried, count = _tried(run, job, located)
             known |= tried
             said = ", ".join(f"{name[:-2]}={format_seconds(value)}" for name, value in tried.items())
             notes.append(f"{said}, of {format_count(count)} samples here")
     if located.cache is not None and not located.missing and "gpu_memory" not in given:
         known["served"] = served_loads(
             located.cache,
-            windows_for(own, located.recipe.schema),
-            batch_size_of(own, trajectory_steps(located.recipe.schema)),
+            run.windows_for(located.recipe.schema),
+            run.batch_size(located.recipe.schema),
         )
         notes.append("loads of batches, measured on the cache here")
     return known, notes
 
 
-def _examples_of_one(config: Config, schema: Schema) -> int:
+def _examples_of_one(run: Run, schema: Schema) -> int:
     """Windows cut from one record; 1 where records have no time, or differ in length."""
-    windows = windows_for(config, schema)
+    windows = run.windows_for(schema)
     steps = trajectory_steps(schema)
     return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
 
 
-def _tried(config: Config, job: Job, located: Located) -> tuple[dict[str, float], int]:
+def _tried(run: Run, job: CacheJob, located: Located) -> tuple[dict[str, float], int]:
     """Seconds to read, encode and write a sample, each stage alone, and how many were tried."""
-    place, trial = Path(config.training.latent_cache_dir), Trial()
+    place, trial = Path(run.config.training.latent_cache_dir), Trial()
     beside = place if place.is_dir() and obstacle(place) is None else None
     with tempfile.TemporaryDirectory(prefix=".simulate-", dir=beside) as folder:
-        where, settings = (Path(folder), job.name, located.recipe), settings_of(config, job)
+        where, settings = (Path(folder), job.name, located.recipe), settings_of(run, job)
         call_within(
             TRIAL_DEADLINE_S,
             lambda: try_stages(job.source, job.encoder, where, settings, trial),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
-from stoker.plan.rates import Load, Rates
+from stoker.plan.rates import BatchLoad, Rates
 from stoker.units import SIZES, TIMES
 
 Order: TypeAlias = Literal["full", "block", "static"]
@@ -138,7 +138,7 @@ class Scenario:
     copy_bytes_s: float = _TYPICAL.copy_bytes_s
     h2d_bytes_s: float = _TYPICAL.h2d_bytes_s
     device_bytes_s: float = _TYPICAL.device_bytes_s
-    served: Mapping[str, Load] = field(default_factory=dict[str, Load])
+    served: Mapping[str, BatchLoad] = field(default_factory=dict[str, BatchLoad])
     """Per tier what loading a batch was found to take on one rank; wins over rates."""
     fixed_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per tier the part of what a step waits for in any case that is of a batch, not of its examples: threads

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.pipeline.caches import settings_digest, work_digest, write_diary
+from stoker.pipeline.context import Run, settings_digest, work_digest, write_diary
 from stoker.pipeline.train import Prepared, prepare, train_prepared
 from stoker.schema import Json
 from stoker.service.runs.journal import EncodingProgress
 from stoker.service.runs.run import JobRun, log
-from stoker.train.run import checkpoint_to_resume
+from stoker.train.state import checkpoint_to_resume
 
 _BATCH_EVERY_S = 1.0
 
@@ -21,10 +21,11 @@ def train_operator(run: JobRun) -> dict[str, Any]:
     began = time.monotonic()
     _ = run.device  # a GPU that was asked for and is not there is said before anything is encoded
     lines = _Lines(run)
-    prepared = prepare(run.settings, progress=EncodingProgress(run.journal))
-    _go_on(run, prepared, lines)
+    whole = Run(run.settings, progress=EncodingProgress(run.journal))
+    prepared = prepare(whole)
+    _go_on(run, whole, prepared, lines)
     lines.prepared = prepared
-    result = train_prepared(run.settings, prepared, started=began, on_event=lines.take)
+    result = train_prepared(whole, prepared, started=began, on_event=lines.take)
     report = result.report
     return {
         "epoch": report.epochs,
@@ -38,7 +39,7 @@ def train_operator(run: JobRun) -> dict[str, Any]:
     }
 
 
-def _go_on(run: JobRun, prepared: Prepared, lines: _Lines) -> None:
+def _go_on(run: JobRun, whole: Run, prepared: Prepared, lines: _Lines) -> None:
     """Have the loop take up the job's checkpoint, also when it was given more epochs after it had finished.
 
     Raises:
@@ -48,14 +49,13 @@ def _go_on(run: JobRun, prepared: Prepared, lines: _Lines) -> None:
     found = checkpoint_to_resume(root, lines.passed_over, expected=run.job.checkpoint is not None)
     if found is None:
         return
-    config = run.settings
     lines.epoch = int(found.state["progress"]["epoch"])
     run.journal.tell("progress", {"message": f"continues after epoch {lines.epoch}, step {found.step}"})
     write_diary(
         run.folder,
-        digest=settings_digest(config, prepared.fingerprints),
+        digest=settings_digest(run.settings, prepared.fingerprints),
         finished=False,
-        work=work_digest(config, prepared.caches[0].cache.schema),
+        work=work_digest(whole, prepared.caches[0].cache.schema),
         step_s=None,
     )
 

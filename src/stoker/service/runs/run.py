@@ -15,8 +15,8 @@ from stoker.config import Config
 from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import device_of
-from stoker.pipeline.fitting import FitReport, FitSettings, Lesson, fit
+from stoker.pipeline.context import Run
+from stoker.pipeline.fitting import FitReport, Lesson, fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
 from stoker.service.folders import JobFile
@@ -24,7 +24,9 @@ from stoker.service.runs.journal import EncodingProgress, Journal
 from stoker.service.runs.settings import splits_of
 from stoker.service.training_config import TrainingConfig
 from stoker.sources.protocol import Source
-from stoker.train.run import newest_checkpoint, own_folder
+from stoker.train.config import TrainConfig
+from stoker.train.run import own_folder
+from stoker.train.state import newest_checkpoint
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -51,7 +53,7 @@ class JobRun:
         Raises:
             ResourceError: `accelerator=gpu` where there is none.
         """
-        device = torch.device(device_of(self.settings))
+        device = torch.device(Run(self.settings).device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ResourceError(
                 f"accelerator is 'gpu', and torch {torch.__version__} sees no CUDA device on this machine. "
@@ -66,7 +68,8 @@ class JobRun:
     def caches(self) -> list[CacheResult]:
         """The caches of training and of validation, encoded as far as they were not."""
         progress = EncodingProgress(self.journal)
-        return fill_caches(self.settings, splits_of(self.config), training="records", progress=progress)
+        run = Run(self.settings, progress=progress)
+        return fill_caches(run, splits_of(self.config), training="records")
 
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
         """Say what is trained on, from where, and why from there."""
@@ -140,18 +143,20 @@ def fit_records(
         )
 
 
-def fit_settings(run: JobRun) -> FitSettings:
+def fit_settings(run: JobRun) -> TrainConfig:
     """How to train."""
     config = run.config
-    return FitSettings(
+    return TrainConfig(
         epochs=run.job.epochs,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         warmup=config.warmup,
         schedule=config.lr_scheduler,
         grad_clip=config.max_grad_norm,
-        patience=config.early_stop_patience,
+        patience=config.early_stop_patience or None,
         delta=config.early_stop_delta,
+        checkpoint_every=None,
+        save_every_s=1.0,
     )
 
 
@@ -202,8 +207,8 @@ class _Lines:
             journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
         elif kind == "epoch":
             self._tell_epoch(told)
-        elif kind == "checkpoint" and told["kind"] == "last":
-            self._checkpoint = str(told["name"])
+        elif kind == "checkpoint":
+            self._checkpoint = Path(told["path"]).name
         elif kind == "skip":
             _passed_over(self._run, told["why"])
         elif kind == "resume":

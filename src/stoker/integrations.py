@@ -1,4 +1,6 @@
-"""A loader behind the type `torch.utils.data.DataLoader`, for frameworks that ask for that very type.
+"""Adapters for frameworks that ask for more than an iterable with state; docs/trainers.md says which do.
+
+`as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`.
 
 Batches go by their number in the epoch: a DataLoader without workers has a sampler that counts, and a dataset
 whose item `n` is batch `n`. So what frameworks do to skip batches on a resume (a sampler that leaves out the
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader
+
+__all__ = ["as_dataloader"]
 
 
 def as_dataloader(loader: Loader) -> DataLoader[Any]:

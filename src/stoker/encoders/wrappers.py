@@ -1,0 +1,421 @@
+"""Encoders made of encoders: raw fields kept, samples normalized, the two fields of a steady problem."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.encoders.protocol import Encoder, Group, fixed_group
+from stoker.encoders.weights import digest_weights
+from stoker.errors import EncoderError, RecordError
+from stoker.schema import SHAPE_SUFFIX, Field, Json, Sample, Schema
+from stoker.units import MIB
+
+# ----------------------------------------------------------------------------------------------------------
+# Fields of the raw sample stored next to the encoder's output, for losses on the fields themselves.
+
+
+KEEPING = "stoker.Keeping"
+"""The class in the identity."""
+
+
+def field_names(fields: str | Sequence[str]) -> tuple[str, ...]:
+    """Names, one or several, each once and sorted: their order changes nothing."""
+    return tuple(sorted({fields} if isinstance(fields, str) else {*fields}))
+
+
+def keeping(encoder: Encoder | None, fields: str | Sequence[str]) -> Encoder | None:
+    """The same encoder, with raw `fields` in its records.
+
+    None stays None: it stores samples as they are, so all of their fields are there.
+    """
+    names = field_names(fields)
+    return encoder if encoder is None or not names else Keeping(encoder, names)
+
+
+class Keeping:
+    """Encoder that hands on to `inner` and adds raw fields to its records; satisfies `Encoder`."""
+
+    def __init__(self, inner: Encoder, fields: Sequence[str]) -> None:
+        self.inner = inner
+        self._fields = tuple(fields)
+
+    @property
+    def independent_steps(self) -> bool:
+        """As `inner`."""
+        return self.inner.independent_steps
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """The schema of `inner`, and the kept fields as they are in the sample.
+
+        Raises:
+            EncoderError: A field is missing, or in the record of `inner` already.
+        """
+        record = self.inner.schema(sample_schema)
+        for name in self._fields:
+            if name not in sample_schema:
+                raise EncoderError(
+                    f"keep names {name!r}, samples have only {', '.join(sorted(sample_schema))}. "
+                    "Keep one of those, or leave keep out"
+                )
+            if name in record:
+                raise EncoderError(
+                    f"keep names {name!r}, which the encoder hands on: it is in the record already. "
+                    "Leave it out of keep"
+                )
+        kept = {name: replace(sample_schema[name], kept=True) for name in self._with_sizes(sample_schema)}
+        names = {f"{name}{k}" for name in kept for k in (0, 1)}
+        if twice := sorted(names & (record.keys() | kept.keys())):
+            raise EncoderError(
+                f"records have a field {twice[0]!r}, which is what windows call a kept field at z0 or z1. "
+                "Give the field another name in its source"
+            )
+        return {**record, **kept}
+
+    def group(self, sample_schema: Schema) -> Group:
+        """As `inner`."""
+        return self.inner.group(sample_schema)
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Encode, and pass the kept fields through."""
+        return {**self.inner.encode(batch), **{name: batch[name] for name in self._with_sizes(batch)}}
+
+    def _with_sizes(self, sample: Mapping[str, object]) -> list[str]:
+        """The kept fields, and those that hold their sizes."""
+        sizes = [name + SHAPE_SUFFIX for name in self._fields]
+        return [*self._fields, *(name for name in sizes if name in sample)]
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of `inner`."""
+        self.inner.to(device)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Those of `inner`."""
+        return self.inner.weights()
+
+    def identity(self) -> dict[str, Json]:
+        """The kept fields, and the identity of `inner`."""
+        inner = self.inner.identity()
+        config: dict[str, Json] = {"fields": list(self._fields), "inner": inner}
+        return {"class": KEEPING, "config": config, "weights": inner.get("weights"), "version": 1}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Normalize a field with statistics of the training samples before it is encoded.
+#
+# The identity carries the rule (method, field, digest of the samples it was fitted on). The numbers are
+# derived from it; they are kept to seven digits, so that the last bits of a sum, which may differ between
+# machines, do not make another encoder.
+
+
+NORMALIZED = "stoker.Normalized"
+"""The class in the identity."""
+PIECE_BYTES = 64 * MIB
+"""Samples larger than this are read in pieces along time."""
+
+
+class Samples(Protocol):
+    """What fitting needs of a source; every `Source` has it."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def schema(self) -> Schema:
+        """Fields of every sample."""
+        ...
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """One sample, or `start:stop` of its fields with time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What maps raw values to normalized ones: `(value - shift) / scale`, one pair per channel."""
+
+    field: str
+    """Field of the sample that they belong to."""
+    method: Literal["standard", "minmax"]
+    """`standard`: mean 0, deviation 1. `minmax`: the range of the training samples becomes [0, 1]."""
+    shift: tuple[float, ...]
+    """Mean or minimum per channel (the last axis; a scalar field has one)."""
+    scale: tuple[float, ...]
+    """Deviation or range per channel; 1 where the channel is constant."""
+    digest: str
+    """The sha256 of the values fitted on, in order: which training samples these are."""
+
+
+def fit_statistics(
+    source: Samples, field: str, method: Literal["standard", "minmax"] = "standard"
+) -> Statistics:
+    """Go once over `source` in number order and sum in float64. Give it the training split only.
+
+    Raises:
+        EncoderError: The field is missing or the source is empty.
+        RecordError: A value is NaN or infinite.
+    """
+    schema = source.schema()
+    if method not in ("standard", "minmax"):
+        raise EncoderError(f"method must be 'standard' or 'minmax', got {method!r}")
+    if field not in schema or len(source) == 0:
+        raise EncoderError(f"no values of field {field!r} in {len(source)} samples with {sorted(schema)}")
+    digest = hashlib.sha256()
+    sums: _Sums | None = None
+    for number in range(len(source)):
+        for piece in _pieces(source, number, field, schema[field]):
+            values = np.ascontiguousarray(piece).reshape(-1, piece.shape[-1] if piece.ndim else 1)
+            digest.update(values.view(np.uint8).data)
+            part = _Sums.of(_from_bfloat16(values) if schema[field].dtype == "bfloat16" else values)
+            if not np.isfinite(part.square).all():
+                raise RecordError(
+                    f"sample {number}, field {field!r}: NaN or infinity, so it has no statistics. Exclude it"
+                )
+            sums = part if sums is None else sums.joined(part)
+    assert sums is not None
+    standard = method == "standard"
+    spread = np.sqrt(sums.square / sums.count) if standard else sums.high - sums.low
+    shift = sums.mean if standard else sums.low
+    scale = np.where(spread > 1e-12 * np.abs(shift), spread, 1.0)
+    return Statistics(
+        field=field,
+        method=method,
+        shift=tuple(float(f"{value:.7g}") for value in shift),
+        scale=tuple(float(f"{value:.7g}") for value in scale),
+        digest=digest.hexdigest(),
+    )
+
+
+class Normalized:
+    """Encoder that normalizes one field, then hands on to `inner` (None: keeps it as the record).
+
+    Satisfies `Encoder`. The field reaches `inner` as float32.
+    """
+
+    def __init__(self, inner: Encoder | None, statistics: Statistics) -> None:
+        self.inner = inner
+        self._statistics = statistics
+        self._shift = torch.tensor(statistics.shift, dtype=torch.float32, device="cpu")
+        self._scale = torch.tensor(statistics.scale, dtype=torch.float32, device="cpu")
+
+    @property
+    def independent_steps(self) -> bool:
+        """As `inner`; without one, normalizing is by element."""
+        return self.inner is None or self.inner.independent_steps
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """The schema of `inner` for the normalized samples.
+
+        Raises:
+            EncoderError: The field is missing or has another number of channels.
+        """
+        normalized = self._normalized(sample_schema)
+        return normalized if self.inner is None else self.inner.schema(normalized)
+
+    def group(self, sample_schema: Schema) -> Group:
+        """The group of `inner`; without one about 8 MiB."""
+        normalized = self._normalized(sample_schema)
+        if self.inner is None:
+            return fixed_group(sample_schema, normalized, cut_time=True)
+        return self.inner.group(normalized)
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Normalize to fresh memory, then encode."""
+        name = self._statistics.field
+        values = batch[name].to(torch.float32)
+        shift, scale = self._shift, self._scale
+        if values.ndim == 1:  # a scalar field has one channel and no axis of channels
+            shift, scale = shift[0], scale[0]
+        scaled = {**batch, name: (values - shift).div_(scale)}
+        return scaled if self.inner is None else self.inner.encode(scaled)
+
+    def to(self, device: torch.device) -> None:
+        """Move statistics and `inner` to `device`."""
+        self._shift, self._scale = self._shift.to(device), self._scale.to(device)
+        if self.inner is not None:
+            self.inner.to(device)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """`normalize.shift` and `normalize.scale` per channel, then the weights of `inner`."""
+        inner: Mapping[str, Tensor] = {} if self.inner is None else self.inner.weights()
+        return {"normalize.shift": self._shift, "normalize.scale": self._scale, **inner}
+
+    def identity(self) -> dict[str, Json]:
+        """The rule, the training samples it was fitted on, and the identity of `inner`."""
+        rule = self._statistics
+        inner: dict[str, Json] | None = None if self.inner is None else self.inner.identity()
+        config: dict[str, Json] = {"field": rule.field, "method": rule.method, "fitted_on": rule.digest}
+        return {
+            "class": NORMALIZED,
+            "config": {**config, "inner": inner},
+            "weights": digest_weights(self.weights()),
+            "version": 1,
+        }
+
+    def _normalized(self, sample_schema: Schema) -> Schema:
+        name, channels = self._statistics.field, len(self._statistics.shift)
+        field = sample_schema.get(name)
+        if field is None or (field.shape[-1] if field.shape else 1) != channels:
+            shape = None if field is None else field.shape
+            raise EncoderError(
+                f"statistics are of field {name!r} with {channels} channels, samples have "
+                f"{name!r} of shape {shape}. Fit them on the source that is encoded"
+            )
+        plain = Field(shape=field.shape, dtype="float32", time=field.time, ragged=field.ragged)
+        return {**sample_schema, name: plain}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Count, mean, summed square of deviations and range per channel, all float64."""
+
+    count: int
+    mean: NDArray[np.float64]
+    square: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    @staticmethod
+    def of(values: NDArray[Any]) -> _Sums:
+        """Sums of `(count, channels)`."""
+        exact = values.astype(np.float64)
+        mean = exact.mean(0)
+        return _Sums(len(exact), mean, np.square(exact - mean).sum(0), exact.min(0), exact.max(0))
+
+    def joined(self, other: _Sums) -> _Sums:
+        """Both together. Source: Chan, Golub and LeVeque, 1979, which loses no digits to the mean."""
+        count = self.count + other.count
+        step = other.mean - self.mean
+        return _Sums(
+            count,
+            self.mean + step * (other.count / count),
+            self.square + other.square + np.square(step) * (self.count * other.count / count),
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+        )
+
+
+def _from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _pieces(source: Samples, number: int, field: str, spec: Field) -> Iterator[NDArray[Any]]:
+    """The field of one sample, large ones cut along time."""
+    whole = spec.ragged or not spec.time or spec.size_bytes() <= PIECE_BYTES
+    steps = 0 if whole else max(1, PIECE_BYTES // max(1, spec.row_bytes))
+    if whole:
+        yield source.read(number)[field]
+        return
+    for start in range(0, spec.shape[0], steps):
+        yield source.read(number, start, min(start + steps, spec.shape[0]))[field]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encode samples without time as a pair: the input of a steady problem, and its solution.
+#
+# Darcy flow has a permeability and a pressure, and no time. Each is encoded by an encoder of its own. The
+# record has `latent_input` and `latent`, without a time axis. An operator learns the map between them.
+
+
+STEADY = "stoker.SteadyEncoder"
+"""The class in the identity."""
+INPUT, SOLUTION = "latent_input", "latent"
+"""Fields of a record."""
+
+
+class SteadyEncoder:
+    """Encoder of two fields of a sample without time; satisfies `Encoder`.
+
+    Args:
+        input: Encoder whose `latent` becomes `latent_input`, `(L, D)`.
+        solution: Encoder whose `latent` is that of the solution, of the same shape.
+
+    Fields that both pass through (parameters) stay in the record.
+
+    >>> from stoker import GridEncoder
+    >>> size = {"channels": 1, "grid": (16, 16), "patch": (4, 4), "tokens": 16, "dim": 16}
+    >>> encoder = SteadyEncoder(GridEncoder(**size, field="nu"), GridEncoder(**size))
+    >>> plane = Field(shape=(16, 16, 1), dtype="float32")
+    >>> {name: field.shape for name, field in encoder.schema({"data": plane, "nu": plane}).items()}
+    {'latent': (16, 16), 'latent_input': (16, 16)}
+    """
+
+    def __init__(self, input: Encoder, solution: Encoder) -> None:
+        self._input, self._solution = input, solution
+
+    @property
+    def independent_steps(self) -> bool:
+        """True: there is one step."""
+        return True
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """Return `latent` and `latent_input`, and the fields that both encoders pass through.
+
+        Raises:
+            EncoderError: A sample has time, or the two latents differ in shape.
+        """
+        given, found = self._input.schema(sample_schema), self._solution.schema(sample_schema)
+        pair: dict[str, Field] = {}
+        for name, schema in ((INPUT, given), (SOLUTION, found)):
+            if "latent" not in schema:
+                raise EncoderError(f"an encoder of {name!r} makes {', '.join(schema)}. Expected 'latent'")
+            pair[name] = schema["latent"]
+        one, other = pair[INPUT], pair[SOLUTION]
+        if one.time or other.time:
+            raise EncoderError(
+                f"the input's latent is {one.shape} and the solution's {other.shape}, with a time axis. A "
+                "steady problem has none: leave data.input out, and train from one step to the next"
+            )
+        if replace(one, dtype=other.dtype) != other:
+            raise EncoderError(
+                f"the input's latent is {one.shape} and the solution's {other.shape}. One operator maps "
+                "one to the other: give both the same number of tokens and dim"
+            )
+        return {SOLUTION: other, INPUT: one, **{name: found[name] for name in _shared(given, found)}}
+
+    def group(self, sample_schema: Schema) -> Group:
+        """About 8 MiB of samples and latents a call."""
+        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=False)
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Encode both fields of a group."""
+        given, found = self._input.encode(batch), self._solution.encode(batch)
+        pair = {SOLUTION: found["latent"], INPUT: given["latent"]}
+        return {**pair, **{name: found[name] for name in _shared(given, found)}}
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of both."""
+        self._input.to(device)
+        self._solution.to(device)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Those of both, as `input.NAME` and `solution.NAME`."""
+        parts = {"input": self._input.weights(), "solution": self._solution.weights()}
+        return {f"{part}.{name}": value for part, own in parts.items() for name, value in own.items()}
+
+    def identity(self) -> dict[str, Json]:
+        """The identities of both."""
+        config: dict[str, Json] = {"input": self._input.identity(), "solution": self._solution.identity()}
+        return {"class": STEADY, "config": config, "weights": digest_weights(self.weights()), "version": 1}
+
+
+def is_steady(fields: Iterable[str]) -> bool:
+    """Return whether records with these fields hold a steady problem."""
+    return {INPUT, SOLUTION} <= {*fields}
+
+
+def weights_of(part: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of one encoder, `input` or `solution`, by its own names."""
+    start = f"{part}."
+    return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+
+
+def _shared(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    return [name for name in other if name in one and name != "latent"]
