@@ -47,7 +47,7 @@ def stoker(
         cwd=folder or site,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
     )
     assert done.returncode == exit_code, done.stderr
     return done

@@ -7,12 +7,12 @@ store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
-export/       a cache as files of other libraries
 integrations  adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
-compat/       the names of earlier systems
+plugins.py    what packages add: sources, engines, exporters, commands, trackers
+extras/       what the core does without; compat/ and export.py are public names of two of them
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import stoker.extras.compat.images
 from stoker.compat import collate_gpu_cached
 from stoker.errors import ConfigError, ResourceError, SplitError
-from stoker.extras.compat.rows import COORDS, GPUCachedDataset, GPUDataLoader, create_gpu_cached_dataloaders
+from stoker.extras.compat.rows import COORDS, GPUCachedRows, GPUDataLoader, create_gpu_cached_dataloaders
 from stoker.extras.radio.demo import RadioSpec, write_radio
 from tests.compat.page import snippets
 
@@ -40,8 +40,8 @@ def make(database: str, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The earlier call, with the folder of caches in addition."""
     monkeypatch.setattr(stoker.extras.compat.images, "_said", set[str]())
 
-    def made(split: str = "train", device: str = "cuda", **more: Any) -> GPUCachedDataset:
-        return GPUCachedDataset(
+    def made(split: str = "train", device: str = "cuda", **more: Any) -> GPUCachedRows:
+        return GPUCachedRows(
             dataset_ids=[str(SPEC.dataset_id)],
             split=split,
             db_session=database,
@@ -179,7 +179,7 @@ def test_what_is_wrong_is_said_before_a_row_is_cached(
     for error, more in wrong:
         given = {"split": "train", "device": "cpu", **more}
         with pytest.raises(error):
-            GPUCachedDataset(ids, db_session=database, cache_path=tmp_path / "cache", **given)
+            GPUCachedRows(ids, db_session=database, cache_path=tmp_path / "cache", **given)
     with pytest.raises(ConfigError, match="dataset_ids"):
         create_gpu_cached_dataloaders({"batch_size": 3}, database)
 
@@ -196,7 +196,7 @@ def test_in_postgresql_the_table_has_its_earlier_schema(monkeypatch: pytest.Monk
     monkeypatch.setattr("stoker.extras.compat.rows.SQLSource", stop)
     for table in (None, "lab.rows"):
         with pytest.raises(ConfigError, match="stopped"):
-            GPUCachedDataset([str(SPEC.dataset_id)], "train", "postgresql:///heimdall", "cpu", table=table)
+            GPUCachedRows([str(SPEC.dataset_id)], "train", "postgresql:///heimdall", "cpu", table=table)
 
     assert asked == ["heimdall.measurement_features", "lab.rows"]
 

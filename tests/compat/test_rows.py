@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError, SourceError
-from stoker.extras.compat.rows import GPUCachedDataset
+from stoker.extras.compat.rows import GPUCachedRows
 
 ONE, OTHER = (str(uuid.UUID(int=number)) for number in (1, 2))
 
@@ -38,7 +38,7 @@ def rows(table: Path, split: str = "train", ids: Any = (ONE,), session: Any = No
         "device": "cpu", "columns": columns, "cache_path": table.parent / "cache",
         "precompute": {"readers": 0}, **more,
     }  # fmt: skip
-    return GPUCachedDataset(ids, split, session or f"sqlite:///{table}", **settings)
+    return GPUCachedRows(ids, split, session or f"sqlite:///{table}", **settings)
 
 
 def test_four_fifths_train_and_the_rest_validates(table: Path) -> None:

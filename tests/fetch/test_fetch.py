@@ -22,7 +22,7 @@ from stoker.extras.fetch.run import (
     alone,
     fetch_files,
 )
-from stoker.extras.fetch.wanted import Wanted, parse_wanted, read_manifest
+from stoker.extras.fetch.wanted import WantedFile, parse_wanted, read_manifest
 from stoker.runtime.partial import BLOCK_BYTES, paths_of
 from tests.fetch.servers import Files
 
@@ -35,8 +35,10 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def wanted(name: str, source: str, content: bytes = BODY) -> Wanted:
-    return Wanted(name=name, source=source, bytes=len(content), algorithm="sha256", digest=sha256(content))
+def wanted(name: str, source: str, content: bytes = BODY) -> WantedFile:
+    return WantedFile(
+        name=name, source=source, bytes=len(content), algorithm="sha256", digest=sha256(content)
+    )
 
 
 def of(report: FetchReport, name: str) -> Fetched:
@@ -54,7 +56,7 @@ def test_files_of_all_kinds_arrive_and_a_second_time_nothing_moves(files: Files,
     want = [
         wanted("deep/er/a.h5", f"{files.url}/a.h5"),
         wanted("b.h5", "raw/b.h5", BODY[:100]),
-        Wanted(name="plain.h5", source=f"{files.url}/a.h5"),
+        WantedFile(name="plain.h5", source=f"{files.url}/a.h5"),
         wanted("empty.h5", (tmp_path / "none").as_uri(), b""),
     ]
     (tmp_path / "none").touch()
@@ -143,7 +145,7 @@ def test_what_came_before_a_failure_is_kept(files: Files, tmp_path: Path, fault:
     files.content["/a"] = BODY
     files.etags["/a"] = '"1"'
     files.faults["/a"] = [fault, "503", fault]
-    one = wanted("a", f"{files.url}/a") if declared else Wanted(name="a", source=f"{files.url}/a")
+    one = wanted("a", f"{files.url}/a") if declared else WantedFile(name="a", source=f"{files.url}/a")
     said: list[object] = []
 
     report = fetch_files(
@@ -164,7 +166,7 @@ def test_another_content_is_not_added_to_the_first(files: Files, tmp_path: Path,
     """Without a declared digest the server's word for the version is all there is."""
     files.content["/a"], files.etags["/a"] = b"x" * 1000, '"old"'
     files.faults["/a"] = ["cut", "404"]
-    one = Wanted(name="a", source=f"{files.url}/a")
+    one = WantedFile(name="a", source=f"{files.url}/a")
     assert fetch_files([one], tmp_path, QUICK).exit_code != 0
     assert leftovers(tmp_path) == [".a.part", ".a.part.journal"]
     files.content["/a"], files.etags["/a"] = b"y" * 1000, '"new"'
@@ -274,7 +276,7 @@ def test_a_manifest_is_read_strictly(tmp_path: Path) -> None:
 )
 def test_addresses_that_carry_secrets_are_refused_and_not_shown(source: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        fetch_files([Wanted(name="a", source=source)], tmp_path, QUICK)
+        fetch_files([WantedFile(name="a", source=source)], tmp_path, QUICK)
 
     assert "pass@" not in str(error.value)
     assert "hidden" not in str(error.value)
@@ -285,7 +287,7 @@ def test_a_query_is_not_shown(files: Files, tmp_path: Path) -> None:
     files.faults["/a"] = ["503"] * 3 + ["cut"] * 9
 
     report = fetch_files(
-        [Wanted(name="a", source=f"{files.url}/a?token=hidden")], tmp_path, QUICK, listen=said.append
+        [WantedFile(name="a", source=f"{files.url}/a?token=hidden")], tmp_path, QUICK, listen=said.append
     )
 
     assert "hidden" not in json.dumps(report.to_json()) + repr(said)
@@ -311,7 +313,7 @@ def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
     report = fetch_files(
-        [Wanted(name="a", source="pipe"), Wanted(name="b", source=".")],
+        [WantedFile(name="a", source="pipe"), WantedFile(name="b", source=".")],
         tmp_path / "out",
         QUICK,
         base=tmp_path,
@@ -323,12 +325,12 @@ def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path) -> None:
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     with alone(tmp_path), pytest.raises(ResourceError, match=f"process {os.getpid()}"):
-        fetch_files([Wanted(name="a", source="a")], tmp_path, QUICK)
+        fetch_files([WantedFile(name="a", source="a")], tmp_path, QUICK)
 
 
 def test_more_than_the_disk_holds_is_refused_before_anything_moves(files: Files, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="free"):
-        fetch_files([Wanted(name="a", source=f"{files.url}/a", bytes=1 << 60)], tmp_path, QUICK)
+        fetch_files([WantedFile(name="a", source=f"{files.url}/a", bytes=1 << 60)], tmp_path, QUICK)
 
     assert files.asked == []
 
@@ -370,8 +372,8 @@ def test_a_remote_of_rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     want = [
         wanted("a.h5", f"box:{tmp_path}/far/a b.h5"),
         wanted("none.h5", f"box:{tmp_path}/far/none.h5"),
-        Wanted(name="folder.h5", source=f"box:{tmp_path}/far"),
-        Wanted(name="unknown.h5", source="nobox:a.h5"),
+        WantedFile(name="folder.h5", source=f"box:{tmp_path}/far"),
+        WantedFile(name="unknown.h5", source="nobox:a.h5"),
     ]
     part, journal = paths_of(tmp_path / "out" / "a.h5")
     part.parent.mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.extras.fetch.run import Fetched, FetchReport, FetchSettings, fetch_files
-from stoker.extras.fetch.wanted import Wanted, WantedFolder
+from stoker.extras.fetch.wanted import WantedFile, WantedFolder
 from tests.fetch.s3 import LOST, SECRET_KEY, Bucket, a_bucket, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -28,9 +28,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
         yield one
 
 
-def wanted(name: str) -> Wanted:
+def wanted(name: str) -> WantedFile:
     digest = hashlib.sha256(BODY).hexdigest()
-    return Wanted(name=name, source=f"s3:bucket/{name}", bytes=len(BODY), algorithm="sha256", digest=digest)
+    return WantedFile(
+        name=name, source=f"s3:bucket/{name}", bytes=len(BODY), algorithm="sha256", digest=digest
+    )
 
 
 def of(report: FetchReport, name: str) -> Fetched:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.extras.simulation.queues import Traffic, Visit, passed
+from stoker.extras.simulation.queues import RunTraffic, Visit, passed
 from stoker.extras.simulation.report import HEAD, cells, remarks
 from stoker.extras.simulation.result import encoding_with
 from stoker.extras.simulation.run import hit_share, simulate
@@ -28,7 +28,9 @@ RATES = [key for key, (_, read, _) in KEYS.items() if read is rate]
 def queue(load_s: float, step_s: float, *, inline_s: float = 0.0, **more: object) -> float:
     """Seconds of a step with its wait, of one rank and one place unless `more` says otherwise."""
     given = {"nodes": 1, "ranks": 1, "depth": 4, **more}
-    traffic = Traffic(visits=[Visit(place="link", seconds=load_s)], inline_s=inline_s, step_s=step_s, **given)  # type: ignore[arg-type]
+    traffic = RunTraffic(
+        visits=[Visit(place="link", seconds=load_s)], inline_s=inline_s, step_s=step_s, **given
+    )  # type: ignore[arg-type]
     return passed(traffic, 200).period_s
 
 
@@ -42,7 +44,9 @@ def test_one_rank_waits_as_the_planner_says(load_s: float, step_s: float) -> Non
 
 def test_ranks_of_a_node_share_its_link_and_nodes_the_store() -> None:
     by_link = [queue(0.01, 0.015, ranks=ranks) for ranks in (1, 2, 4)]
-    store = Traffic(nodes=4, ranks=1, visits=[Visit(place="store", seconds=0.01)], inline_s=0, step_s=0.015)
+    store = RunTraffic(
+        nodes=4, ranks=1, visits=[Visit(place="store", seconds=0.01)], inline_s=0, step_s=0.015
+    )
 
     assert by_link == pytest.approx([0.015, 0.02, 0.04], rel=0.01)
     assert passed(store, 200).period_s == pytest.approx(0.04, rel=0.05)

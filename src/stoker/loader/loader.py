@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from stoker.plan import Plan
     from stoker.schema import Json
     from stoker.store import Cache
-    from stoker.store.shard import Verify
     from stoker.store.cache import Filler
+    from stoker.store.shard import Verify
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -162,9 +162,8 @@ def engine_of(run: Run) -> Generator[Engine | None]:
         return
     if run.ranks.world > 1:
         raise ConfigError(
-            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive "
-            "the cluster. "
-            f"Run `stoker precompute --engine {name}` once before, without torchrun"
+            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive the "
+            f"cluster. Run `stoker precompute --engine {name}` once before, without torchrun"
         )
     plugin = find_plugin("stoker.engines", name, "precompute.engine")
     with plugin.load()(run.config) as engine:
@@ -172,8 +171,6 @@ def engine_of(run: Run) -> Generator[Engine | None]:
 
 
 log = logging.getLogger("stoker")
-IMPORTED_KIND = "import-pt/1"
-"""Kind of the source of a cache that was made by `stoker import-pt`."""
 
 Training: TypeAlias = Literal["windows", "records"]
 """What training reads of caches: windows of trajectories, or whole records."""

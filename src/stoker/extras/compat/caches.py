@@ -77,7 +77,7 @@ def estimate_cache_size_mb(cache_dir: str | Path, num_samples: int = 10) -> floa
     files = sample_files(cache_dir)
     if not files or _cache_of(cache_dir) is not None:
         return bytes_in_memory(open_cache(cache_dir, require_complete=False)) / MIB
-    first = SampleReader().read([files[number] for number in sorted(files)[: max(1, num_samples)]])
+    first = EarlierReader().read([files[number] for number in sorted(files)[: max(1, num_samples)]])
     sizes = [sum(t.numel() * t.element_size() for t in tensors.values()) for tensors in first]
     return sum(sizes) / len(sizes) * len(files) / MIB
 
@@ -297,13 +297,13 @@ def _is_archive(path: Path) -> bool:
         return False
 
 
-class SampleReader:
+class EarlierReader:
     """Reads earlier files in a limited child, which stays for the next call of the same process."""
 
     def __init__(self) -> None:
         self._child: PtReader | None = None
         self._pid = self._limit_bytes = 0
-        self._ending: weakref.finalize[..., SampleReader] | None = None
+        self._ending: weakref.finalize[..., EarlierReader] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # another process starts a child of its own

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
     from stoker.extras.compat.encoder import ConvertedEncoder
     from stoker.extras.fetch.origins import Listed
-    from stoker.extras.fetch.wanted import Wanted
-    from stoker.extras.launch.plan import Launch
+    from stoker.extras.fetch.wanted import WantedFile
+    from stoker.extras.launch.plan import LaunchPlan
     from stoker.extras.launch.vast import VastClient
     from stoker.pipeline.context import Run
     from stoker.schema import Json as JsonValue
@@ -565,7 +565,7 @@ class Files:
     """What would be fetched."""
 
     folder: Path
-    files: tuple[Wanted, ...]
+    files: tuple[WantedFile, ...]
 
     def to_json(self) -> dict[str, JsonValue]:
         """The keys that scripts rely on."""
@@ -601,7 +601,7 @@ def render_files(result: Files, console: Console) -> None:
     console.print(f"{len(result.files)} files to {escape(str(result.folder))}; nothing was fetched")
 
 
-def _plan(out: Edge, path: Path, overrides: list[str], auto_shutdown: bool | None) -> Launch:
+def _plan(out: Edge, path: Path, overrides: list[str], auto_shutdown: bool | None) -> LaunchPlan:
     """What would run, with the earlier variables: remotes of rclone, and the tracker's as secrets."""
     from stoker.config import load_config
     from stoker.extras.compat.remotes import TRACKER, rclone_variables
@@ -639,7 +639,7 @@ def _check_stage(config: Config, stage: str) -> None:
         )
 
 
-def _check_upload(plan: Launch, path: Path) -> None:
+def _check_upload(plan: LaunchPlan, path: Path) -> None:
     if plan.config.launch.upload is None:
         raise ConfigError(
             f"{path}: launch.upload is not set, so nothing of an earlier machine is kept. Set it to "
@@ -659,7 +659,7 @@ def _check_branch(branch: str) -> None:
         )
 
 
-def _wait_for_offer(out: Edge, client: VastClient, plan: Launch, retries: int, wait_s: float) -> None:
+def _wait_for_offer(out: Edge, client: VastClient, plan: LaunchPlan, retries: int, wait_s: float) -> None:
     """Look for an offer until there is one, `retries` times at most; renting itself is never repeated."""
     for number in range(retries):
         if client.offers(plan.query()):
@@ -703,7 +703,7 @@ def _listed(place: str) -> list[Listed]:
     return list_remote(place, LIST_S)
 
 
-def _fetch(out: Edge, files: tuple[Wanted, ...], folder: Path, dry_run: bool) -> None:
+def _fetch(out: Edge, files: tuple[WantedFile, ...], folder: Path, dry_run: bool) -> None:
     from stoker.extras.fetch.run import FetchSettings, fetch_files
     from stoker.extras.launch.script import without_secrets
 

@@ -21,7 +21,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, ResourceError, SourceError
 from stoker.extras.compat.caches import (
     CacheIncompleteError,
-    SampleReader,
+    EarlierReader,
     bytes_in_memory,
     check_sufficient_ram,
     stored_in,
@@ -205,7 +205,7 @@ def _in_memory(cache: Cache) -> dict[str, Any]:
 
 def _of_files(paths: Sequence[Path]) -> tuple[Schema, dict[str, Any]]:
     """Fields and values of earlier files, by field a list with an entry for each."""
-    samples = SampleReader().read(paths)
+    samples = EarlierReader().read(paths)
     names = samples[0].keys()
     for path, sample in zip(paths, samples, strict=True):
         if sample.keys() != names:
@@ -290,7 +290,7 @@ class RawFieldDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.source = _as_source(dataset, field_name)
         self.field_name = field_name
         self._stored = None if cache_dir is None else stored_in(cache_dir)
-        self._samples = SampleReader()
+        self._samples = EarlierReader()
 
     def __len__(self) -> int:
         """Samples."""

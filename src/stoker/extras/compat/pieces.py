@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from stoker.encoders.grid import GridEncoder as FrozenGridEncoder
+from stoker.encoders.grid import GridEncoder
 from stoker.errors import ConfigError, EncoderError
 from stoker.plan.resources import probe, storage_of
 from stoker.units import GIB
@@ -47,7 +47,8 @@ class EarlierGridEncoder(nn.Module):
     earlier version trained or drew are others.
 
     Example:
-        >>> encoder = GridEncoder(GridEncoderConfig(latent_len=4, latent_dim=8, field_channels={"u": 1}))
+        >>> config = GridEncoderConfig(latent_len=4, latent_dim=8, field_channels={"u": 1})
+        >>> encoder = EarlierGridEncoder(config)
         >>> encoder({"u": torch.zeros(2, 32, 1)}, meta={"grid_shape": (1, 32)}).shape
         torch.Size([2, 4, 8])
     """
@@ -55,13 +56,13 @@ class EarlierGridEncoder(nn.Module):
     def __init__(self, config: GridEncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self._made: dict[tuple[int, int], FrozenGridEncoder] = {}
+        self._made: dict[tuple[int, int], GridEncoder] = {}
 
-    def for_grid(self, grid_shape: Sequence[int], field: str = "data") -> FrozenGridEncoder:
+    def for_grid(self, grid_shape: Sequence[int], field: str = "data") -> GridEncoder:
         """Return the encoder of today for a grid `(H, W)` and a field `(T, H, W, C)`."""
         own, (height, width) = self.config, grid_shape
         patch = (1 if height == 1 else own.patch_size, own.patch_size)
-        return FrozenGridEncoder(
+        return GridEncoder(
             channels=sum(own.field_channels.values()),
             grid=(height, width),
             patch=patch,
@@ -103,10 +104,6 @@ class EarlierGridEncoder(nn.Module):
             made = self._made[height, width] = self.for_grid((height, width))
         grid = values.reshape(1, len(values), height, width, -1)
         return made.encode({"data": grid.to(torch.float32)})["latent"][0]
-
-
-GridEncoder = EarlierGridEncoder
-"""Its public name here."""
 
 
 class EarlierCall(nn.Module):

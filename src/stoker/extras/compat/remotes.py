@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from stoker.errors import ConfigError, TransferError
 from stoker.extras.fetch.origins import Listed
-from stoker.extras.fetch.wanted import Wanted
+from stoker.extras.fetch.wanted import WantedFile
 
 REMOTES = ("B2TRAIN", "UPSB2")
 """Names that the earlier launcher and the earlier fetch script gave the one remote."""
@@ -98,7 +98,7 @@ def bucket_of(environment: Mapping[str, str]) -> str:
     return f"{REMOTES[1]}:{variable(environment, 'B2_BUCKET')}"
 
 
-def files_of_keys(keys: Sequence[str], prefix: str, bucket: str, listed: List) -> tuple[Wanted, ...]:
+def files_of_keys(keys: Sequence[str], prefix: str, bucket: str, listed: List) -> tuple[WantedFile, ...]:
     """Return the files that keys of the earlier fetch script mean: a file, `KEY.h5`, or all of a folder.
 
     Raises:
@@ -126,7 +126,7 @@ def files_of_keys(keys: Sequence[str], prefix: str, bucket: str, listed: List) -
 
 def files_of_tasks(
     tasks: Sequence[str], bucket: str, listed: List, tell: Callable[[str], None]
-) -> tuple[Wanted, ...]:
+) -> tuple[WantedFile, ...]:
     """Return the files of tasks, all shards of each split, from the first of `LAYOUTS` that has the task.
 
     Files keep their names: shard 000 is not made the only one.
@@ -192,9 +192,9 @@ def _not_there(key: str, files: Iterable[str]) -> str:
     return f"no file or folder {key}" + (f" (there is {', '.join(near)})" if near else "")
 
 
-def _wanted(place: str, files: Mapping[str, Listed]) -> tuple[Wanted, ...]:
+def _wanted(place: str, files: Mapping[str, Listed]) -> tuple[WantedFile, ...]:
     return tuple(
-        Wanted(name=name, source=f"{place}/{one.name}", bytes=one.bytes, algorithm=one.algorithm,
+        WantedFile(name=name, source=f"{place}/{one.name}", bytes=one.bytes, algorithm=one.algorithm,
                digest=one.digest)
         for name, one in files.items()
     )  # fmt: skip

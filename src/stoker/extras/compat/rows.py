@@ -3,7 +3,7 @@
 Rows are read once, in the order of their key and in one snapshot; splits follow from the key, and the numbers
 that values are standardized by from the train split, for every split. What the filters drop is reported.
 
-    dataset = GPUCachedDataset(dataset_ids, "train", session, "cuda")
+    dataset = GPUCachedRows(dataset_ids, "train", session, "cuda")
     DataLoader(dataset, batch_size=256, shuffle=True, collate_fn=collate_gpu_cached)    # as it was
     GPUDataLoader(dataset, batch_size=256, shuffle=True)                                # seeded, resumable
     create_gpu_cached_dataloaders(config, session)                                      # both splits
@@ -42,7 +42,7 @@ _RECORD = {"receivers", "signal_mask", "target", "gdop", "num_receivers", "centr
 log = logging.getLogger("stoker")
 
 
-class GPUCachedDataset:
+class GPUCachedRows:
     """A split of the rows of some data sets, cached and served from the device.
 
     An item is `receiver_features` `(R, 6)` float32, `signal_mask` `(R,)` bool (True: no signal),
@@ -223,7 +223,7 @@ def collate_gpu_cached(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `(B, 2)`, and `metadata` with `gdop` `(B,)` float32, `num_receivers` `(B,)` int64, `centroids` `(B, 2)`
     and the four numbers of `COORDS`.
 
-    For a `DataLoader` over a `GPUCachedDataset`, with `num_workers=0`. Rows come to it gathered already, so
+    For a `DataLoader` over a `GPUCachedRows`, with `num_workers=0`. Rows come to it gathered already, so
     nothing is stacked; a list of single rows is.
     """
     if isinstance(batch, PickedRows):
@@ -245,7 +245,7 @@ def collate_gpu_cached(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def create_gpu_cached_dataloaders(
     config: Mapping[str, Any], db_session: Any, **dataset: Any
-) -> tuple[GPUDataLoader[GPUCachedDataset], GPUDataLoader[GPUCachedDataset] | None]:
+) -> tuple[GPUDataLoader[GPUCachedRows], GPUDataLoader[GPUCachedRows] | None]:
     """Return the loaders of `train` (shuffled) and of `val` (in order; None if `validation_split` is 0).
 
     Args:
@@ -253,11 +253,11 @@ def create_gpu_cached_dataloaders(
             `validation_split` (0.2), `preload_to_gpu`, `accelerator`, `min_snr_db`, `max_gdop` and
             `max_receivers` have an effect here; one line lists the others. A filter that is not in it is off:
             the earlier defaults (10 and 5) rejected complete data sets.
-        db_session: As for `GPUCachedDataset`; so are further arguments.
+        db_session: As for `GPUCachedRows`; so are further arguments.
 
     Raises:
         ConfigError: `dataset_ids` is missing, or a value is out of range.
-        StokerError: As `GPUCachedDataset`.
+        StokerError: As `GPUCachedRows`.
     """
     if "dataset_ids" not in config:
         raise ConfigError(f"config has no dataset_ids. It has: {', '.join(map(str, config)) or 'nothing'}")
@@ -266,12 +266,12 @@ def create_gpu_cached_dataloaders(
     given = {key: config[key] for key in _DATASET if key in config}
     given["device"] = given.pop("accelerator", "auto")
     given |= dataset
-    train = GPUCachedDataset(split="train", db_session=db_session, **given)
+    train = GPUCachedRows(split="train", db_session=db_session, **given)
     batch_size = int(config.get("batch_size", 128))
     first = GPUDataLoader(train, batch_size, shuffle=True)
     if given.get("validation_split") == 0:
         return first, None
-    val = GPUCachedDataset(split="val", db_session=db_session, **given)
+    val = GPUCachedRows(split="val", db_session=db_session, **given)
     return first, GPUDataLoader(val, batch_size)
 
 

@@ -28,7 +28,7 @@ THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RecordRun:
     """Consecutive records in consecutive rows of one shard."""
 
     shard: int
@@ -51,7 +51,7 @@ class Records:
         """
         self.cache = cache
         low, high = between or (0, cache.recipe.count)
-        self.runs: list[Run] = []
+        self.runs: list[RecordRun] = []
         self.count = 0
         at = cache.segments
         for shard, row, first, count in zip(
@@ -59,7 +59,7 @@ class Records:
         ):
             begin, end = max(first, low), min(first + count, high)
             if begin < end:
-                run = Run(
+                run = RecordRun(
                     shard=shard, row=row + begin - first, first=self.count, number=begin, count=end - begin
                 )
                 self.runs.append(run)
@@ -69,13 +69,13 @@ class Records:
                 f"{cache.path} has no record of the samples {format_count(low)} to {format_count(high - 1)}"
             )
 
-    def between(self, begin: int, end: int) -> Iterator[Run]:
+    def between(self, begin: int, end: int) -> Iterator[RecordRun]:
         """The runs of the records at these places."""
         for run in self.runs:
             low, high = max(begin, run.first), min(end, run.first + run.count)
             if low < high:
                 skip = low - run.first
-                yield Run(
+                yield RecordRun(
                     shard=run.shard, row=run.row + skip, first=low, number=run.number + skip, count=high - low
                 )
 
@@ -87,7 +87,7 @@ class Records:
     def lengths(self, field: str) -> NDArray[np.int64]:
         """Steps of each record in a ragged field."""
 
-        def of_run(run: Run) -> NDArray[np.int64]:
+        def of_run(run: RecordRun) -> NDArray[np.int64]:
             return np.diff(self.cache.shard(run.shard).offsets(field)[run.row : run.row + run.count + 1])
 
         what = f"reading the lengths of {self.cache.path}"
@@ -110,7 +110,7 @@ class Records:
         """
         f = self.cache.schema[name]
 
-        def read(run: Run) -> NDArray[np.uint8]:
+        def read(run: RecordRun) -> NDArray[np.uint8]:
             values, lengths = _values(self.cache.shard(run.shard), name, f, run, dtype)
             if padded_to is not None:
                 values = _pad(values, lengths, padded_to)
@@ -119,7 +119,7 @@ class Records:
         what = f"reading {name!r} of {self.cache.path}"
         yield from map_in_order(read, self._parts(name, begin, end), what=what, threads=THREADS)
 
-    def _parts(self, name: str, begin: int, end: int) -> Iterator[Run]:
+    def _parts(self, name: str, begin: int, end: int) -> Iterator[RecordRun]:
         """Runs of about `PIECE_BYTES`."""
         f = self.cache.schema[name]
         for run in self.between(begin, end):
@@ -127,7 +127,7 @@ class Records:
             at = 0
             while at < run.count:
                 some = min(step, run.count - at) if step else self._fitting(name, f, run, at)
-                yield Run(
+                yield RecordRun(
                     shard=run.shard,
                     row=run.row + at,
                     first=run.first + at,
@@ -136,7 +136,7 @@ class Records:
                 )
                 at += some
 
-    def _fitting(self, name: str, f: Field, run: Run, at: int) -> int:
+    def _fitting(self, name: str, f: Field, run: RecordRun, at: int) -> int:
         """Records from `at` on of a ragged field that are a piece."""
         offsets = self.cache.shard(run.shard).offsets(name)
         first = run.row + at
@@ -144,7 +144,7 @@ class Records:
         return min(max(1, int(np.searchsorted(offsets, most, side="right")) - 1 - first), run.count - at)
 
 
-def _values(shard: Shard, name: str, f: Field, run: Run, dtype: str) -> tuple[Tensor, list[int]]:
+def _values(shard: Shard, name: str, f: Field, run: RecordRun, dtype: str) -> tuple[Tensor, list[int]]:
     """Values of a run one after another, `(steps, *shape)` or flat for packed ones, and steps of each."""
     lengths = [shard.length(name, run.row + k) for k in range(run.count)]
     raw = _rows(shard, name, run)
@@ -161,7 +161,7 @@ def _values(shard: Shard, name: str, f: Field, run: Run, dtype: str) -> tuple[Te
     return _shaped(values, f), lengths
 
 
-def _rows(shard: Shard, name: str, run: Run) -> NDArray[np.uint8]:
+def _rows(shard: Shard, name: str, run: RecordRun) -> NDArray[np.uint8]:
     """The bytes of one column of consecutive rows, verified."""
     step = shard.columns[name].field.row_bytes
     sizes = [shard.length(name, run.row + k) * step for k in range(run.count)]

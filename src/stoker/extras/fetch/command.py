@@ -16,7 +16,7 @@ from stoker.cli.flags import Debug, Json, Overrides
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.extras.fetch.run import Fetched, FetchReport, Listener, Progress
+    from stoker.extras.fetch.run import Fetched, FetchProgress, FetchReport, Listener
 
 
 def fetch(
@@ -62,7 +62,7 @@ def listening(out: Edge) -> Generator[Listener]:
 
     with Teller(out) as teller:
 
-        def listen(what: Progress | Fetched | str) -> None:
+        def listen(what: FetchProgress | Fetched | str) -> None:
             if isinstance(what, str):
                 out.note(what)
             elif isinstance(what, Fetched):
@@ -73,7 +73,7 @@ def listening(out: Edge) -> Generator[Listener]:
         yield listen
 
 
-def _progress(now: Progress) -> list[str]:
+def _progress(now: FetchProgress) -> list[str]:
     total = "" if now.total is None else f" of {format_bytes(now.total)}"
     lines = [f"{now.done} of {now.count} files, {format_bytes(now.bytes)}{total}"]
     for name, at, size in now.running:

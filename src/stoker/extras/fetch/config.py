@@ -9,7 +9,7 @@ from stoker.config import load_config
 from stoker.config.models import Config
 from stoker.errors import ConfigError
 from stoker.extras.fetch.run import FetchReport, FetchSettings, Listener, fetch_files
-from stoker.extras.fetch.wanted import Wanted, WantedFolder, parse_wanted, read_manifest
+from stoker.extras.fetch.wanted import WantedFile, WantedFolder, parse_wanted, read_manifest
 
 
 def fetch(
@@ -60,7 +60,7 @@ def fetch_config(
     return fetch_files(wanted, where, settings, listen=listen)
 
 
-def wanted_files(config: Config) -> tuple[Wanted | WantedFolder, ...]:
+def wanted_files(config: Config) -> tuple[WantedFile | WantedFolder, ...]:
     """All files and folders that the settings want, those of the manifest after their own.
 
     Raises:

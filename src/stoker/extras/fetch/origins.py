@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError, StalledError, StokerError, TransferError
-from stoker.extras.fetch.wanted import ALGORITHMS, Wanted, WantedFolder, check_names
+from stoker.extras.fetch.wanted import ALGORITHMS, WantedFile, WantedFolder, check_names
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
 from stoker.runtime.partial import Algorithm
 from stoker.runtime.retry import RetryPolicy, retry
@@ -479,18 +479,18 @@ Tell = Callable[[str], None]
 
 
 def expand(
-    wanted: Sequence[Wanted | WantedFolder], base: Path, *, tries: int, pause_s: float, tell: Tell
-) -> tuple[list[Wanted], dict[WantedFolder, StokerError]]:
+    wanted: Sequence[WantedFile | WantedFolder], base: Path, *, tries: int, pause_s: float, tell: Tell
+) -> tuple[list[WantedFile], dict[WantedFolder, StokerError]]:
     """All files that are wanted, folders listed; and why a folder could not be.
 
     Args:
         base: Folder that paths are relative to.
         tell: Gets a line for each try that failed.
     """
-    files: list[Wanted] = []
+    files: list[WantedFile] = []
     failed: dict[WantedFolder, StokerError] = {}
     for one in wanted:
-        if isinstance(one, Wanted):
+        if isinstance(one, WantedFile):
             files.append(one)
             continue
         try:
@@ -501,7 +501,7 @@ def expand(
     return files, failed
 
 
-def _listed_files(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[Wanted]:
+def _listed_files(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[WantedFile]:
     return retry(
         lambda: _checked(one, _list(one.source, base)),
         is_passing,
@@ -515,7 +515,7 @@ def is_passing(error: Exception) -> bool:
     return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
 
 
-def _checked(one: WantedFolder, found: list[Listed]) -> list[Wanted]:
+def _checked(one: WantedFolder, found: list[Listed]) -> list[WantedFile]:
     """The files that are meant, by name.
 
     Raises:
@@ -536,7 +536,7 @@ def _checked(one: WantedFolder, found: list[Listed]) -> list[Wanted]:
         )
     prefix = one.name.removeprefix("./")
     return [
-        Wanted(
+        WantedFile(
             name=prefix + file.name,
             source=_below(one.source, file.name),
             bytes=file.bytes,

@@ -28,7 +28,7 @@ from stoker.errors import (
     TransferError,
 )
 from stoker.extras.fetch.origins import Origin, Stream, expand, is_passing, origin_of, shown_source
-from stoker.extras.fetch.wanted import Wanted, WantedFolder
+from stoker.extras.fetch.wanted import WantedFile, WantedFolder
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
 from stoker.runtime.jsonio import as_object, read_object
@@ -51,7 +51,7 @@ PIECE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownFile:
     """A file as it was when it was fetched, or compared."""
 
     bytes: int
@@ -71,14 +71,14 @@ class Record:
         with suppress(OSError, ValueError):
             self._files = as_object(read_object(self._path).get("files")) or {}
 
-    def of(self, name: str) -> Known | None:
+    def of(self, name: str) -> KnownFile | None:
         """What is known of a file."""
         try:
-            return Known(**self._files[name])
+            return KnownFile(**self._files[name])
         except (KeyError, TypeError):
             return None
 
-    def put(self, name: str, known: Known) -> None:
+    def put(self, name: str, known: KnownFile) -> None:
         """Remember a file."""
         self._files[name] = asdict(known)
         with replacing(self._path) as temporary:
@@ -94,7 +94,7 @@ def look(target: Path) -> os.stat_result | None:
     return None
 
 
-def is_known(wanted: Wanted, found: os.stat_result, known: Known | None) -> bool:
+def is_known(wanted: WantedFile, found: os.stat_result, known: KnownFile | None) -> bool:
     """Whether the file is the wanted one as far as the record says, without reading it."""
     if known is None or (found.st_size, found.st_mtime_ns) != (known.bytes, known.mtime_ns):
         return False
@@ -105,7 +105,7 @@ def is_known(wanted: Wanted, found: os.stat_result, known: Known | None) -> bool
     return wanted.source == known.source
 
 
-def is_same(wanted: Wanted, target: Path, found: os.stat_result, beat: Callable[[int], None]) -> bool:
+def is_same(wanted: WantedFile, target: Path, found: os.stat_result, beat: Callable[[int], None]) -> bool:
     """Whether the file at a path has the declared digest; reads it."""
     if wanted.algorithm is None or wanted.bytes not in (None, found.st_size):
         return False
@@ -144,11 +144,11 @@ LOCAL_STAGES = ("checking", "naming")
 """Stages that wait for our own disk alone: trying again would wait for it once more."""
 
 
-class Attempt:
+class FetchAttempt:
     """The thread and what it came to. Fields are written by the thread and read by whoever watches it."""
 
     def __init__(
-        self, wanted: Wanted, target: Path, origin: Origin, known: Known | None, *, stall_s: float
+        self, wanted: WantedFile, target: Path, origin: Origin, known: KnownFile | None, *, stall_s: float
     ) -> None:
         self.wanted, self.target = wanted, target
         self._origin, self._known, self._stall_s = origin, known, stall_s
@@ -165,7 +165,7 @@ class Attempt:
         """Bytes that came in this try."""
         self.present = False
         """The file was there already."""
-        self.result: Known | None = None
+        self.result: KnownFile | None = None
         self.error: BaseException | None = None
         self._thread = Thread(target=self._run, name=f"stoker-fetch {wanted.name}", daemon=True)
 
@@ -272,9 +272,9 @@ class Attempt:
             advice="or choose another folder",
         )
 
-    def _as_known(self, tag: str) -> Known:
+    def _as_known(self, tag: str) -> KnownFile:
         found = self.target.lstat()
-        return Known(
+        return KnownFile(
             bytes=found.st_size,
             mtime_ns=found.st_mtime_ns,
             algorithm=self.wanted.algorithm,
@@ -370,7 +370,7 @@ class FetchReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class FetchProgress:
     """How far it is."""
 
     bytes: int
@@ -384,13 +384,13 @@ class Progress:
     seconds: float
 
 
-Listener: TypeAlias = Callable[[Progress | Fetched | str], None]
+Listener: TypeAlias = Callable[[FetchProgress | Fetched | str], None]
 """Gets progress twice a second, each file that is done, and a line for each try that failed."""
 
 
 @dataclass(slots=True)
 class _Job:
-    wanted: Wanted
+    wanted: WantedFile
     target: Path
     origin: Origin
     begun: float = 0.0
@@ -405,12 +405,12 @@ class _Job:
     best: int = 0
     received: int = 0
     resumed: int | None = None
-    attempt: Attempt | None = None
+    attempt: FetchAttempt | None = None
     done: Fetched | None = field(default=None)
 
 
 def fetch_files(
-    wanted: Sequence[Wanted | WantedFolder],
+    wanted: Sequence[WantedFile | WantedFolder],
     folder: Path,
     settings: FetchSettings = FetchSettings(),
     *,
@@ -525,13 +525,13 @@ class _Run:
                 job.begun = job.begun or now
                 job.tries += 1
                 known = self._record.of(job.wanted.name)
-                job.attempt = Attempt(
+                job.attempt = FetchAttempt(
                     job.wanted, job.target, job.origin, known, stall_s=self._settings.stall_s
                 )
                 job.attempt.start(self._woken.set)
                 running += 1
 
-    def _look_at(self, job: _Job, attempt: Attempt) -> None:
+    def _look_at(self, job: _Job, attempt: FetchAttempt) -> None:
         """End a try that is done, or that takes too long."""
         if attempt.stage == "done":
             job.attempt = None
@@ -555,7 +555,7 @@ class _Run:
             )
             self._again(job, stalled, free=free)
 
-    def _count(self, job: _Job, attempt: Attempt) -> None:
+    def _count(self, job: _Job, attempt: FetchAttempt) -> None:
         job.received += attempt.received
         if job.resumed is None:
             job.resumed = 0 if attempt.present else max(0, attempt.at - attempt.received)
@@ -576,7 +576,7 @@ class _Run:
         said = self._settings.redact(str(error))
         self._listen(f"{job.wanted.name}: {said}; trying again in {format_seconds(pause)}")
 
-    def _succeed(self, job: _Job, attempt: Attempt) -> None:
+    def _succeed(self, job: _Job, attempt: FetchAttempt) -> None:
         assert attempt.result is not None
         if not attempt.present or self._record.of(job.wanted.name) != attempt.result:
             self._record.put(job.wanted.name, attempt.result)
@@ -625,7 +625,7 @@ class _Run:
             total = None if size is None or total is None else total + size
         running = [job.attempt for job in self._jobs if job.attempt is not None]
         self._listen(
-            Progress(
+            FetchProgress(
                 bytes=there,
                 total=total,
                 done=sum(job.done is not None for job in self._jobs),

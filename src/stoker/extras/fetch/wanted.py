@@ -38,7 +38,7 @@ class _Entry(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedFile:
     """A file that should be there."""
 
     name: str
@@ -76,14 +76,14 @@ class WantedFolder:
     """How many files that has to be, where declared."""
 
 
-def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wanted | WantedFolder, ...]:
+def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[WantedFile | WantedFolder, ...]:
     """The files of a mapping of names to `{from, bytes, sha256}`; a name with a slash at its end is a folder.
 
     Raises:
         ConfigError: An entry or a name is not as it should be; names all that are wrong.
     """
     problems: list[str] = []
-    found: list[Wanted | WantedFolder] = []
+    found: list[WantedFile | WantedFolder] = []
     for name, entry in files.items():
         folder = name.endswith("/")
         if why := _wrong_name(name.removesuffix("/")) if name != "./" else None:
@@ -100,7 +100,7 @@ def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wa
     return tuple(found)
 
 
-def check_names(files: Iterable[Wanted]) -> None:
+def check_names(files: Iterable[WantedFile]) -> None:
     """Compare the names of all files, those of listings among them.
 
     Raises:
@@ -114,7 +114,7 @@ def check_names(files: Iterable[Wanted]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
+def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
     """The files of a JSON manifest, `{"files": {name: {"from": ..., "bytes": ..., "sha256": ...}}}`.
 
     Raises:
@@ -142,20 +142,20 @@ def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
     return parse_wanted(entries, str(path))
 
 
-def _wanted(name: str, entry: _Entry | _FolderEntry) -> Wanted | WantedFolder:
+def _wanted(name: str, entry: _Entry | _FolderEntry) -> WantedFile | WantedFolder:
     if isinstance(entry, _FolderEntry):
         return WantedFolder(name=name, source=entry.source, match=entry.match, count=entry.count)
     for algorithm in ALGORITHMS:
         digest = getattr(entry, algorithm)
         if digest is not None:
-            return Wanted(
+            return WantedFile(
                 name=name,
                 source=entry.source,
                 bytes=entry.bytes,
                 algorithm=algorithm,
                 digest=digest.lower(),
             )
-    return Wanted(name=name, source=entry.source, bytes=entry.bytes)
+    return WantedFile(name=name, source=entry.source, bytes=entry.bytes)
 
 
 def _say(problem: Any, folder: bool) -> str:

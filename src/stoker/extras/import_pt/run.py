@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
-from stoker.pipeline.caches import list_quarantined
-from stoker.pipeline.precompute import IMPORTED_KIND
+from stoker.pipeline.caches import IMPORTED, list_quarantined
 from stoker.runtime.locks import lock_holder
 from stoker.runtime.processes.child import Child
 from stoker.runtime.processes.entry import Connection, limit_memory
@@ -169,7 +168,7 @@ class PtReader:
         )
 
 
-class Refusal(Exception):  # noqa: N818 -- it is an answer, and never leaves this process
+class ForeignFileError(Exception):
     """The file is not what an earlier cache holds."""
 
 
@@ -229,7 +228,7 @@ def serve(connection: Connection) -> None:
         _limit_cpu(arguments["cpu_s"])
         try:
             head, payload = load(request["path"], request["limit_bytes"])
-        except Refusal as refusal:
+        except ForeignFileError as refusal:
             head, payload = {"error": str(refusal)}, b""
         except UnpicklingError as error:
             head, payload = {"error": _unpicklable(str(error))}, b""
@@ -267,7 +266,7 @@ def load(path: str, limit_bytes: int) -> tuple[dict[str, Any], bytes]:
     """What a file holds: its sha256, what was left out of it, and its tensors as safetensors.
 
     Raises:
-        Refusal: It is no file of an earlier cache.
+        ForeignFileError: It is no file of an earlier cache.
     """
     from safetensors.torch import save
 
@@ -278,7 +277,9 @@ def load(path: str, limit_bytes: int) -> tuple[dict[str, Any], bytes]:
     tensors, left_out = flatten(value)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if total > len(data):
-        raise Refusal(f"its tensors have {total} bytes, the file {len(data)}: they are views of less")
+        raise ForeignFileError(
+            f"its tensors have {total} bytes, the file {len(data)}: they are views of less"
+        )
     payload = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
     return {"digest": hashlib.sha256(data).hexdigest(), "left_out": left_out}, payload
 
@@ -288,39 +289,39 @@ def _read(path: str, limit_bytes: int) -> bytes:
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise Refusal("it is a pipe, folder or device, not a file")
+            raise ForeignFileError("it is a pipe, folder or device, not a file")
         if status.st_size > limit_bytes:
-            raise Refusal(f"it has {status.st_size} bytes, {limit_bytes} are allowed")
+            raise ForeignFileError(f"it has {status.st_size} bytes, {limit_bytes} are allowed")
         return file.read(limit_bytes)
 
 
 def _check_zip(data: bytes) -> None:
     """Look at the entries before anything is unpacked: all stored, none larger than the file."""
     if not data.startswith(b"PK\x03\x04"):
-        raise Refusal("it is not a zip archive as torch.save writes: another file, or a bare pickle")
+        raise ForeignFileError("it is not a zip archive as torch.save writes: another file, or a bare pickle")
     try:
         entries = zipfile.ZipFile(io.BytesIO(data)).infolist()
     except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise Refusal(f"its zip archive is broken: {error}") from error
+        raise ForeignFileError(f"its zip archive is broken: {error}") from error
     if len(entries) > MAX_ENTRIES:
-        raise Refusal(f"its archive has {len(entries)} entries, {MAX_ENTRIES} are allowed")
+        raise ForeignFileError(f"its archive has {len(entries)} entries, {MAX_ENTRIES} are allowed")
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise Refusal(f"entry {entry.filename!r} is compressed, which torch.save never does")
+            raise ForeignFileError(f"entry {entry.filename!r} is compressed, which torch.save never does")
         if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
-            raise Refusal(f"entry {entry.filename!r} has {entry.file_size} bytes")
+            raise ForeignFileError(f"entry {entry.filename!r} has {entry.file_size} bytes")
     if (total := sum(entry.file_size for entry in entries)) > len(data):
-        raise Refusal(f"its entries claim {total} bytes, the file has {len(data)}")
+        raise ForeignFileError(f"its entries claim {total} bytes, the file has {len(data)}")
 
 
 def flatten(value: object) -> tuple[dict[str, Any], list[str]]:
     """Tensors by field name, and the names of entries that no field can hold (text, lists, nothing).
 
     Raises:
-        Refusal: There is no latent `(T, L, D)`, or an entry is no plain tensor.
+        ForeignFileError: There is no latent `(T, L, D)`, or an entry is no plain tensor.
     """
     if not isinstance(value, dict):
-        raise Refusal(f"it holds a {type(value).__name__}, expected a dict with 'latent'")
+        raise ForeignFileError(f"it holds a {type(value).__name__}, expected a dict with 'latent'")
     found: dict[str, Any] = {}
     left_out: list[str] = []
     for key, entry in _entries(cast("dict[object, object]", value)):
@@ -328,13 +329,13 @@ def flatten(value: object) -> tuple[dict[str, Any], list[str]]:
         if tensor is None:
             left_out.append(key[:200])
         elif found.setdefault(key, tensor) is not tensor:
-            raise Refusal(f"entry {key[:200]!r} comes twice")
+            raise ForeignFileError(f"entry {key[:200]!r} comes twice")
         if len(found) + len(left_out) > MAX_FIELDS:
-            raise Refusal(f"it has more than {MAX_FIELDS} entries")
+            raise ForeignFileError(f"it has more than {MAX_FIELDS} entries")
     latent = found.get("latent")
     if latent is None or latent.dim() != 3:
         shape = None if latent is None else tuple(latent.shape)
-        raise Refusal(f"its 'latent' is {shape}, expected a tensor (T, L, D)")
+        raise ForeignFileError(f"its 'latent' is {shape}, expected a tensor (T, L, D)")
     return found, left_out
 
 
@@ -358,9 +359,9 @@ def _tensor(key: str, value: object) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise Refusal(f"{key!r} is a {value.layout} tensor on {value.device}, expected a plain one")
+        raise ForeignFileError(f"{key!r} is a {value.layout} tensor on {value.device}, expected a plain one")
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise Refusal(f"{key!r} claims {value.numel()} elements, its storage holds fewer")
+        raise ForeignFileError(f"{key!r} claims {value.numel()} elements, its storage holds fewer")
     return value
 
 
@@ -459,7 +460,7 @@ class PtFolder:
         """Names and contents of the files; which numbers have one follows from the names."""
         files = tuple(FileRef(name=path.name, path=path) for _, path in sorted(self._files.items()))
         return SourceIdentity(
-            kind=IMPORTED_KIND, parts=(Part(name="samples", count=self._count, files=files),)
+            kind=f"{IMPORTED}1", parts=(Part(name="samples", count=self._count, files=files),)
         )
 
 

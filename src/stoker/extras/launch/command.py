@@ -17,7 +17,7 @@ from stoker.errors import ConfigError
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.extras.launch.plan import Launch, Target
+    from stoker.extras.launch.plan import LaunchPlan, Target
     from stoker.extras.launch.vast import DryRun, Instance, Log, Machines, Offers, Rented, VastClient
 
 VERBS = ("up", "search", "status", "logs", "down")
@@ -102,7 +102,7 @@ def planned(
     auto_shutdown: bool | None,
     *,
     environment: Mapping[str, str] = os.environ,
-) -> Launch:
+) -> LaunchPlan:
     """Return what would run elsewhere, checked; what the machine will not have is said."""
     from stoker.extras.launch.plan import changed_files, plan_launch
     from stoker.extras.launch.script import API
@@ -139,7 +139,7 @@ def vast_client() -> VastClient:
     return VastClient(key, api=os.environ.get("VAST_API_URL", API))
 
 
-def rent(out: Edge, plan: Launch, offer: int | None, *, dry_run: bool) -> None:
+def rent(out: Edge, plan: LaunchPlan, offer: int | None, *, dry_run: bool) -> None:
     """Rent a machine and show it, or show what would be sent."""
     from stoker.extras.launch import vast
 
@@ -167,7 +167,7 @@ def _look_after(
         out.show(vast.down(client, label, instance, destroy=destroy), render_machines)
 
 
-def _write(out: Edge, plan: Launch, path: Path | None) -> None:
+def _write(out: Edge, plan: LaunchPlan, path: Path | None) -> None:
     from stoker.runtime.files import replacing
 
     if path is not None:

@@ -172,7 +172,7 @@ HIDDEN = "***"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchPlan:
     """All that is needed to start a run elsewhere."""
 
     name: str
@@ -242,7 +242,7 @@ def plan_launch(
     target: Target,
     auto_shutdown: bool | None = None,
     api: str = API,
-) -> Launch:
+) -> LaunchPlan:
     """What a run elsewhere would be, after all that can be checked here was.
 
     Raises:
@@ -293,7 +293,9 @@ def plan_launch(
             f"{path}: the start-up script would show the value of {', '.join(told)}. Take it out of settings "
             "and addresses: the machine gets variables that launch.secrets names"
         )
-    return Launch(name=name, target=target, config=config, code=code, onstart=onstart, variables=variables)
+    return LaunchPlan(
+        name=name, target=target, config=config, code=code, onstart=onstart, variables=variables
+    )
 
 
 def _setting(field: str) -> str:

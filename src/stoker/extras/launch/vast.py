@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 from urllib.parse import urlencode
 
 from stoker.errors import ConfigError, ServiceError, StalledError, StokerError
-from stoker.extras.launch.plan import Launch
+from stoker.extras.launch.plan import LaunchPlan
 from stoker.extras.launch.script import API
 from stoker.runtime.http import Answer, FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
 from stoker.runtime.retry import RetryPolicy, retry
@@ -281,7 +281,7 @@ GONE = (400, 404, 410)
 class Rented:
     """A machine that was just rented."""
 
-    launch: Launch
+    launch: LaunchPlan
     instance: int
     offer: Offer
 
@@ -301,7 +301,7 @@ class Rented:
 class DryRun:
     """What would be sent."""
 
-    launch: Launch
+    launch: LaunchPlan
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
@@ -351,12 +351,12 @@ class Log:
         return {"instance": self.instance, "log": self.text}
 
 
-def search(client: VastClient, launch: Launch) -> Offers:
+def search(client: VastClient, launch: LaunchPlan) -> Offers:
     """Machines that the settings allow, the cheapest first."""
     return Offers(offers=tuple(client.offers(launch.query())))
 
 
-def up(client: VastClient, launch: Launch, offer: int | None = None) -> Rented:
+def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rented:
     """Rent the cheapest machine, or the one that was chosen.
 
     Raises:

@@ -26,7 +26,7 @@ from stoker.errors import ConfigError, Interrupted, StalledError, StokerError
 from stoker.extras.ray.board import Board
 from stoker.extras.ray.cluster import RayCluster, ray, whoami
 from stoker.extras.ray.settings import RaySettings
-from stoker.extras.ray.task import Load, encode_slice, end_process, marked, process_state, versions
+from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked, process_state, versions
 from stoker.plan.resources import automatic_device
 from stoker.precompute.heartbeat import EncodeClock
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
@@ -591,7 +591,7 @@ class RayEngine:
         settings = replace(
             share.settings, progress=None, part=(0, 1), devices=(), on_hang="exit", overwrite=False
         )
-        load = Load(
+        load = TaskLoad(
             source=share.source,
             encoder=share.encoder,
             settings=settings,

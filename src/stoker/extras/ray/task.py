@@ -147,7 +147,7 @@ _LAST_WORD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class TaskLoad:
     """What all tasks of a run need; pickled once by the driver."""
 
     source: Source
@@ -162,7 +162,7 @@ class _Kept:
     """What this process keeps from one task to the next: one run's, for that is how workers are used."""
 
     run: str
-    load: Load
+    load: TaskLoad
     folder: Folder
     compared: bool = False
     """The encoder's first call has been compared with a second (`Share.compare_first`)."""
@@ -187,7 +187,7 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
 
     Args:
         order: Plain values; `ray_round.py` makes them.
-        payload: A reference to a `Load`, pickled, as bytes in an array; fetched once by a process.
+        payload: A reference to a `TaskLoad`, pickled, as bytes in an array; fetched once by a process.
         board: The actor that is told how far this is.
 
     Returns:
@@ -306,7 +306,7 @@ def take_over(state: dict[str, Any]) -> None:
     confine_sources(state["confined"])
 
 
-def _load(payload: list[Any]) -> Load:
+def _load(payload: list[Any]) -> TaskLoad:
     import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
     fetched: Any = _ray().get(payload[0], timeout=FETCH_S)

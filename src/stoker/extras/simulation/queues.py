@@ -35,7 +35,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class RunTraffic:
     """What goes on, on so many nodes."""
 
     nodes: int
@@ -93,7 +93,7 @@ class _Place:
 class _Run:
     """One simulation."""
 
-    def __init__(self, traffic: Traffic, steps: int) -> None:
+    def __init__(self, traffic: RunTraffic, steps: int) -> None:
         self._of, self._steps = traffic, steps
         world = traffic.nodes * traffic.ranks
         self._events: list[tuple[float, int, int, int]] = []
@@ -179,11 +179,11 @@ class _Run:
         self._ask(rank, now)
 
 
-def passed(traffic: Traffic, steps: int) -> Passed:
+def passed(traffic: RunTraffic, steps: int) -> Passed:
     """So many steps on every rank, or as many as tell how they go on.
 
     >>> link = Visit(place="link", seconds=0.01)
-    >>> of = Traffic(nodes=1, ranks=2, visits=[link], inline_s=0, step_s=0.015, depth=2)
+    >>> of = RunTraffic(nodes=1, ranks=2, visits=[link], inline_s=0, step_s=0.015, depth=2)
     >>> round(passed(of, 1000).period_s, 4)  # both need the link once in each step
     0.02
     """
@@ -351,7 +351,7 @@ def asked_to_encode(scenario: Scenario) -> Asked:
     return Asked(read_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
 
 
-def traffic_of(scenario: Scenario, asked: Asked) -> Traffic:
+def traffic_of(scenario: Scenario, asked: Asked) -> RunTraffic:
     """The queues of a run in which every batch asks that."""
     whole = max(1, math.ceil(scenario.node_cores))
     slower = whole / scenario.node_cores if scenario.gpus * scenario.busy_cores > scenario.node_cores else 1.0
@@ -364,7 +364,7 @@ def traffic_of(scenario: Scenario, asked: Asked) -> Traffic:
         Visit(place="own readers", seconds=asked.read_s),
         Visit(place="own thread", seconds=asked.beside_s),
     ]
-    return Traffic(
+    return RunTraffic(
         nodes=scenario.nodes,
         ranks=scenario.gpus,
         visits=[visit for visit in visits if visit.seconds > 0],

@@ -28,7 +28,7 @@ HEAD = (
 )
 
 
-class Choice(TypedDict):
+class Advice(TypedDict):
     """The part of a simulation that says what to do."""
 
     fastest: str
@@ -81,12 +81,12 @@ def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> 
     return "what one rank waits for its reads", "memory for more of the records"
 
 
-def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
+def choose(scenario: Scenario, ways: Sequence[Way]) -> Advice:
     """The fastest and the cheapest way, and why."""
     able = [way for way in ways if way.fits]
     if not able:
         why = "; ".join(f"{way.name}: {way.why_not}" for way in ways)
-        return Choice(fastest="", cheapest="", reason=f"nothing fits. {why}")
+        return Advice(fastest="", cheapest="", reason=f"nothing fits. {why}")
     quick = min(able, key=lambda way: (round(way.total_s, 3), way.device_bytes + way.host_bytes))
     said = [
         f"fastest: {quick.name} ({quick.what}), {format_seconds(quick.total_s)} for precompute and "
@@ -98,7 +98,7 @@ def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
     said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
     if scenario.prices.node_hour is None:
         said.append("no price given: price_node_hour=, price_gb_month= and price_gb_read= say what it costs")
-        return Choice(fastest=quick.name, cheapest="", reason="; ".join(said))
+        return Advice(fastest=quick.name, cheapest="", reason="; ".join(said))
     cheap = min(able, key=lambda way: (way.cost or 0.0, way.device_bytes + way.host_bytes))
     if cheap.name == quick.name:
         said.insert(1, f"and cheapest, {cheap.cost:,.2f}")
@@ -108,7 +108,7 @@ def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
             f"cheapest: {cheap.name} ({cheap.what}), {cheap.cost:,.2f} in place of {quick.cost:,.2f}, "
             f"{format_seconds(cheap.total_s)}",
         )
-    return Choice(fastest=quick.name, cheapest=cheap.name, reason="; ".join(said))
+    return Advice(fastest=quick.name, cheapest=cheap.name, reason="; ".join(said))
 
 
 def say_taken(scenario: Scenario) -> tuple[str, ...]:

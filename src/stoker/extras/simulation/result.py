@@ -13,7 +13,7 @@ from stoker.schema import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
+class EncodingEstimate:
     """Encoding the whole set once."""
 
     encoders: int
@@ -44,7 +44,7 @@ class Encoding:
         return {**asdict(self), "bottleneck": self.bottleneck}
 
 
-def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
+def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
     """Encoding with so many encoders, nodes filled one after another.
 
     Readers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
@@ -74,7 +74,7 @@ def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
         each_s["store"] = each_s.pop("network")
     through_s = one.read_s + one.encode_s + one.write_s + one.store_latency_s
     stages = dict(sorted(((k, v * one.records) for k, v in each_s.items()), key=lambda item: -item[1]))
-    return Encoding(
+    return EncodingEstimate(
         encoders=encoders,
         nodes=nodes,
         seconds=one.start_s + through_s + max(stages.values()),
@@ -86,7 +86,7 @@ def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
     )
 
 
-def beside_s(scenario: Scenario, encoding: Encoding, steps_s: float) -> float:
+def beside_s(scenario: Scenario, encoding: EncodingEstimate, steps_s: float) -> float:
     """Seconds of the first epoch where training starts at once and encoding continues during it.
 
     Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
@@ -105,7 +105,7 @@ def beside_s(scenario: Scenario, encoding: Encoding, steps_s: float) -> float:
     return one.start_s + max(shared_s, steps_s, *stages.values())
 
 
-def encodings(scenario: Scenario) -> tuple[Encoding, ...]:
+def encodings(scenario: Scenario) -> tuple[EncodingEstimate, ...]:
     """With 1, 2, 4 ... encoders up to one a rank, or with the number that was given.
 
     >>> one = Scenario(records=1000, record_bytes=8, batch=1, step_s=1, host_memory_bytes=8, gpus=4,
@@ -119,7 +119,7 @@ def encodings(scenario: Scenario) -> tuple[Encoding, ...]:
     return tuple(encoding_with(scenario, count) for count in [*counts, scenario.world])
 
 
-def quickest(found: tuple[Encoding, ...]) -> Encoding:
+def quickest(found: tuple[EncodingEstimate, ...]) -> EncodingEstimate:
     """The one that is over first; of those within a hundredth the one with fewest encoders."""
     least_s = min(one.seconds for one in found)
     return next(one for one in found if one.seconds <= 1.01 * least_s)
@@ -187,9 +187,9 @@ class Simulation:
     """Every way, and which to take."""
 
     scenario: Scenario
-    encodings: tuple[Encoding, ...]
+    encodings: tuple[EncodingEstimate, ...]
     """By number of encoders."""
-    encoding: Encoding
+    encoding: EncodingEstimate
     """The one that the ways reckon with."""
     beside_s: float
     """Seconds of the first epoch where training starts at once and encoding continues during it."""

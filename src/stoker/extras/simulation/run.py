@@ -21,7 +21,7 @@ from stoker.extras.simulation.queues import (
     traffic_of,
 )
 from stoker.extras.simulation.report import choose, limited, say_taken
-from stoker.extras.simulation.result import Encoding, Simulation, Way, beside_s, encodings, quickest
+from stoker.extras.simulation.result import EncodingEstimate, Simulation, Way, beside_s, encodings, quickest
 from stoker.extras.simulation.scenario import Order, Scenario
 from stoker.plan.tiers import Plan
 from stoker.units import format_bytes, format_count, format_percent
@@ -37,7 +37,7 @@ LEAST = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filling:
+class FirstEpochs:
     """The first epochs of a run, up to the one in which all is in place."""
 
     epochs: tuple[tuple[float, float], ...]
@@ -54,7 +54,7 @@ def fill_beside(
     *,
     after_bytes: float = 0.0,
     most: int = 1,
-) -> Filling:
+) -> FirstEpochs:
     """The epochs until all is filled.
 
     Batches take what is not held yet from where the records lie, and so does the filling; while both want
@@ -91,7 +91,7 @@ def fill_beside(
         now_s += (1 - done) * epoch_s
         moved += (1 - done) * after_bytes
         found.append((now_s - began_s, moved))
-    return Filling(epochs=tuple(found), filled_s=filled_s)
+    return FirstEpochs(epochs=tuple(found), filled_s=filled_s)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def simulate(scenario: Scenario) -> Simulation:
 
 
 def _way(
-    scenario: Scenario, names: tuple[str, str], kept: _Kept, encoding: Encoding | None, base: Passed
+    scenario: Scenario, names: tuple[str, str], kept: _Kept, encoding: EncodingEstimate | None, base: Passed
 ) -> Way:
     """What a way comes to: the queues for an even epoch, the filling for the first one."""
     even = passed(traffic_of(scenario, kept.asked), scenario.batches)
@@ -265,20 +265,20 @@ def _way(
     return replace(way, cost=_cost(scenario, way, encoding))
 
 
-def _filling(scenario: Scenario, kept: _Kept, epoch_s: float, moved: float) -> Filling:
+def _filling(scenario: Scenario, kept: _Kept, epoch_s: float, moved: float) -> FirstEpochs:
     """The first epochs, or the first one, of which a node moves `moved` where nothing is kept."""
     far = kept.far
     if kept.cold is not None:
         asked, far = kept.cold
         epoch_s = scenario.batches * passed(traffic_of(scenario, asked), scenario.batches).period_s
     if not kept.fill_bytes:
-        return Filling(epochs=((epoch_s, far * moved),), filled_s=0.0)
+        return FirstEpochs(epochs=((epoch_s, far * moved),), filled_s=0.0)
     demand = (1 - far) * scenario.epoch_examples / scenario.nodes * scenario.taken_bytes
     room = (kept.fill_bytes, demand, epoch_s, scenario.link_bytes_s)
     return fill_beside(*room, after_bytes=far * moved, most=scenario.epochs)
 
 
-def _cost(scenario: Scenario, way: Way, encoding: Encoding | None) -> float | None:
+def _cost(scenario: Scenario, way: Way, encoding: EncodingEstimate | None) -> float | None:
     """Nodes while they are used, bytes out of the store, a month of keeping the records there."""
     prices = scenario.prices
     if not prices.any_given:

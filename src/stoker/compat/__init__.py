@@ -1,13 +1,5 @@
 """The names of the earlier systems, thin over what is here now; docs/migration.md maps every one.
 
-caches.py    whether a cache is complete, what it takes in memory, what names it
-latents.py   trajectories of latents: datasets and loaders of the latent cache
-pieces.py    encoder, sampler and machine questions of training scripts
-settings.py  settings of then, with the meaning that they had
-images.py    a set of images in the memory of a GPU
-rows.py      a table of rows in the memory of a GPU
-devices.py   the CPU where the earlier systems asked for a GPU and torch sees none
-
 Signatures are those of the earlier systems. What they got wrong is not kept: a cache is named by what is in
 it, workers do not encode, nothing is dropped or zero-filled, a missing split is an error. A name whose call
 cannot mean what it promised is an error that names the way of today.
@@ -45,8 +37,8 @@ if TYPE_CHECKING:
         build_parallel_latent_loader,
         latent_pair_collate,
     )
+    from stoker.extras.compat.pieces import EarlierGridEncoder as GridEncoder
     from stoker.extras.compat.pieces import (
-        GridEncoder,
         GridEncoderConfig,
         MultiTaskDistributedSampler,
         get_optimal_workers,
@@ -139,4 +131,5 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"stoker.compat has no {name}. Instead: {GONE[name]} (docs/migration.md)")
     if name not in __all__:
         raise AttributeError(f"module 'stoker.compat' has no attribute {name!r}. Names: {', '.join(__all__)}")
-    return getattr(import_module(f"stoker.extras.compat.{_HOMES.get(name, 'latents')}"), name)
+    home = import_module(f"stoker.extras.compat.{_HOMES.get(name, 'latents')}")
+    return getattr(home, "EarlierGridEncoder" if name == "GridEncoder" else name)
