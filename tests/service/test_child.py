@@ -19,7 +19,7 @@ from stoker.service import child
 from stoker.service.database import Database
 from stoker.service.datasets import Datasets, Registration, describe
 from stoker.service.executor import NO_ROOM
-from stoker.service.looks import LOOKS
+from stoker.service.probes import PROBES
 from stoker.service.security import DataAccess
 from stoker.sources.files import confine_sources
 from tests.service.conftest import made_on
@@ -248,7 +248,7 @@ def test_rows_of_postgresql_are_registered_and_trained_on_as_those_of_sqlite(
         database,
         tmp_path,
         Path,
-        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        probe=lambda what, *given, **named: PROBES[what](*given, **named),
         access=DataAccess(roots=("/",), servers=(str(server.folder),)),
     )
     request = {"kind": "radio", "name": "lab", "url": there["spec"]["url"], "set": there["id"]}

@@ -1,4 +1,4 @@
-"""The process of a job: `python -m stoker.service.child FOLDER`.
+"""The process of a job: a child of its worker; by hand, `python -m stoker.service.child FOLDER`.
 
 It is told everything by `FOLDER/job.json`, says everything in `FOLDER/events.jsonl`, and keeps what it can go
 on from in `FOLDER/checkpoints`. It exits with 0 when the job is completed, with 75 when it was asked to stop
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS
-from stoker.service.executor import NO_ROOM, STOPPED
+from stoker.runtime.processes.entry import Connection
+from stoker.service.executor import NO_ROOM, STOPPED, begin_job
 from stoker.service.folders import JobFile
 
 if TYPE_CHECKING:
@@ -29,16 +30,30 @@ if TYPE_CHECKING:
 _FAILED = 1
 
 
+def serve(connection: Connection) -> int:
+    """Do the job that a worker started this process for; return the exit status."""
+    _leave_on_signals()
+    return do_job(begin_job(connection))
+
+
 def main(words: Sequence[str]) -> int:
-    """Do the job of a folder; the exit status."""
+    """Do the job of a folder; return the exit status."""
+    _leave_on_signals()
+    if len(words) != 1:
+        raise SystemExit("usage: python -m stoker.service.child FOLDER")
+    return do_job(Path(words[0]).absolute())
+
+
+def _leave_on_signals() -> None:
     # Until something takes the signal that has more to save, there is nothing to save: files appear whole.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    if len(words) != 1:
-        raise SystemExit("usage: python -m stoker.service.child FOLDER")
+
+
+def do_job(folder: Path) -> int:
+    """Do the job of a folder; return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.captureWarnings(capture=True)
-    folder = Path(words[0]).absolute()
 
     from stoker.service.runs.journal import Journal
 

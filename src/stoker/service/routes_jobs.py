@@ -14,7 +14,6 @@ from stoker.service import stream
 from stoker.service.answers import as_json, faults
 from stoker.service.database import WAITING, State
 from stoker.service.datasets import describe, unmade
-from stoker.service.look import look
 from stoker.service.models import (
     JobDetail,
     JobList,
@@ -26,6 +25,7 @@ from stoker.service.models import (
     OperationOut,
     Wait,
 )
+from stoker.service.probes import probe
 from stoker.service.runs.settings import check
 from stoker.service.services import Here, Services
 from stoker.service.training_config import TrainingConfig
@@ -167,11 +167,11 @@ def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20
     datasets = _fitting(here, body.config)
 
     def work() -> dict[str, Any]:
-        return look(
+        return probe(
             "plan",
             str(datasets[0]["kind"]),
             cast("Mapping[str, Any]", datasets[0]["spec"]),
-            deadline_s=PLAN_S,
+            timeout_s=PLAN_S,
             config=body.config.model_dump(mode="json"),
             datasets=datasets,
             caches=str(here.folder.caches),

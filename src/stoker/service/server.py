@@ -24,11 +24,12 @@ from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.app import create_app
-from stoker.service.executor import Limits
+from stoker.service.executor import JobLimits
 from stoker.service.figures import count_gpus
 from stoker.service.ray import RayTarget
 from stoker.service.services import Services, open_services
-from stoker.service.supervise import Staff, Supervisor
+from stoker.service.supervisor import Supervisor, WorkerPlan
+from stoker.service.worker import WorkerSettings
 
 CONNECTIONS = 200
 """Connections at once; more are answered with 503. From three quarters of them on, each new one ends the
@@ -235,7 +236,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
 
     Args:
         settings: How.
-        environment: What workers and jobs see of it.
+        environment: Names the GPUs that may be used. Workers and jobs have the environment of this process.
         tell: Called once it answers.
     Raises:
         StokerError: It cannot be started.
@@ -243,7 +244,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
-    staff = _staff(settings, environment)
+    plan = _plan(settings, environment)
     for folder in (settings.state_dir, *settings.roots):
         disk_space(folder)
     services = open_services(
@@ -256,8 +257,8 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         public_url=settings.public_url,
     )
     listening = open_socket(settings.host, settings.port)
-    staff = replace(staff, access=services.access)
-    supervisor = Supervisor(services.database, services.folder, staff, environment)
+    plan = replace(plan, settings=replace(plan.settings, access=services.access))
+    supervisor = Supervisor(services.database, services.folder, plan)
     services = replace(services, supervisor=supervisor)
     address = address_of(listening)
     started = Started(
@@ -266,7 +267,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         state_dir=str(services.folder.path),
         token_file=str(services.folder.token),
         database=str(services.database),
-        workers=staff.workers,
+        workers=plan.workers,
         local=listening.getsockname()[0] in services.hosts,
     )
 
@@ -289,7 +290,7 @@ def _end(supervisor: Supervisor, services: Services) -> None:
     services.database.close()
 
 
-def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
+def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan:
     """One worker for each GPU that we may use, unless told otherwise.
 
     Raises:
@@ -300,12 +301,13 @@ def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
     wanted = settings.workers if settings.workers is not None else max(1, len(devices))
-    limits = Limits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    limits = JobLimits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    told = WorkerSettings(limits=limits, ray=settings.ray)
     if settings.ray is not None:
         if settings.job_memory_bytes is not None:
             raise ConfigError(
                 "--job-memory is not looked at on nodes of a Ray cluster. Leave it out, and limit it there"
             )
         # A worker only watches a job of the cluster, which hands out its GPUs itself.
-        return Staff(workers=settings.workers or 1, limits=limits, ray=settings.ray)
-    return Staff(workers=wanted, devices=tuple(devices) or (None,), limits=limits)
+        return WorkerPlan(workers=settings.workers or 1, settings=told)
+    return WorkerPlan(workers=wanted, devices=tuple(devices) or (None,), settings=told)

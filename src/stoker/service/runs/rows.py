@@ -9,7 +9,7 @@ from stoker.errors import SourceError
 from stoker.pipeline.fitting import one_thread
 from stoker.pipeline.precompute import CacheResult
 from stoker.pipeline.radio import Triangulation, TriangulationModel, save_regressor
-from stoker.service.looks import RadioSet
+from stoker.service.probes import RadioSet
 from stoker.service.runs.run import MODEL, JobRun, best_weights, fit_records, source_of
 from stoker.sources.sql.source import SQLSource
 
