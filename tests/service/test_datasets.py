@@ -13,11 +13,10 @@ from pydantic import TypeAdapter
 from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
 from stoker.service.database import Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
-from stoker.service.folders import JobFile
+from stoker.service.folders import JobFile, Journal
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.probes import PROBES, probe
-from stoker.service.runs.generate import generate
-from stoker.service.runs.journal import Journal
+from stoker.service.runs import generate
 from stoker.service.security import DataAccess
 from stoker.sources.sql.query import parse_address, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset

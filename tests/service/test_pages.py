@@ -257,7 +257,7 @@ def test_vendored_scripts_come_with_their_licences() -> None:
 def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.service.dashboard.EPOCHS_SHOWN", 10)
+    monkeypatch.setattr("stoker.service.pages.EPOCHS_SHOWN", 10)
     for waiting in running.services.jobs.list(limit=1000):
         running.services.jobs.cancel(waiting.id) if waiting.state in WAITING else None
     id = made(running, "long")

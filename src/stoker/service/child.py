@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,11 +20,9 @@ from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS
 from stoker.runtime.processes.entry import Connection
 from stoker.service.executor import NO_ROOM, STOPPED, begin_job
-from stoker.service.folders import JobFile
+from stoker.service.folders import JobFile, Journal
 
 if TYPE_CHECKING:
-    from stoker.service.runs.journal import Journal
-    from stoker.service.runs.run import JobRun
     from stoker.service.training_config import TrainingConfig
 
 _FAILED = 1
@@ -55,8 +53,6 @@ def do_job(folder: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.captureWarnings(capture=True)
 
-    from stoker.service.runs.journal import Journal
-
     try:
         journal = Journal(folder / "events.jsonl")
     except (OSError, ResourceError) as error:
@@ -79,22 +75,21 @@ def _leave(_number: int, _frame: object) -> None:
 
 
 def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
-    if job.kind == "generation":
-        from stoker.service.runs.generate import generate
+    from stoker.service.runs import JobRun, generate, train
 
+    if job.kind == "generation":
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
-    from stoker.service.runs.run import JobRun
-    from stoker.service.runs.settings import check, settings_of
     from stoker.service.security import data_paths
+    from stoker.service.training_config import check, settings_of
     from stoker.sources.files import confine_sources
 
     config = config_of(job.config)
     confine_sources(data_paths(cast("Mapping[str, Any]", one["spec"]) for one in job.datasets))
     settings = settings_of(config, job.datasets, caches=job.caches, run_dir=str(folder), epochs=job.epochs)
     run = JobRun(folder=folder, job=job, config=config, settings=settings, journal=journal)
-    return _trainer(check(config, job.datasets))(run)
+    return train(run, check(config, job.datasets))
 
 
 def config_of(given: Mapping[str, Any]) -> TrainingConfig:
@@ -114,20 +109,6 @@ def config_of(given: Mapping[str, Any]) -> TrainingConfig:
         found = wrong_fields(error.errors(), schema_of(TrainingConfig))
         lines = [f"config.{path}: {problem}" if path else f"config: {problem}" for path, problem in found]
         raise ConfigError("\n".join(lines)) from None
-
-
-def _trainer(kind: str) -> Callable[[JobRun], dict[str, Any]]:
-    if kind == "radio":
-        from stoker.service.runs.rows import train_rows
-
-        return train_rows
-    if kind == "images":
-        from stoker.service.runs.images import train_images
-
-        return train_images
-    from stoker.service.runs.operator import train_operator
-
-    return train_operator
 
 
 def _fail(journal: Journal, error: Exception) -> int:

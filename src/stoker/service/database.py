@@ -1,7 +1,7 @@
 """One database under the service: SQLite in a file, or PostgreSQL.
 
 Every transaction is bounded: SQLite by its busy timeout and a check while a statement runs, PostgreSQL by its
-own timeouts, by keepalives, and by `silence.py` where the server says nothing at all. What goes wrong with
+own timeouts, by keepalives, and by `Silence` where the server says nothing at all. What goes wrong with
 the database itself comes out as `Degraded`, and is noted (`trouble`) until it works again; errors of a
 statement (a broken rule of a table) come out as they are.
 

@@ -368,8 +368,7 @@ def plan(
         StokerError: The data cannot be read, or no plan fits.
     """
     from stoker.pipeline.plan import plan_config
-    from stoker.service.runs.settings import settings_of
-    from stoker.service.training_config import TrainingConfig
+    from stoker.service.training_config import TrainingConfig, settings_of
 
     wanted = TrainingConfig.model_validate(dict(config))
     settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)

@@ -13,12 +13,12 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from stoker.errors import ConfigError, ResourceError
+from stoker.service.background import Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
 from stoker.service.figures import Figures
 from stoker.service.folders import StateFolder, prepare_state_dir
 from stoker.service.jobs import Jobs
-from stoker.service.operations import Operations
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import Feed
