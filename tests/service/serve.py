@@ -16,8 +16,8 @@ from stoker.runtime.files import replacing
 from stoker.service.database import Database
 from stoker.service.executor import JobLimits, JobProgram
 from stoker.service.folders import StateFolder
-from stoker.service.jobs import RetryPolicy
-from stoker.service.supervisor import Supervisor, WorkerPlan
+from stoker.service.jobs import AttemptPolicy
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from stoker.service.worker import WorkerPace, WorkerSettings
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -28,7 +28,7 @@ def plan(workers: int = 2, **given: Any) -> WorkerPlan:
     """Workers that run the stand-in and are quick about everything."""
     values = {
         "program": STAND_IN,
-        "retry": RetryPolicy(timeout_s=1.5, room_wait_s=1.5, max_losses=1000, backoff_s=0.05),
+        "retry": AttemptPolicy(timeout_s=1.5, room_wait_s=1.5, max_losses=1000, backoff_s=0.05),
         "pace": WorkerPace(poll_s=0.02, look_s=0.05, silence_s=60.0),
         "limits": JobLimits(grace_s=3.0),
     }
@@ -43,7 +43,7 @@ def main() -> None:
     while True:
         try:
             database = Database(wanted["url"])
-            supervisor = Supervisor(
+            supervisor = WorkerSupervisor(
                 database, StateFolder(Path(wanted["state"])), plan(workers=wanted["workers"])
             )
         except Degraded as error:

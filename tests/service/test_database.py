@@ -20,7 +20,7 @@ from stoker.plan.resources import Mount
 from stoker.service.database import JOBS, META, Database, State
 from stoker.service.folders import StateFolder
 from stoker.service.jobs import JobQueue, Jobs
-from stoker.service.supervisor import Supervisor, WorkerPlan
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from tests.sources.sql.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
     assert {job.epoch for name, job in jobs.items() if name != "queued"} == {1}
 
     state = StateFolder(tmp_path / "state")
-    supervisor = Supervisor(database, state, WorkerPlan(workers=0))
+    supervisor = WorkerSupervisor(database, state, WorkerPlan(workers=0))
     supervisor.step()  # the workers of the service before have ended: nobody has their locks
 
     after = {name: Jobs(database).get(job.id) for name, job in jobs.items()}

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from stoker.errors import AttemptLost
 from stoker.service.database import JOBS, Database, Outbox, State
-from stoker.service.jobs import JobQueue, Jobs, Line, Outcome, RetryPolicy
+from stoker.service.jobs import AttemptPolicy, JobQueue, Jobs, Line, Outcome
 
 EPOCH = Line(kind="metrics", data={"epoch": 1, "val_loss": 0.5, "checkpoint": "epoch_1"})
 DONE = Outcome(state=State.COMPLETED, message="done", exit_code=0, data={"result": 1})
@@ -22,7 +22,7 @@ def make(database: Database, count: int = 1) -> list[str]:
 
 def impatient(database: Database, **given) -> JobQueue:
     """No wait after a loss."""
-    return JobQueue(database, RetryPolicy(**{"backoff_s": 0.0, **given}))
+    return JobQueue(database, AttemptPolicy(**{"backoff_s": 0.0, **given}))
 
 
 def test_each_job_goes_to_one_worker(database: Database) -> None:
@@ -198,7 +198,7 @@ def test_a_lost_job_waits_twice_as_long_each_time(embedded: Database) -> None:
 
 def test_a_job_given_back_in_order_is_not_counted_against_it(database: Database) -> None:
     make(database)
-    queue = JobQueue(database, RetryPolicy(max_losses=1))
+    queue = JobQueue(database, AttemptPolicy(max_losses=1))
 
     for number in range(1, 4):
         attempt = queue.take("w")
@@ -274,7 +274,7 @@ def test_the_event_of_an_end_has_an_error_where_there_was_one(embedded: Database
 
 
 def test_a_clock_that_was_set_back_holds_up_no_job(embedded: Database) -> None:
-    (id,), queue = make(embedded), JobQueue(embedded, RetryPolicy(backoff_s=1.0))
+    (id,), queue = make(embedded), JobQueue(embedded, AttemptPolicy(backoff_s=1.0))
     attempt = queue.take("w")
     assert attempt is not None
     queue.give_back(attempt, "again", lost=True)

@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 
 from stoker.errors import AttemptLost, Conflict
 from stoker.service.database import ENDED, HELD, JOBS, MOVES, WAITING, Database, Outbox, State, before
-from stoker.service.jobs import JobAttempt, JobQueue, Jobs, Line, Outcome, RetryPolicy
+from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Line, Outcome
 from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]
@@ -62,7 +62,7 @@ class Races(RuleBasedStateMachine):
     def open(self) -> None:
         self.database = self.empty()
         self.jobs, self.outbox = Jobs(self.database), Outbox(self.database)
-        self.queue = JobQueue(self.database, RetryPolicy(backoff_s=0.0, max_losses=3))
+        self.queue = JobQueue(self.database, AttemptPolicy(backoff_s=0.0, max_losses=3))
         self.known: dict[str, State] = {}
         self.holder: dict[str, JobAttempt] = {}
         self.ended: Counter[str] = Counter()
@@ -190,7 +190,7 @@ class Races(RuleBasedStateMachine):
 def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> None:
     """Threads this time: the events, which are in the order of the commits, are a path through the states."""
     jobs = Jobs(database)
-    queue = JobQueue(database, RetryPolicy(backoff_s=0.0, max_losses=10_000))
+    queue = JobQueue(database, AttemptPolicy(backoff_s=0.0, max_losses=10_000))
     id = jobs.create({}, name="n", epochs=3)[0].id
 
     def user(seed: int) -> None:

@@ -198,7 +198,7 @@ def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.Mo
         def stop(self, **_limit: float) -> bool:
             return True
 
-    monkeypatch.setattr(server, "Supervisor", NoWorkers)
+    monkeypatch.setattr(server, "WorkerSupervisor", NoWorkers)
     monkeypatch.setattr(server, "run_server", lambda _server, listening: listening.close())
     words = ["serve", "--port", "0", "--state-dir", str(tmp_path / "state"), "--workers", "2"]
 

@@ -19,9 +19,9 @@ from stoker.runtime.locks import FileLock
 from stoker.service.database import ENDED, WAITING, Database, Outbox, State
 from stoker.service.executor import JobLimits, LocalExecutor
 from stoker.service.folders import JobFile, StateFolder
-from stoker.service.jobs import Job, JobAttempt, JobQueue, Jobs, RetryPolicy
-from stoker.service.supervisor import Supervisor, WorkerSlot, remove_orphans, slot_of
-from stoker.service.worker import Worker, WorkerSettings
+from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Jobs
+from stoker.service.supervisor import WorkerSlot, WorkerSupervisor, remove_orphans, slot_of
+from stoker.service.worker import JobWorker, WorkerSettings
 from tests.service.serve import STAND_IN, plan
 
 
@@ -41,13 +41,13 @@ class Bench:
             name="here",
             state=str(state.path),
             program=STAND_IN,
-            retry=RetryPolicy(backoff_s=0.0, max_losses=3),
+            retry=AttemptPolicy(backoff_s=0.0, max_losses=3),
             pace=plan().settings.pace,
             limits=limits or JobLimits(grace_s=20.0),
         )
         self.queue = JobQueue(database, settings.retry)
         self.describe: Callable = lambda _database, ids: [{"id": id} for id in ids]
-        self.worker = Worker(settings, database, LocalExecutor(), self._described)
+        self.worker = JobWorker(settings, database, LocalExecutor(), self._described)
 
     def _described(self, database: Database, ids: list[str]):
         return self.describe(database, ids)
@@ -208,7 +208,7 @@ def test_no_job_is_begun_while_the_disk_is_full(bench: Bench, monkeypatch: pytes
         return os.statvfs_result(found)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    supervisor = Supervisor(bench.database, bench.state, plan(workers=0))
+    supervisor = WorkerSupervisor(bench.database, bench.state, plan(workers=0))
     supervisor.step()
     runner = threading.Thread(target=bench.worker.run)
     runner.start()
@@ -359,14 +359,14 @@ def test_a_worker_that_lost_its_job_ends_the_process_and_says_nothing(bench: Ben
 def test_a_state_folder_has_one_service_and_a_database_one_folder(
     embedded: Database, state: StateFolder, tmp_path: Path
 ) -> None:
-    first = Supervisor(embedded, state, plan(workers=0))
+    first = WorkerSupervisor(embedded, state, plan(workers=0))
 
     with pytest.raises(ConfigError, match="belongs to a service that runs now"):
-        Supervisor(embedded, state, plan(workers=0))
+        WorkerSupervisor(embedded, state, plan(workers=0))
     with pytest.raises(ConfigError, match="with another state folder"):
-        Supervisor(embedded, StateFolder(tmp_path / "other"), plan(workers=0))
+        WorkerSupervisor(embedded, StateFolder(tmp_path / "other"), plan(workers=0))
     first.stop()
-    Supervisor(embedded, state, plan(workers=0)).stop()
+    WorkerSupervisor(embedded, state, plan(workers=0)).stop()
 
 
 @pytest.mark.parametrize("worker", ["a-host-0-aaaaaaaa", "a-host-7-aaaaaaaa"])
@@ -379,7 +379,7 @@ def test_jobs_of_an_earlier_service_are_taken_up_once_its_worker_has_ended(
     JobQueue(embedded).take(worker)
     earlier = FileLock(state.workers / f"{slot_of(worker)}.lock")
     assert earlier.acquire()
-    supervisor = Supervisor(embedded, state, plan(workers=1))
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
 
     def later() -> State:
         monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
@@ -396,7 +396,7 @@ def test_a_job_is_taken_from_a_dead_worker_once_the_database_is_back(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Jobs(embedded).create({}, name="n", epochs=1)[0]
-    supervisor = Supervisor(embedded, state, plan(workers=0))
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     JobQueue(embedded).take("dead")
     with monkeypatch.context() as away:
         away.setattr(JobQueue, "workers", lambda _: (_ for _ in ()).throw(Degraded("not now")))
@@ -439,8 +439,8 @@ def test_a_worker_gives_up_a_job_that_it_took_without_hearing_so(
 def test_a_service_whose_thread_dies_says_so(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervisor, "step", lambda self: sys.exit())
-    supervisor = Supervisor(embedded, state, plan(workers=0))
+    monkeypatch.setattr(WorkerSupervisor, "step", lambda self: sys.exit())
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     supervisor.start()
 
     ended = "the supervisor of the workers has ended: see the service's log"
@@ -451,7 +451,7 @@ def test_a_service_whose_thread_dies_says_so(
 def test_a_jobs_folder_that_cannot_be_listed_ends_neither_supervisor_nor_chores(
     embedded: Database, state: StateFolder
 ) -> None:
-    supervisor = Supervisor(embedded, state, plan(workers=0))
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     state.jobs.rmdir()
     state.jobs.write_text("no folder")
     supervisor.start()
@@ -478,7 +478,7 @@ def test_workers_are_watched_while_a_folder_of_a_deleted_job_does_not_go(
     bench.jobs.delete(gone.id)
     hangs, released = threading.Event(), threading.Event()
     monkeypatch.setattr("shutil.rmtree", lambda *_: (hangs.set(), released.wait(60)))
-    supervisor = Supervisor(bench.database, bench.state, plan(workers=0))
+    supervisor = WorkerSupervisor(bench.database, bench.state, plan(workers=0))
     job = bench.make()
     JobQueue(bench.database).take("dead")
     supervisor.start()
@@ -523,7 +523,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_job_goes_on(
     embedded: Database, state: StateFolder, number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs = Jobs(embedded)
-    supervisor = Supervisor(embedded, state, plan(workers=1))
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
     supervisor.start()
     try:
         job = jobs.create({"epoch_s": 0.2}, name="n", epochs=4)[0]
@@ -546,7 +546,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_job_goes_on(
 @pytest.mark.slow  # the quick storm starts a service too
 def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state: StateFolder) -> None:
     jobs = Jobs(embedded)
-    supervisor = Supervisor(embedded, state, plan(workers=1))
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
     supervisor.start()
     try:
         job = jobs.create({"epoch_s": 0.2}, name="n", epochs=3)[0]

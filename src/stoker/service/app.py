@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 import stoker
 from stoker.service import api, models, pages
-from stoker.service.security import App, Guard, Receive, Rules, Send
+from stoker.service.security import App, Guard, GuardRules, Receive, Send
 from stoker.service.services import Services
 
 # ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ HEADERS = (
 """What every answer carries."""
 
 
-class Described(FastAPI):
+class ServiceApp(FastAPI):
     """An application whose description has examples; the framework's own would lose their nulls."""
 
     def openapi(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def create_app(services: Services) -> FastAPI:
         with suppress(asyncio.CancelledError):
             await reading
 
-    app = Described(
+    app = ServiceApp(
         title="Stoker training service",
         version=stoker.__version__,
         description=DESCRIPTION,
@@ -189,7 +189,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(pages.router)
     app.mount("/static", pages.static_files(), name="static")
     models.install(app)
-    rules = Rules(
+    rules = GuardRules(
         auth=services.auth,
         hosts=services.hosts,
         limits=services.limits,

@@ -158,7 +158,7 @@ class StateFolder:
         self.path.chmod(0o700)
 
 
-class Room:
+class DiskRoom:
     """Whether there is room in a state folder, told in time also where its disk says nothing."""
 
     def __init__(self, folder: StateFolder) -> None:

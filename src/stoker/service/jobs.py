@@ -451,7 +451,7 @@ SHOWN = (*sorted(_NUMBERS), "epoch", "message", "tier", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
+class AttemptPolicy:
     """How long a worker may hang, and how often a job may lose its worker."""
 
     timeout_s: float = 30.0
@@ -497,9 +497,9 @@ class Outcome:
 class JobQueue:
     """The jobs of a database, as workers and their supervisor see them."""
 
-    def __init__(self, database: Database, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, database: Database, retry: AttemptPolicy | None = None) -> None:
         self._database = database
-        self.retry = retry or RetryPolicy()
+        self.retry = retry or AttemptPolicy()
 
     def take(self, worker: str) -> JobAttempt | None:
         """The oldest job that waits, now this worker's; None when none does.
@@ -607,7 +607,7 @@ class JobQueue:
         Args:
             attempt: The one that is over.
             why: For the events.
-            lost: Whether it failed by itself; after `RetryPolicy.max_losses` in a row the job fails.
+            lost: Whether it failed by itself; after `AttemptPolicy.max_losses` in a row the job fails.
             wait_s: How long nobody is to take it.
 
         Raises:

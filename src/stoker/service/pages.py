@@ -65,7 +65,7 @@ FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BarPart:
     """One part of a bar that is cut into parts; places and widths are in thousandths of the bar."""
 
     label: str
@@ -109,23 +109,23 @@ def is_live(job: Job) -> bool:
     return job.state not in ENDED and job.state is not State.PAUSED
 
 
-def bar(values: Sequence[tuple[str, float, str, str]]) -> list[Part]:
+def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
     """A bar of values, each a label, how much, the same in words, and a kind.
 
     >>> [(part.label, part.x, part.width) for part in bar([("a", 1, "1 s", "k"), ("b", 3, "3 s", "k")])]
     [('a', 0.0, 250.0), ('b', 250.0, 750.0)]
     """
     total = sum(value for _, value, _, _ in values)
-    parts: list[Part] = []
+    parts: list[BarPart] = []
     x = 0.0
     for label, value, text, kind in values:
         width = 1000 * value / total if total else 0.0
-        parts.append(Part(label=label, text=text, kind=kind, x=round(x, 2), width=round(width, 2)))
+        parts.append(BarPart(label=label, text=text, kind=kind, x=round(x, 2), width=round(width, 2)))
         x += width
     return parts
 
 
-def phases(events: Sequence[Event], first: Event | None) -> list[Part]:
+def phases(events: Sequence[Event], first: Event | None) -> list[BarPart]:
     """The start-up of the last attempt: from milestones of a job, and the event after its last `started`."""
     at = {event.kind: event.at for event in events}
     asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
@@ -138,7 +138,7 @@ def phases(events: Sequence[Event], first: Event | None) -> list[Part]:
     return bar(found)
 
 
-def where_records_are(started: Event | None) -> list[Part]:
+def where_records_are(started: Event | None) -> list[BarPart]:
     """Records by tier, as a job told when it began to train."""
     tiers = started.data.get("tiers") if started else None
     if not isinstance(tiers, Mapping):

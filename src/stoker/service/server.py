@@ -28,7 +28,7 @@ from stoker.service.executor import JobLimits
 from stoker.service.figures import count_gpus
 from stoker.service.ray import RayTarget
 from stoker.service.services import Services, open_services
-from stoker.service.supervisor import Supervisor, WorkerPlan
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from stoker.service.worker import WorkerSettings
 
 CONNECTIONS = 200
@@ -83,7 +83,7 @@ class Watched(H11Protocol):
         self.loop.call_later(LOOK_S, self._look)
 
 
-class Server(uvicorn.Server):
+class ServiceServer(uvicorn.Server):
     """A server whose streams end when it does, so that nobody waits for them."""
 
     def __init__(self, config: uvicorn.Config, services: Services, ready: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ def write_address(path: Path, address: str) -> None:
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
 
-def make_server(services: Services, ready: Callable[[], None]) -> Server:
+def make_server(services: Services, ready: Callable[[], None]) -> ServiceServer:
     """The server of a service's application."""
     config = uvicorn.Config(
         create_app(services),
@@ -150,10 +150,10 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         timeout_keep_alive=5,
         timeout_graceful_shutdown=END_S,
     )
-    return Server(config, services, ready)
+    return ServiceServer(config, services, ready)
 
 
-def run_server(server: Server, listening: socket.socket) -> None:
+def run_server(server: ServiceServer, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, and end in order; the signal itself is used up."""
     try:
         asyncio.run(server.serve(sockets=[listening]))
@@ -258,7 +258,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     )
     listening = open_socket(settings.host, settings.port)
     plan = replace(plan, settings=replace(plan.settings, access=services.access))
-    supervisor = Supervisor(services.database, services.folder, plan)
+    supervisor = WorkerSupervisor(services.database, services.folder, plan)
     services = replace(services, supervisor=supervisor)
     address = address_of(listening)
     started = Started(
@@ -284,7 +284,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         call_within(limit_s, lambda: _end(supervisor, services), f"the state folder {services.folder.path}")
 
 
-def _end(supervisor: Supervisor, services: Services) -> None:
+def _end(supervisor: WorkerSupervisor, services: Services) -> None:
     if not supervisor.stop(limit_s=STOP_S):
         log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
     services.database.close()

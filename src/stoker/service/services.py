@@ -21,9 +21,9 @@ from stoker.service.folders import StateFolder, prepare_state_dir
 from stoker.service.jobs import Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
-from stoker.service.stream import Feed
-from stoker.service.supervisor import Supervisor
-from stoker.service.traffic import Traffic
+from stoker.service.stream import EventFeed
+from stoker.service.supervisor import WorkerSupervisor
+from stoker.service.traffic import RequestTraffic
 
 PROBES = 2
 """Data sets looked at at once: each takes a process with some hundred megabytes."""
@@ -69,19 +69,19 @@ class Services:
     """Which registered data may be read since this start."""
     hosts: frozenset[str]
     """Names by which the service may be called."""
-    feed: Feed
+    feed: EventFeed
     secure: bool
     """Browsers reach it through TLS alone."""
     figures: Figures
     """What takes long to find out, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
-    supervisor: Supervisor | None = None
+    supervisor: WorkerSupervisor | None = None
     """Of the workers; None where only requests are answered."""
     operations: Operations = field(default_factory=Operations)
     removals: Operations = field(default_factory=Operations)
     """Removals of caches, with limits of their own: a long verify does not delay making room."""
     """What takes longer than an answer may."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RequestTraffic = field(default_factory=RequestTraffic)
 
     @property
     def degraded(self) -> str | None:
@@ -130,7 +130,7 @@ def open_services(  # noqa: PLR0913  what an operator may say, each by name
         access=access,
         hosts=LOOPBACK | {host.lower() for host in (*hosts, public.hostname or "") if host},
         secure=public.scheme == "https",
-        feed=Feed(outbox, lambda: opened.trouble.why),
+        feed=EventFeed(outbox, lambda: opened.trouble.why),
         figures=Figures(folder, jobs),
     )
 

@@ -25,7 +25,7 @@ from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.child import Child, preload
 from stoker.runtime.threads import Pool, Ticket
 from stoker.service.database import Database, Outbox, claim_folder
-from stoker.service.folders import Room, StateFolder
+from stoker.service.folders import DiskRoom, StateFolder
 from stoker.service.jobs import JobQueue, Jobs
 from stoker.service.worker import WorkerSettings
 
@@ -75,7 +75,7 @@ class WorkerState:
     device: str | None
 
 
-class Supervisor:
+class WorkerSupervisor:
     """Keeps workers running and does the chores; `start`, and `stop` when the server ends.
 
     Args:
@@ -99,7 +99,7 @@ class Supervisor:
             raise
         self._database = database
         self._folder = folder
-        self._room = Room(folder)
+        self._room = DiskRoom(folder)
         self._queue = JobQueue(database, plan.settings.retry)
         settings = replace(plan.settings, url=database.address(), state=str(folder.path))
         self._slots = [

@@ -34,8 +34,8 @@ from stoker.service.executor import (
     JobProgram,
     LocalExecutor,
 )
-from stoker.service.folders import JobFile, Room, StateFolder
-from stoker.service.jobs import Job, JobAttempt, JobQueue, Line, Outcome, RetryPolicy, end_line, read_lines
+from stoker.service.folders import DiskRoom, JobFile, StateFolder
+from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Line, Outcome, end_line, read_lines
 from stoker.service.ray import RayExecutor, RayJobs, RayTarget, ray_token
 from stoker.service.security import DataAccess
 from stoker.units import format_seconds
@@ -91,7 +91,7 @@ class AttemptRunner:
         folder: Of the job.
     """
 
-    def __init__(self, worker: Worker, attempt: JobAttempt, folder: JobFolder) -> None:
+    def __init__(self, worker: JobWorker, attempt: JobAttempt, folder: JobFolder) -> None:
         self._worker, self._attempt, self._folder = worker, attempt, folder
         self._queue, self._settings = worker.queue, worker.settings
         self._position = attempt.position
@@ -328,7 +328,7 @@ class WorkerSettings:
     state: str = ""
     """The state folder."""
     program: JobProgram = field(default_factory=JobProgram)
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    retry: AttemptPolicy = field(default_factory=AttemptPolicy)
     pace: WorkerPace = field(default_factory=WorkerPace)
     limits: JobLimits = field(default_factory=JobLimits)
     access: DataAccess = field(default_factory=DataAccess)
@@ -337,7 +337,7 @@ class WorkerSettings:
     """The cluster that runs its jobs; None: this machine."""
 
 
-class Worker:
+class JobWorker:
     """Takes one job after another.
 
     Args:
@@ -345,7 +345,7 @@ class Worker:
         database: Where the jobs are.
         executor: Runs their processes.
         describe: What is said of data sets in `job.json`.
-        beat: Called all along, at least once in `RetryPolicy.timeout_s`.
+        beat: Called all along, at least once in `AttemptPolicy.timeout_s`.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Worker:
         self._database = database
         self._describe = describe
         self._folders = StateFolder(Path(settings.state))
-        self._room = Room(self._folders)
+        self._room = DiskRoom(self._folders)
 
     def stop(self) -> None:
         """End soon: the job at hand makes a checkpoint and goes back. Also from a signal handler."""
@@ -463,7 +463,7 @@ def serve(connection: Connection) -> int:
     settings: WorkerSettings = pickle.loads(connection.payload)  # noqa: S301 -- written by our owner
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     stopped: list[int] = []
-    workers: list[Worker] = []
+    workers: list[JobWorker] = []
 
     def on_signal(number: int, _frame: object) -> None:
         stopped.append(number)
@@ -492,7 +492,7 @@ def serve(connection: Connection) -> int:
 
 def worker_of(
     settings: WorkerSettings, database: Database, beat: Callable[[], None] = lambda: None
-) -> Worker:
+) -> JobWorker:
     """Return a worker whose jobs run as processes, and read what `settings.access` allows."""
 
     def described(database: Database, ids: list[str]) -> list[dict[str, Json]]:
@@ -501,7 +501,7 @@ def worker_of(
             settings.access.check(cast("dict[str, Json]", one["spec"]))
         return found
 
-    return Worker(settings, database, _executor(settings), described, beat)
+    return JobWorker(settings, database, _executor(settings), described, beat)
 
 
 def _executor(settings: WorkerSettings) -> Executor:
