@@ -163,7 +163,7 @@ def test_a_disk_that_does_not_answer_costs_its_own_figure_alone(
 
 def test_room_is_told_while_the_disk_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "ANSWER_S", 0.2)
-    room = folders.Room(folders.StateFolder(tmp_path))
+    room = folders.DiskRoom(folders.StateFolder(tmp_path))
     source = Source()
     source.free.clear()
     monkeypatch.setattr(os, "statvfs", source)

@@ -645,9 +645,8 @@ _LOCK = (
 
 
 def _without_leases(connection: sa.Connection) -> None:
-    """From 1 to 2: a job has no lease, and `not_before` is a time of `Database.wall`."""
+    """Bring version 1 to 2: a job has no lease. What waited by the time since boot has waited long enough."""
     connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN lease_until"))
-    connection.execute(JOBS.update().values(not_before=0.0))
     connection.execute(META.delete().where(META.c.name == "boot"))
 
 
