@@ -31,6 +31,7 @@ UNPICKLES = (
     "/torch_elsewhere.py",
     "extras/ray/task.py",
     "/entry.py",
+    "service/worker.py",
 )
 SPEAKS_HTTP = re.compile(r"urllib\.(request|error)|http\.client import .*Conn|import (httpx|requests)\b")
 READ_THE_ENVIRONMENT = ("cli/", "service/", "extras/launch/", "extras/compat/", "extras/ray/job")

@@ -26,7 +26,7 @@ StokerError
 ├── DivergedError          training met a NaN or an infinity
 ├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
 ├── Conflict               what was asked of a job does not fit the state it is in
-├── LeaseLost              another worker has the job now; what this one says of it no longer counts
+├── AttemptLost            an attempt at a job is over; what its worker says of it no longer counts
 └── Degraded               the service's database does not answer, or cannot be written
 Interrupted                SIGINT or SIGTERM arrived; what was encoded is sealed  (a KeyboardInterrupt)
 
@@ -312,8 +312,8 @@ class Conflict(StokerError):  # noqa: N818 -- as above
         self.state = state
 
 
-class LeaseLost(StokerError):  # noqa: N818 -- as above
-    """Another worker has the job now: whoever gets this changes nothing and ends its process of that job."""
+class AttemptLost(StokerError):  # noqa: N818 -- as above
+    """An attempt at a job is over: its worker changes nothing more and ends its process of that job."""
 
 
 class Degraded(StokerError):  # noqa: N818 -- a condition of the service, which passes

@@ -9,24 +9,30 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from stoker.errors import Degraded
+from stoker.runtime.files import replacing
 from stoker.service.database import Database
-from stoker.service.executor import Limits
+from stoker.service.executor import JobLimits, JobProgram
 from stoker.service.folders import StateFolder
-from stoker.service.jobs import Terms
-from stoker.service.supervise import Staff, Supervisor
-from stoker.service.worker import Pace
+from stoker.service.jobs import AttemptPolicy
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
+from stoker.service.worker import WorkerPace, WorkerSettings
 
-STAND_IN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stand_in.py")))
+sys.path.append(str(Path(__file__).parents[2]))
+STAND_IN = JobProgram(target="tests.service.stand_in:serve", modules=("stoker.service.executor",))
 
 
-def staff(**given: object) -> Staff:
+def plan(workers: int = 2, **given: Any) -> WorkerPlan:
     """Workers that run the stand-in and are quick about everything."""
-    terms = Terms(lease_s=1.5, max_losses=1000, backoff_s=0.05)
-    pace = Pace(poll_s=0.02, look_s=0.05, silence_s=60.0)
-    values = {"workers": 2, "child": STAND_IN, "terms": terms, "pace": pace, "limits": Limits(grace_s=3.0)}
-    return Staff(**{**values, **given})  # type: ignore[arg-type]
+    values = {
+        "program": STAND_IN,
+        "retry": AttemptPolicy(timeout_s=1.5, room_wait_s=1.5, max_losses=1000, backoff_s=0.05),
+        "pace": WorkerPace(poll_s=0.02, look_s=0.05, silence_s=60.0),
+        "limits": JobLimits(grace_s=3.0),
+    }
+    return WorkerPlan(workers=workers, settings=WorkerSettings(**{**values, **given}))
 
 
 def main() -> None:
@@ -37,8 +43,8 @@ def main() -> None:
     while True:
         try:
             database = Database(wanted["url"])
-            supervisor = Supervisor(
-                database, StateFolder(Path(wanted["state"])), staff(workers=wanted["workers"]), os.environ
+            supervisor = WorkerSupervisor(
+                database, StateFolder(Path(wanted["state"])), plan(workers=wanted["workers"])
             )
         except Degraded as error:
             logging.warning("%s", error)
@@ -48,7 +54,10 @@ def main() -> None:
             break
     supervisor.start()
     (Path(wanted["state"]) / "ready").write_text(str(os.getpid()))
-    stop.wait()
+    listed = Path(wanted["state"]) / "workers.json"
+    while not stop.wait(0.05):
+        with replacing(listed) as temporary:
+            temporary.write_text(json.dumps({one.name: one.pid for one in supervisor.workers()}))
     supervisor.stop(limit_s=20.0)
 
 

@@ -11,7 +11,7 @@
     memory_mb  what it holds
 
 It writes down when it starts and ends, so that two of one job at once are seen, and holds itself a lock as a
-second witness. Run without site-packages: it starts in 15 ms.
+second witness.
 """
 
 import fcntl
@@ -22,6 +22,18 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+from stoker.runtime.processes.entry import Connection
+from stoker.service.executor import begin_job
+
+
+def serve(connection: Connection) -> int:
+    return main(begin_job(connection))
+
+
+def run_code(connection: Connection) -> None:
+    """Run what is written in `code.py` of the job's folder."""
+    exec((begin_job(connection) / "code.py").read_text(), {})
 
 
 def main(folder: Path) -> int:
@@ -89,7 +101,3 @@ def note(folder: Path, text: str) -> None:
 def say(folder: Path, kind: str, **data: object) -> None:
     with (folder / "events.jsonl").open("ab", buffering=0) as file:
         file.write(json.dumps({"kind": kind, "data": data}).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

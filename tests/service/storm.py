@@ -61,7 +61,7 @@ class Report:
     gaps: int = 0
     """Event numbers that are missing."""
     overdue_s: float = 0.0
-    """The longest that a job stayed with a worker whose lease had run out while a service was up."""
+    """The longest that a job stayed with a worker that was dead or frozen while a service was up."""
 
 
 class Service:
@@ -69,6 +69,7 @@ class Service:
 
     def __init__(self, url: str, folder: Path, workers: int) -> None:
         self._given = json.dumps({"url": url, "state": str(folder), "workers": workers})
+        self.folder = folder
         self._ready = folder / "ready"
         self._log = (folder.parent / "service.log").open("ab")
         self.process = self._start()
@@ -92,7 +93,7 @@ class Service:
         """The process id of the service, of one of its workers, or of one of the jobs."""
         if what == "service":
             return self.process.pid
-        mark = {"worker": "stoker.service.worker", "job": "stand_in.py"}[what]
+        mark = {"worker": "stoker.service.worker", "job": "tests.service.stand_in"}[what]
         with suppress(psutil.Error):
             found = [
                 child.pid
@@ -103,7 +104,7 @@ class Service:
         return None
 
     def strike(self, what: str) -> bool:
-        """Kill one of those, or freeze a worker for twice its lease; whether there was one."""
+        """Kill one of those, or freeze a worker for twice its timeout; whether there was one."""
         if (pid := self.find("worker" if what == "freeze" else what)) is None:
             return False
         try:
@@ -224,17 +225,25 @@ def _patiently(ask: Callable[[], object]):
 
 
 def _watch(database: Database, service: Service, report: Report, over: threading.Event) -> None:
-    """How long a job stays with a worker whose lease has run out, while a service is up to take it away."""
-    late = sa.select(JOBS.c.id).where(
-        JOBS.c.state.in_(tuple(HELD)), JOBS.c.lease_until < database.lease_clock
-    )
+    """How long a job stays with a worker that is dead or frozen, while a service is up to take it away."""
+    held = sa.select(JOBS.c.id, JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD)))
     since: dict[str, float] = {}
+    pids: dict[str, int] = {}
     while not over.wait(0.1):
         with suppress(Degraded), database.reading() as connection:
-            found = set(connection.execute(late).scalars())
+            jobs = connection.execute(held).all()
+            with suppress(OSError):
+                pids |= json.loads((service.folder / "workers.json").read_text())
+            found = {id for id, worker in jobs if not _is_at_work(pids.get(worker))}
             now = time.monotonic()
             since = {id: since.get(id, now) for id in found} if service.is_up() else {}
             report.overdue_s = max([report.overdue_s, *(now - begun for begun in since.values())])
+
+
+def _is_at_work(pid: int | None) -> bool:
+    with suppress(psutil.Error):
+        return bool(pid) and psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _unended(database: Database, ids: object) -> bool:

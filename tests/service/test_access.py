@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import pickle
 import uuid
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 from stoker.service.app import create_app
 from stoker.service.database import DATASETS, State
 from stoker.service.datasets import Registration
-from stoker.service.jobs import Leases
-from stoker.service.looks import LOOKS
+from stoker.service.jobs import JobQueue
+from stoker.service.probes import PROBES
 from stoker.service.services import Services, open_services
-from stoker.service.worker import Settings, worker_of
+from stoker.service.worker import WorkerSettings, worker_of
 from stoker.sources.sql.query import sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, radio_dataset
 from tests.service.running import ask, note_radio
@@ -37,7 +37,7 @@ def two_roots(tmp_path: Path) -> tuple[Path, Path]:
 def opened(state: Path, root: Path, *servers: str) -> Services:
     """A service that looks at data in this process."""
     services = open_services(state, roots=[root], database_hosts=servers)
-    services.datasets._look = lambda what, *given, **named: LOOKS[what](*given, **named)
+    services.datasets._probe = lambda what, *given, **named: PROBES[what](*given, **named)
     return services
 
 
@@ -67,7 +67,7 @@ def test_data_outside_of_the_roots_of_this_start_is_not_read(
     where = "lab.example" if name == "server" else str(first)
 
     services = open_services(tmp_path / "state", roots=[second])
-    monkeypatch.setattr(services.datasets, "_look", lambda *_, **__: pytest.fail("it was looked at"))
+    monkeypatch.setattr(services.datasets, "_probe", lambda *_, **__: pytest.fail("it was looked at"))
     token = {"authorization": f"Bearer {services.folder.token.read_text().strip()}"}
     app = create_app(services)
     one = f"/api/v1/training/datasets/{name}"
@@ -130,32 +130,30 @@ def test_a_job_that_waited_while_the_root_changed_is_told_why_it_cannot_read(
     id, _ = registered(tmp_path / "state", first)
     services = open_services(tmp_path / "state", roots=[second])
     job, _ = services.jobs.create({}, name="n", epochs=1, dataset_ids=[id])
-    settings = Settings(name="w", slot=0, url="", state=str(tmp_path / "state"), parent=os.getpid(),
-                        child=("false",), access=services.access)  # fmt: skip
+    settings = WorkerSettings(name="w", state=str(tmp_path / "state"), access=services.access)
     worker = worker_of(settings, services.database)
-    claim = Leases(services.database).claim("w")
-    assert claim is not None
+    attempt = JobQueue(services.database).take("w")
+    assert attempt is not None
 
-    worker.work(claim)
+    worker.work(attempt)
 
     ended = services.jobs.get(job.id)
     assert ended.state is State.FAILED
     assert str(first) in (ended.error or "")
     assert not services.folder.job(job.id).job_file.exists()
     services.database.close()
-    assert Settings.from_text(settings.to_text()) == settings
+    assert pickle.loads(pickle.dumps(settings)) == settings, "as a worker process is told"
 
 
 def test_a_job_whose_encoder_is_no_longer_allowed_does_not_run(tmp_path: Path) -> None:
     services = open_services(tmp_path / "state")
     config = {"settings": {"encoder.target": "nets:Net"}}
     job, _ = services.jobs.create(config, name="n", epochs=1, dataset_ids=[])
-    settings = Settings(name="w", slot=0, url="", state=str(tmp_path / "state"), parent=os.getpid(),
-                        child=("false",), access=services.access)  # fmt: skip
-    claim = Leases(services.database).claim("w")
-    assert claim is not None
+    settings = WorkerSettings(name="w", state=str(tmp_path / "state"), access=services.access)
+    attempt = JobQueue(services.database).take("w")
+    assert attempt is not None
 
-    worker_of(settings, services.database).work(claim)
+    worker_of(settings, services.database).work(attempt)
 
     ended = services.jobs.get(job.id)
     assert ended.state is State.FAILED

@@ -13,7 +13,7 @@ import pytest
 
 from stoker.pipeline.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
-from stoker.service.jobs import Claim, Leases, Line, Outcome
+from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
@@ -58,17 +58,17 @@ def page(running: Running, chromium: Any) -> Iterator[Any]:
     assert errors == []
 
 
-def claimed(running: Running, name: str) -> tuple[str, Claim, Leases]:
+def claimed(running: Running, name: str) -> tuple[str, JobAttempt, JobQueue]:
     """A job that a worker holds."""
     jobs = running.services.jobs
     for job in jobs.list(State.QUEUED):
         jobs.cancel(job.id)
     id = jobs.create(CONFIG, name=name, epochs=3, dataset_ids=CONFIG["dataset_ids"])[0].id
-    leases = Leases(running.services.database)
-    claim = leases.claim("worker")
-    assert claim is not None
-    assert claim.job.id == id
-    return id, claim, leases
+    queue = JobQueue(running.services.database)
+    attempt = queue.take("worker")
+    assert attempt is not None
+    assert attempt.job.id == id
+    return id, attempt, queue
 
 
 def metrics(epoch: int) -> Line:
@@ -107,30 +107,30 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Runnin
 
 
 def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> None:
-    id, claim, leases = claimed(running, "live")
+    id, attempt, queue = claimed(running, "live")
     page.goto(f"/jobs/{id}")
     page.locator("#no-curves").wait_for()
 
-    leases.report(claim, [Line(kind="started", data=STARTED), metrics(1)], 1)
+    queue.report(attempt, [Line(kind="started", data=STARTED), metrics(1)], 1)
     page.get_by_text("epoch 1 of 3").first.wait_for()
-    leases.report(claim, [metrics(2)], 2)
+    queue.report(attempt, [metrics(2)], 2)
     page.get_by_text("epoch 2 of 3").first.wait_for()
 
     page.get_by_role("img", name="Loss by epoch; last: training 1, validation 0.5").wait_for()
     page.get_by_role("img", name="Records by tier: device 300 records, disk 100 records").wait_for()
-    leases.finish(claim, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
+    queue.finish(attempt, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
     page.locator("#job .state", has_text="completed").wait_for()
     page.get_by_role("button", name="Continue").wait_for()
 
 
 def test_pause_resume_and_cancel(running: Running, page: Any) -> None:
-    id, claim, leases = claimed(running, "stopped and gone on")
+    id, attempt, queue = claimed(running, "stopped and gone on")
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(f"/jobs/{id}")
 
     page.get_by_role("button", name="Pause").click()
     page.locator("#job .state", has_text="pausing").wait_for()
-    leases.finish(claim, Outcome(state=State.PAUSED, exit_code=75), lines=[], position=0)
+    queue.finish(attempt, Outcome(state=State.PAUSED, exit_code=75), lines=[], position=0)
     page.locator("#job .state", has_text="paused").wait_for()
     page.get_by_role("button", name="Resume").click()
     page.locator("#job .state", has_text="queued").wait_for()
@@ -220,27 +220,27 @@ def test_everything_is_reached_by_keyboard(running: Running, page: Any) -> None:
 
 
 def test_a_connection_that_was_cut_misses_nothing(running: Running, page: Any) -> None:
-    id, claim, leases = claimed(running, "cut off")
-    leases.report(claim, [metrics(1)], 1)
+    id, attempt, queue = claimed(running, "cut off")
+    queue.report(attempt, [metrics(1)], 1)
     page.goto(f"/jobs/{id}")
     page.get_by_role("img", name="Loss by epoch").wait_for()
     page.context.set_offline(True)
-    leases.report(claim, [metrics(2)], 2)
+    queue.report(attempt, [metrics(2)], 2)
     page.context.set_offline(False)
-    leases.report(claim, [metrics(3)], 3)
+    queue.report(attempt, [metrics(3)], 3)
 
     page.get_by_role("img", name="last: training 0.6667, validation 0.3333").wait_for()
 
 
 def test_a_page_that_is_looked_at_says_that_the_service_is_degraded(running: Running, page: Any) -> None:
-    id, claim, leases = claimed(running, "while the disk is full")
+    id, attempt, queue = claimed(running, "while the disk is full")
     page.goto(f"/jobs/{id}")
     trouble, banner = running.services.database.trouble, page.locator("#degraded")
     banner.wait_for(state="hidden")
 
     trouble.note("disk", "the disk of /srv/stoker is full. Make room")
     banner.get_by_text("the disk of /srv/stoker is full").wait_for()
-    leases.report(claim, [metrics(1)], 1)
+    queue.report(attempt, [metrics(1)], 1)
     page.get_by_role("img", name="Loss by epoch").wait_for()
     assert banner.is_visible(), "the page goes on, and says it still"
     trouble.note("disk", None)
@@ -255,8 +255,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     running: Running, chromium: Any, scheme: str, width: int
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'stoker[browser]'")
-    id, claim, leases = claimed(running, "looked at")
-    leases.report(claim, [Line(kind="started", data=STARTED), *map(metrics, (1, 2, 3))], 1)
+    id, attempt, queue = claimed(running, "looked at")
+    queue.report(attempt, [Line(kind="started", data=STARTED), *map(metrics, (1, 2, 3))], 1)
     first, _ = two_caches(running)
     context = chromium.new_context(
         base_url=running.address, color_scheme=scheme, viewport={"width": width, "height": 800}

@@ -19,7 +19,7 @@ from stoker.service import child
 from stoker.service.database import Database
 from stoker.service.datasets import Datasets, Registration, describe
 from stoker.service.executor import NO_ROOM
-from stoker.service.looks import LOOKS
+from stoker.service.probes import PROBES
 from stoker.service.security import DataAccess
 from stoker.sources.files import confine_sources
 from tests.service.conftest import made_on
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
 @pytest.mark.parametrize(
     "where",
     [
-        "stoker.service.runs.journal.os.write",
+        "stoker.service.folders.os.write",
         pytest.param("stoker.runtime.files.os.fsync", marks=pytest.mark.slow),
     ],
 )
@@ -248,7 +248,7 @@ def test_rows_of_postgresql_are_registered_and_trained_on_as_those_of_sqlite(
         database,
         tmp_path,
         Path,
-        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        probe=lambda what, *given, **named: PROBES[what](*given, **named),
         access=DataAccess(roots=("/",), servers=(str(server.folder),)),
     )
     request = {"kind": "radio", "name": "lab", "url": there["spec"]["url"], "set": there["id"]}

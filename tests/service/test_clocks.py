@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from stoker.errors import LeaseLost
-from stoker.service.database import Database, State
-from stoker.service.jobs import Jobs, Leases, Terms
+from stoker.errors import AttemptLost
+from stoker.service.database import JOBS, Database, State
+from stoker.service.jobs import JobQueue, Jobs
 
 DAY_S = 86_400
 SOURCE = Path(__file__).with_name("clock.c")
@@ -21,14 +22,15 @@ ROOT = Path(__file__).parents[2]
 STRANGER = """
 import json, sys, time
 from stoker.service.database import Database
-from stoker.service.jobs import Leases
+from stoker.service.jobs import JobQueue
 
 database = Database(sys.argv[1])
-leases = Leases(database)
-swept = [job.id for job in leases.sweep()]
-claim = leases.claim("stranger")
-leases.heartbeat(claim)
-print(json.dumps({"now": time.time(), "swept": swept, "claimed": claim.job.id}))
+queue = JobQueue(database)
+taken = []
+while (attempt := queue.take("stranger")) is not None:
+    taken.append(attempt.job.id)
+    queue.report(attempt, [], 0)
+print(json.dumps({"now": time.time(), "taken": taken}))
 database.close()
 """
 
@@ -45,12 +47,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("skew_s", [DAY_S, -DAY_S])
-def test_a_clock_that_is_a_day_off_changes_no_lease(url: str, library: Path, skew_s: int) -> None:
+def test_a_clock_that_is_a_day_off_takes_and_keeps_no_job_from_anybody(
+    url: str, library: Path, skew_s: int
+) -> None:
     database = Database(url)
-    jobs, leases = Jobs(database), Leases(database, Terms(backoff_s=0.0))
-    held, other = (jobs.create({}, name="n", epochs=1)[0] for _ in range(2))
-    claim = leases.claim("here")
-    assert claim is not None
+    jobs, queue = Jobs(database), JobQueue(database)
+    held, waiting, lost = (jobs.create({}, name="n", epochs=1)[0] for _ in range(3))
+    attempt = queue.take("here")
+    with database.writing() as connection:  # its worker died a moment ago
+        soon = {"state": State.PENDING, "not_before": database.wall + 2.0}
+        connection.execute(JOBS.update().where(JOBS.c.id == lost.id).values(**soon))
+    assert attempt is not None
+    time.sleep(2.0)
 
     environment = {**os.environ, "LD_PRELOAD": str(library), "SKEW_S": str(skew_s)}
     done = subprocess.run(
@@ -61,14 +69,10 @@ def test_a_clock_that_is_a_day_off_changes_no_lease(url: str, library: Path, ske
     told = json.loads(done.stdout)
 
     assert abs(told["now"] - jobs.get(held.id).created - skew_s) < 3600, "its clock is off"
-    assert told["swept"] == [], "what is held here has not run out there"
-    assert told["claimed"] == other.id
-    assert leases.heartbeat(claim) is State.RUNNING
-    assert leases.sweep() == [], "nor what is held there, here"
-    assert leases.abandon("stranger") == 1
-    assert [job.id for job in leases.sweep()] == [other.id], "and it does not hold for a day"
-    assert leases.abandon("here") == 1
-    leases.sweep()
-    with pytest.raises(LeaseLost):
-        leases.heartbeat(claim)
+    assert told["taken"] == [waiting.id, lost.id], "what is held here is not taken, and no wait lasts a day"
+    assert queue.look(attempt) is State.RUNNING
+    assert {job.id for job in queue.release("stranger")} == {waiting.id, lost.id}
+    assert [job.id for job in queue.release("here")] == [held.id]
+    with pytest.raises(AttemptLost):
+        queue.look(attempt)
     database.close()

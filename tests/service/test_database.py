@@ -17,8 +17,10 @@ import sqlalchemy as sa
 
 from stoker.errors import ConfigError, Degraded, FormatError
 from stoker.plan.resources import Mount
-from stoker.service.database import META, Database
-from stoker.service.jobs import Jobs
+from stoker.service.database import JOBS, META, Database, State
+from stoker.service.folders import StateFolder
+from stoker.service.jobs import JobQueue, Jobs
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from tests.sources.sql.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -87,8 +89,44 @@ def test_tables_of_a_newer_version_are_left_alone(embedded: Database) -> None:
     with embedded.writing() as connection:
         connection.execute(META.update().where(META.c.name == "version").values(value="99"))
 
-    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 1"):
+    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 2"):
         Database(str(embedded))
+
+
+def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_path: Path) -> None:
+    """It was written by that version, which was killed while it had jobs; see `data/version-1.db`."""
+    shutil.copy(Path(__file__).parent / "data" / "version-1.db", tmp_path / "stoker.db")
+    for _ in range(2):  # and again, as any later start does
+        database = Database(f"sqlite:///{tmp_path}/stoker.db")
+        with database.reading() as connection:
+            columns = {one["name"] for one in sa.inspect(connection).get_columns("jobs")}
+            meta = dict(connection.execute(sa.select(META.c.name, META.c.value)).all())  # type: ignore[arg-type]
+        assert columns == set(JOBS.c.keys())
+        assert meta == {"version": "2"}
+        database.close()
+    database = Database(f"sqlite:///{tmp_path}/stoker.db")
+    jobs = {job.name: job for job in Jobs(database).list()}
+    assert {name: job.state for name, job in jobs.items()} == {
+        name: State.COMPLETED if name == "done" else State(name)
+        for name in ("done", "running", "pausing", "cancelling", "pending", "queued")
+    }
+    assert {job.epoch for name, job in jobs.items() if name != "queued"} == {1}
+
+    state = StateFolder(tmp_path / "state")
+    supervisor = WorkerSupervisor(database, state, WorkerPlan(workers=0))
+    supervisor.step()  # the workers of the service before have ended: nobody has their locks
+
+    after = {name: Jobs(database).get(job.id) for name, job in jobs.items()}
+    assert {name: job.state for name, job in after.items()} == {
+        "done": State.COMPLETED, "running": State.PENDING, "pausing": State.PAUSED,
+        "cancelling": State.CANCELLED, "pending": State.PENDING, "queued": State.QUEUED,
+    }  # fmt: skip
+    assert after["running"].message == "its worker is gone"
+    attempt = JobQueue(database).take("w")
+    assert attempt is not None
+    assert (attempt.job.name, attempt.number, attempt.position) == ("pending", 2, 50), "its wait is over"
+    supervisor.stop()
+    database.close()
 
 
 @pytest.mark.parametrize(

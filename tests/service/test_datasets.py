@@ -13,12 +13,10 @@ from pydantic import TypeAdapter
 from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
 from stoker.service.database import Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
-from stoker.service.folders import JobFile
-from stoker.service.jobs import Jobs, Leases, Outcome
-from stoker.service.look import look
-from stoker.service.looks import LOOKS
-from stoker.service.runs.generate import generate
-from stoker.service.runs.journal import Journal
+from stoker.service.folders import JobFile, Journal
+from stoker.service.jobs import JobQueue, Jobs, Outcome
+from stoker.service.probes import PROBES, probe
+from stoker.service.runs import generate
 from stoker.service.security import DataAccess
 from stoker.sources.sql.query import parse_address, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
@@ -57,7 +55,7 @@ def datasets(database: Database, tmp_path: Path) -> Datasets:
         database,
         tmp_path / "data",
         check,
-        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        probe=lambda what, *given, **named: PROBES[what](*given, **named),
         access=DataAccess(roots=("/",)),
     )
 
@@ -177,7 +175,7 @@ def test_a_generated_data_set_is_there_once_its_job_made_it(
     assert datasets.validate("new").health == "good"
     datasets.delete("new")
     with pytest.raises(SourceError):
-        LOOKS["facts"](found.kind, found.spec)
+        PROBES["facts"](found.kind, found.spec)
 
 
 def making_job(datasets: Datasets, database: Database) -> tuple[str, str]:
@@ -208,10 +206,10 @@ def test_a_data_set_whose_making_was_cancelled_is_not_being_made_for_ever(
 
 def test_a_data_set_is_made_once_its_job_is_completed(datasets: Datasets, database: Database) -> None:
     id, job = making_job(datasets, database)
-    leases = Leases(database)
-    claim = leases.claim("w")
-    assert claim is not None
-    leases.finish(claim, Outcome(state=State.COMPLETED), lines=[], position=0)
+    queue = JobQueue(database)
+    attempt = queue.take("w")
+    assert attempt is not None
+    queue.finish(attempt, Outcome(state=State.COMPLETED), lines=[], position=0)
     Jobs(database).delete(job)
 
     assert datasets.get(id).health == "unknown"
@@ -221,11 +219,11 @@ def test_a_data_set_is_made_once_its_job_is_completed(datasets: Datasets, databa
 def test_a_data_set_is_not_made_by_the_end_of_another_job(datasets: Datasets, database: Database) -> None:
     id, _ = making_job(datasets, database)
     Jobs(database).create({}, name="train", epochs=1, dataset_ids=[id])
-    leases = Leases(database)
-    _, trains = leases.claim("maker"), leases.claim("w")
+    queue = JobQueue(database)
+    _, trains = queue.take("maker"), queue.take("w")
     assert trains is not None
 
-    leases.finish(trains, Outcome(state=State.COMPLETED), lines=[], position=0)
+    queue.finish(trains, Outcome(state=State.COMPLETED), lines=[], position=0)
 
     assert datasets.get(id).health == "making"
 
@@ -247,13 +245,13 @@ def test_what_a_job_needs_is_not_deleted(datasets: Datasets, database: Database,
 def test_looking_is_done_elsewhere_and_not_for_ever(tmp_path: Path) -> None:
     spec = radio_dataset(tmp_path)["spec"]
 
-    assert look("facts", "radio", spec)["samples"] == 300
+    assert probe("facts", "radio", spec)["samples"] == 300
     with pytest.raises(SourceError, match="no row of data set"):
-        look("facts", "radio", {**spec, "set": str(uuid.uuid4())})
+        probe("facts", "radio", {**spec, "set": str(uuid.uuid4())})
     with pytest.raises(StalledError, match=r"radio\.db took more than 0\.001 s"):
-        look("facts", "radio", spec, deadline_s=0.001)
+        probe("facts", "radio", spec, timeout_s=0.001)
     with pytest.raises(SourceError, match="ended the process"):
-        look("nothing", "radio", spec)
+        probe("nothing", "radio", spec)
 
 
 def test_a_plan_that_ends_its_process_does_not_end_the_service(tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ def test_a_plan_that_ends_its_process_does_not_end_the_service(tmp_path: Path) -
     dataset = {"id": "d", "name": "d", "kind": "hdf5", "spec": spec, "health": "unknown"}
 
     with pytest.raises(SourceError, match=r"nowhere\.hdf5"):
-        look("plan", "hdf5", spec, config={"dataset_ids": ["d"]}, datasets=[dataset], caches=str(tmp_path),
+        probe("plan", "hdf5", spec, config={"dataset_ids": ["d"]}, datasets=[dataset], caches=str(tmp_path),
              run_dir=str(tmp_path))  # fmt: skip
 
 
@@ -286,7 +284,7 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
         datasets._database,
         tmp_path,
         Path,
-        look=nothing,
+        probe=nothing,
         access=allowed("lab.example"),
     )
 
@@ -314,7 +312,7 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
         datasets._database,
         tmp_path,
         Path,
-        look=nothing,
+        probe=nothing,
         access=allowed("other.example"),
     )
 
@@ -327,7 +325,7 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
         datasets._database,
         tmp_path,
         Path,
-        look=lambda *_, **__: {"samples": 1},
+        probe=lambda *_, **__: {"samples": 1},
         access=allowed(hinted),
     )
     assert followed.register(request).spec["url"] == url, "the hint works when it is followed"
@@ -344,7 +342,7 @@ def test_a_database_server_that_the_operator_named_is_asked(datasets: Datasets, 
         datasets._database,
         tmp_path,
         Path,
-        look=look,
+        probe=look,
         access=DataAccess(
             roots=("/",),
             servers=(

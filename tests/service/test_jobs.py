@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.service.database import MOVES, Database, Outbox, State, before
-from stoker.service.jobs import Jobs, Leases, Line, Outcome
+from stoker.service.jobs import JobQueue, Jobs, Line, Outcome
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def make(jobs: Jobs, **given):
 def running(database: Database, **given):
     """A job that a worker holds."""
     job = make(Jobs(database), **given)
-    return job, Leases(database).claim("worker")
+    return job, JobQueue(database).take("worker")
 
 
 def completed(database: Database, epoch: int = 3):
-    job, claim = running(database)
+    job, attempt = running(database)
     said = Line(kind="metrics", data={"epoch": epoch, "val_loss": 0.5})
-    Leases(database).finish(claim, Outcome(state=State.COMPLETED), lines=[said], position=9)
+    JobQueue(database).finish(attempt, Outcome(state=State.COMPLETED), lines=[said], position=9)
     return job
 
 
@@ -127,13 +127,13 @@ def test_a_job_that_waits_is_cancelled_and_paused_at_once(jobs: Jobs) -> None:
 
 def test_a_job_that_runs_is_cancelled_once_its_process_has_ended(database: Database) -> None:
     jobs = Jobs(database)
-    job, claim = running(database)
+    job, attempt = running(database)
 
     assert jobs.cancel(job.id).state == jobs.cancel(job.id).state == State.CANCELLING
     assert jobs.get(job.id).ended is None
     with pytest.raises(Conflict, match="is cancelling and cannot be paused"):
         jobs.pause(job.id)
-    Leases(database).finish(claim, Outcome(state=State.CANCELLED), lines=[], position=0)
+    JobQueue(database).finish(attempt, Outcome(state=State.CANCELLED), lines=[], position=0)
     assert jobs.cancel(job.id).state == State.CANCELLED
     kinds = [event.kind for event in Outbox(database).read(0)]
     assert kinds == ["queued", "claimed", "cancelling", "cancelled"]
@@ -142,12 +142,12 @@ def test_a_job_that_runs_is_cancelled_once_its_process_has_ended(database: Datab
 def test_a_job_is_not_resumed_before_it_has_paused(database: Database) -> None:
     """Otherwise it would run twice."""
     jobs = Jobs(database)
-    job, claim = running(database)
+    job, attempt = running(database)
     jobs.pause(job.id)
 
     with pytest.raises(Conflict, match=r"is pausing and cannot be resumed.*cancelled, failed, paused"):
         jobs.resume(job.id)
-    Leases(database).finish(claim, Outcome(state=State.PAUSED), lines=[], position=0)
+    JobQueue(database).finish(attempt, Outcome(state=State.PAUSED), lines=[], position=0)
     assert jobs.resume(job.id).state == jobs.resume(job.id).state == State.QUEUED
 
 
@@ -190,10 +190,10 @@ def test_a_deleted_job_is_gone_with_its_metrics(database: Database) -> None:
 
 
 def test_metrics_are_a_row_an_epoch_the_last_one_told(database: Database) -> None:
-    job, claim = running(database)
+    job, attempt = running(database)
     rows = [Line(kind="metrics", data={"epoch": e, "val_loss": 1 / e}) for e in (1, 2, 3)]
-    Leases(database).report(claim, rows, 10)
-    Leases(database).report(claim, [Line(kind="metrics", data={"epoch": 2, "val_loss": 9.0})], 20)
+    JobQueue(database).report(attempt, rows, 10)
+    JobQueue(database).report(attempt, [Line(kind="metrics", data={"epoch": 2, "val_loss": 9.0})], 20)
 
     found = Jobs(database).metrics(job.id)
     assert [(row["epoch"], row["val_loss"]) for row in found] == [(1, 1.0), (2, 9.0), (3, 1 / 3)]

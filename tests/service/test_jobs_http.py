@@ -17,7 +17,7 @@ import pytest
 
 import stoker
 from stoker.errors import Conflict, Degraded
-from stoker.service.jobs import Leases, Line
+from stoker.service.jobs import JobQueue, Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
@@ -146,13 +146,13 @@ def test_a_job_that_is_not_there_is_not_found(running: Running, id: str) -> None
 
 
 def test_metrics_come_an_epoch_a_row_from_where_one_is(running: Running) -> None:
-    jobs, leases = running.services.jobs, Leases(running.services.database)
+    jobs, queue = running.services.jobs, JobQueue(running.services.database)
     job, _ = jobs.create(dict(CONFIG), name="m", epochs=30)
-    while (claim := leases.claim("worker")) is not None and claim.job.id != job.id:
+    while (attempt := queue.take("worker")) is not None and attempt.job.id != job.id:
         pass
-    assert claim is not None
+    assert attempt is not None
     rows = [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)]
-    leases.report(claim, rows, 1)
+    queue.report(attempt, rows, 1)
 
     def metrics(**query: int) -> list[tuple[int, float]]:
         found = running.client.get(running.api(f"/jobs/{job.id}/metrics"), params=query).json()["metrics"]

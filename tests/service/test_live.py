@@ -112,9 +112,9 @@ def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
 @asynccontextmanager
 async def following(
     running: Running, job: str
-) -> AsyncIterator[tuple[stream.Feed, AsyncIterator[Event], int]]:
+) -> AsyncIterator[tuple[stream.EventFeed, AsyncIterator[Event], int]]:
     """A feed, the events of one who follows it, and the number of the first, which came while it listened."""
-    feed = stream.Feed(running.services.outbox)
+    feed = stream.EventFeed(running.services.outbox)
     reading = asyncio.create_task(feed.run())
     with feed.listening():
         async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):

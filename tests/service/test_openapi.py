@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from stoker.service.app import create_app
 from stoker.service.database import DATASETS, JOBS, State
-from stoker.service.jobs import Leases, Line, Outcome
+from stoker.service.jobs import JobQueue, Line, Outcome
 from stoker.service.models import BY_MODEL, DATASET, JOB
 from stoker.service.services import Services, open_services
 from tests.service.running import CONFIG, ask, note_radio, serving
@@ -53,7 +53,7 @@ def pretend(services: Services) -> None:
     (services.folder.data / "pdebench").mkdir()
     (services.folder.data / "pdebench" / "burgers1d_train.h5").touch()
     (services.folder.data / "cells").mkdir()
-    services.datasets._look = lambda what, *_args, **_more: json.loads(json.dumps(LOOKS[what]))
+    services.datasets._probe = lambda what, *_args, **_more: json.loads(json.dumps(LOOKS[what]))
     services.feed.closing = True
 
 
@@ -165,17 +165,17 @@ def worked_on(services: Services) -> Iterator[None]:
     stop = threading.Event()
 
     def work() -> None:
-        leases, count = Leases(services.database), 0
+        queue, count = JobQueue(services.database), 0
         while not stop.wait(0.05):
-            if (claim := leases.claim("worker")) is None:
+            if (attempt := queue.take("worker")) is None:
                 continue
             count += 1
             row = [Line(kind="metrics", data={"epoch": 1, "val_loss": 0.5, "checkpoint": "last-1"})]
             if count % 3 == 0:
-                leases.report(claim, row, 9)
+                queue.report(attempt, row, 9)
             else:
                 state = State.COMPLETED if count % 3 == 1 else State.FAILED
-                leases.finish(claim, Outcome(state=state, exit_code=count % 3 - 1), lines=row, position=9)
+                queue.finish(attempt, Outcome(state=state, exit_code=count % 3 - 1), lines=row, position=9)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

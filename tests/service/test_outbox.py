@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from stoker.service.database import EVENTS, Database, Outbox, append
-from stoker.service.jobs import Jobs, Leases, Line
+from stoker.service.jobs import JobQueue, Jobs, Line
 
 
 def test_a_reader_that_follows_many_writers_misses_nothing(database: Database) -> None:
@@ -72,8 +72,8 @@ def test_what_is_undone_leaves_neither_event_nor_number(database: Database) -> N
 def test_old_events_are_removed_but_the_newest_and_the_count_goes_on(database: Database) -> None:
     jobs, outbox = Jobs(database), Outbox(database)
     job, _ = jobs.create({}, name="n", epochs=1)
-    claim = Leases(database).claim("w")
-    Leases(database).report(claim, [Line(kind="batch", data={"batch": n}) for n in range(6)], 1)
+    attempt = JobQueue(database).take("w")
+    JobQueue(database).report(attempt, [Line(kind="batch", data={"batch": n}) for n in range(6)], 1)
 
     assert outbox.prune(max_age_s=3600.0, max_count=3) == 5
     assert [event.number for event in outbox.read(0)] == [6, 7, 8]

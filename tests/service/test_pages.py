@@ -18,7 +18,7 @@ from stoker.errors import Degraded
 from stoker.pipeline.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.database import WAITING
-from stoker.service.jobs import Leases, Line
+from stoker.service.jobs import JobQueue, Line
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
@@ -85,14 +85,14 @@ def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
     running: Running, browser: httpx.Client
 ) -> None:
     id = made(running, "night run")
-    leases = Leases(running.services.database)
-    claim = leases.claim("worker")
-    assert claim is not None
+    queue = JobQueue(running.services.database)
+    attempt = queue.take("worker")
+    assert attempt is not None
     lines = [
         Line(kind="started", data=STARTED),
         *(Line(kind="metrics", data={"epoch": n, "val_loss": 1 / n, "stall": 0.25}) for n in (1, 2)),
     ]
-    leases.report(claim, lines, 1)
+    queue.report(attempt, lines, 1)
 
     text = browser.get(f"/jobs/{id}").text
 
@@ -257,16 +257,16 @@ def test_vendored_scripts_come_with_their_licences() -> None:
 def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.service.dashboard.EPOCHS_SHOWN", 10)
+    monkeypatch.setattr("stoker.service.pages.EPOCHS_SHOWN", 10)
     for waiting in running.services.jobs.list(limit=1000):
         running.services.jobs.cancel(waiting.id) if waiting.state in WAITING else None
     id = made(running, "long")
-    leases = Leases(running.services.database)
-    claim = leases.claim("w")
-    assert claim is not None
-    assert claim.job.id == id
+    queue = JobQueue(running.services.database)
+    attempt = queue.take("w")
+    assert attempt is not None
+    assert attempt.job.id == id
     lines = [Line(kind="metrics", data={"epoch": n, "accuracy": n / 100}) for n in range(1, 31)]
-    leases.report(claim, lines, position=1)
+    queue.report(attempt, lines, position=1)
 
     page = browser.get(f"/jobs/{id}").text
     drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', page, re.DOTALL)[1])

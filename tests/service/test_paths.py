@@ -24,8 +24,7 @@ from stoker.errors import ConfigError, PathRefusedError, SourceError
 from stoker.service.database import Database
 from stoker.service.datasets import Datasets, Registration
 from stoker.service.executor import NO_ROOM, STOPPED
-from stoker.service.look import look
-from stoker.service.looks import LOOKS
+from stoker.service.probes import PROBES, probe
 from stoker.service.security import DataAccess, Roots
 from stoker.sources.files import confine_sources, find_files
 from stoker.sources.hdf5 import HDF5Source
@@ -275,10 +274,10 @@ def test_data_whose_folder_became_a_link_is_not_looked_at(
         database,
         tmp_path / "data",
         check,
-        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        probe=lambda what, *given, **named: PROBES[what](*given, **named),
         access=DataAccess(roots=("/",)),
     ).register(TypeAdapter(Registration).validate_python(request))
-    datasets = Datasets(database, tmp_path / "data", check, access=DataAccess(roots=("/",)))
+    datasets = Datasets(database, tmp_path / "data", check, probe=probe, access=DataAccess(roots=("/",)))
     assert datasets.samples("n")
 
     swap(tmp_path / "root" / "set", tmp_path / "secret")
@@ -293,9 +292,9 @@ def test_data_of_the_service_is_read_where_its_state_folder_is_behind_a_link(tmp
     (tmp_path / "state").symlink_to(tmp_path / "disk")
     spec = burgers_dataset(tmp_path / "state")["spec"]
 
-    assert look("facts", "hdf5", {**spec, "make": {}})["samples"] == 12
+    assert probe("facts", "hdf5", {**spec, "make": {}})["samples"] == 12
     with pytest.raises(SourceError, match="link"):
-        look("facts", "hdf5", spec)
+        probe("facts", "hdf5", spec)
 
 
 @pytest.mark.slow

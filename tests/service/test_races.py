@@ -29,9 +29,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stoker.errors import Conflict, LeaseLost
+from stoker.errors import AttemptLost, Conflict
 from stoker.service.database import ENDED, HELD, JOBS, MOVES, WAITING, Database, Outbox, State, before
-from stoker.service.jobs import Claim, Jobs, Leases, Line, Outcome, Terms
+from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Line, Outcome
 from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]
@@ -47,7 +47,7 @@ class Races(RuleBasedStateMachine):
     """Two users and two workers, one of which may be slow, on a few jobs."""
 
     ids = Bundle("ids")
-    claims = Bundle("claims")
+    attempts = Bundle("attempts")
 
     def empty(self) -> Database:
         """A database without jobs, until `leave`."""
@@ -62,9 +62,9 @@ class Races(RuleBasedStateMachine):
     def open(self) -> None:
         self.database = self.empty()
         self.jobs, self.outbox = Jobs(self.database), Outbox(self.database)
-        self.leases = Leases(self.database, Terms(lease_s=60.0, backoff_s=0.0, max_losses=3))
+        self.queue = JobQueue(self.database, AttemptPolicy(backoff_s=0.0, max_losses=3))
         self.known: dict[str, State] = {}
-        self.holder: dict[str, Claim] = {}
+        self.holder: dict[str, JobAttempt] = {}
         self.ended: Counter[str] = Counter()
 
     @rule(target=ids, key=st.sampled_from(["a", "b", "c"]))
@@ -89,76 +89,77 @@ class Races(RuleBasedStateMachine):
             self.moved(id, self.jobs.extend(id, 1).state)
             self.ended[id] = 0
 
-    @rule(target=claims, worker=st.sampled_from(["w1", "w2"]))
-    def claim(self, worker: str):
+    @rule(target=attempts, worker=st.sampled_from(["w1", "w2"]))
+    def take(self, worker: str):
         waiting = [id for id, state in self.known.items() if state in WAITING]
-        claim = self.leases.claim(worker)
-        if claim is None:
+        attempt = self.queue.take(worker)
+        if attempt is None:
             assert not waiting
             return multiple()
-        assert claim.job.id in waiting
-        self.moved(claim.job.id, State.RUNNING)
-        self.holder[claim.job.id] = claim
-        return claim
+        assert attempt.job.id in waiting
+        self.moved(attempt.job.id, State.RUNNING)
+        self.holder[attempt.job.id] = attempt
+        return attempt
 
-    @rule(claim=claims)
-    def heartbeat(self, claim: Claim) -> None:
-        if self.holds(claim):
-            assert self.leases.heartbeat(claim) == self.known[claim.job.id]
+    @rule(attempt=attempts)
+    def look(self, attempt: JobAttempt) -> None:
+        if self.holds(attempt):
+            assert self.queue.look(attempt) == self.known[attempt.job.id]
         else:
-            with pytest.raises(LeaseLost):
-                self.leases.heartbeat(claim)
+            with pytest.raises(AttemptLost):
+                self.queue.look(attempt)
 
-    @rule(claim=claims, epoch=st.integers(1, 3))
-    def report(self, claim: Claim, epoch: int) -> None:
-        line = Line(kind="metrics", data={"epoch": epoch, "attempt": claim.attempt})
+    @rule(attempt=attempts, epoch=st.integers(1, 3))
+    def report(self, attempt: JobAttempt, epoch: int) -> None:
+        line = Line(kind="metrics", data={"epoch": epoch, "attempt": attempt.number})
         try:
-            self.leases.report(claim, [line], epoch)
-        except LeaseLost:
-            assert not self.holds(claim)
+            self.queue.report(attempt, [line], epoch)
+        except AttemptLost:
+            assert not self.holds(attempt)
         else:
-            assert self.holds(claim)
+            assert self.holds(attempt)
 
-    @rule(claim=claims, state=st.sampled_from(OUTCOMES))
-    def finish(self, claim: Claim, state: State) -> None:
-        id = claim.job.id
-        held, was = self.holds(claim), self.known[id]
+    @rule(attempt=attempts, state=st.sampled_from(OUTCOMES))
+    def finish(self, attempt: JobAttempt, state: State) -> None:
+        id = attempt.job.id
+        held, was = self.holds(attempt), self.known[id]
         try:
-            self.leases.finish(claim, Outcome(state=state), lines=[], position=0)
-        except LeaseLost:
+            self.queue.finish(attempt, Outcome(state=state), lines=[], position=0)
+        except AttemptLost:
             assert not held or was not in before(state)
         else:
             if held and was in before(state):
                 self.moved(id, state)
             else:  # it had done so before
                 assert was == state
-                assert self.holder[id] is claim
+                assert self.holder[id] is attempt
 
-    @rule(claim=consumes(claims), lost=st.booleans())
-    def give_back(self, claim: Claim, lost: bool) -> None:
-        held = self.holds(claim)
+    @rule(attempt=consumes(attempts), lost=st.booleans())
+    def give_back(self, attempt: JobAttempt, lost: bool) -> None:
+        held = self.holds(attempt)
         try:
-            job = self.leases.give_back(claim, "why", lost=lost)
-        except LeaseLost:
+            job = self.queue.give_back(attempt, "why", lost=lost)
+        except AttemptLost:
             assert not held
         else:
             assert held
-            self.moved(claim.job.id, job.state)
+            self.moved(attempt.job.id, job.state)
 
     @rule(worker=st.sampled_from(["w1", "w2"]))
     def lose(self, worker: str) -> None:
-        """The worker is declared dead; it may still come back and speak."""
-        self.leases.abandon(worker)
-        for job in self.leases.sweep():
-            assert self.holder[job.id].worker == worker
+        """The worker was killed; what it had on its way to the database may still come."""
+        for job in self.queue.release(worker):
+            assert self.holder[job.id].job.worker == worker
             self.moved(job.id, job.state)
 
     @invariant()
     def the_database_agrees(self) -> None:
         assert {job.id: job.state for job in self.jobs.list()} == self.known
         with self.database.reading() as connection:
-            leased = connection.execute(sa.select(JOBS.c.id).where(JOBS.c.lease_until.is_not(None))).scalars()
-            assert set(leased) == {id for id, state in self.known.items() if state in HELD}
+            held = connection.execute(sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD)))).scalars()
+            assert set(held) == self.queue.workers()
+        holders = {attempt.job.worker for attempt in self.holder.values() if self.holds(attempt)}
+        assert self.queue.workers() == holders
 
     @invariant()
     def every_change_was_told(self) -> None:
@@ -171,8 +172,8 @@ class Races(RuleBasedStateMachine):
             expected = {kinds.get(state, str(state))} | ({"resumed"} if state is State.QUEUED else set())
             assert told[id] in expected
 
-    def holds(self, claim: Claim) -> bool:
-        return self.holder[claim.job.id] is claim and self.known[claim.job.id] in HELD
+    def holds(self, attempt: JobAttempt) -> bool:
+        return self.holder[attempt.job.id] is attempt and self.known[attempt.job.id] in HELD
 
     def moved(self, id: str, now: State) -> None:
         was = self.known[id]
@@ -189,7 +190,7 @@ class Races(RuleBasedStateMachine):
 def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> None:
     """Threads this time: the events, which are in the order of the commits, are a path through the states."""
     jobs = Jobs(database)
-    leases = Leases(database, Terms(lease_s=60.0, backoff_s=0.0, max_losses=10_000))
+    queue = JobQueue(database, AttemptPolicy(backoff_s=0.0, max_losses=10_000))
     id = jobs.create({}, name="n", epochs=3)[0].id
 
     def user(seed: int) -> None:
@@ -201,17 +202,16 @@ def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> Non
     def worker(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(20):
-            if (claim := leases.claim(f"w{seed}")) is None:
+            if (attempt := queue.take(f"w{seed}")) is None:
                 continue
-            with suppress(LeaseLost):
+            with suppress(AttemptLost):
                 if rng.random() < 0.3:
-                    leases.give_back(claim, "why", lost=True)
+                    queue.give_back(attempt, "why", lost=True)
                 else:
                     outcome = Outcome(state=rng.choice(OUTCOMES[1:]))
-                    leases.finish(claim, outcome, lines=[], position=0)
+                    queue.finish(attempt, outcome, lines=[], position=0)
             if rng.random() < 0.5:
-                leases.abandon(claim.worker)
-                leases.sweep()
+                queue.release(str(attempt.job.worker))
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda n: (user if n % 2 else worker)(n), range(6)))

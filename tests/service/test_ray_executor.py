@@ -21,13 +21,13 @@ import psutil
 import pytest
 
 from stoker.errors import ConfigError, ResourceError, StalledError
-from stoker.extras.ray import job_child as ray_child
 from stoker.extras.ray import jobs as ray
-from stoker.extras.ray.jobs import RayExecutor, RayJobs, RayRun, ray_token
+from stoker.extras.ray.jobs import RayExecutor, RayJobs, RayProcess, ray_token
 from stoker.service.database import Database, State
-from stoker.service.executor import Limits, LocalExecutor, RayTarget
+from stoker.service.executor import JobLimits, LocalExecutor, RayTarget
 from stoker.service.folders import JobFile, JobFolder, StateFolder
 from tests.service.one_node import TOKEN, OneNode
+from tests.service.serve import STAND_IN
 from tests.service.test_workers import Bench
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def jobs(request: pytest.FixtureRequest) -> RayJobs:
 
 def executor(jobs: RayJobs) -> RayExecutor:
     target = RayTarget(address=jobs.address, python=sys.executable)
-    return RayExecutor(target, jobs, LocalExecutor(os.environ))
+    return RayExecutor(target, jobs, LocalExecutor())
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def bench(embedded: Database, tmp_path: Path, jobs: RayJobs, monkeypatch: pytest
     monkeypatch.setattr(ray, "LOOK_S", 0.1)
     state = StateFolder(tmp_path / "state")
     state.make()
-    bench = Bench(embedded, state, Limits(grace_s=20.0))
-    bench.worker._executor = executor(jobs)
+    bench = Bench(embedded, state, JobLimits(grace_s=20.0))
+    bench.worker.executor = executor(jobs)
     return bench
 
 
@@ -109,9 +109,6 @@ def folder(tmp_path: Path) -> JobFolder:
     )  # fmt: skip
     told.write(made.job_file)
     return made
-
-
-COMMAND = ("python", "-I", "-S", str(ROOT / "tests/service/stand_in.py"))
 
 
 def soon(what, limit_s: float = 150.0) -> None:
@@ -143,14 +140,13 @@ def test_a_job_runs_there_pauses_at_a_checkpoint_and_goes_on(bench: Bench) -> No
 def test_a_job_whose_worker_died_is_watched_by_the_next_and_not_run_twice(
     folder: JobFolder, jobs: RayJobs
 ) -> None:
-    command = (*COMMAND, str(folder.path))
     first = executor(jobs).hold(folder)
-    run = first.start(command, Limits())
+    run = first.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     first.release()  # as the end of its process does
 
     second = executor(jobs).hold(folder)
-    again = second.start(command, Limits())
+    again = second.start(STAND_IN, JobLimits())
 
     assert again.submission == run.submission
     again.terminate()
@@ -164,7 +160,7 @@ def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
     told.config["deaf"] = True
     told.write(folder.job_file)
     hold = executor(jobs).hold(folder)
-    run = hold.start((*COMMAND, str(folder.path)), Limits())
+    run = hold.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
 
     run.terminate()
@@ -181,7 +177,7 @@ def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
 def test_a_submission_whose_answer_was_lost_is_sent_once(folder: JobFolder, node: OneNode) -> None:
     node.drop_answers = 1
     hold = executor(RayJobs(node.address, TOKEN)).hold(folder)
-    run = hold.start((*COMMAND, str(folder.path)), Limits())
+    run = hold.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
 
     assert list(node.processes) == [run.submission]
@@ -196,7 +192,7 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
     node = OneNode()
     jobs = RayJobs(node.address, TOKEN)
     hold = executor(jobs).hold(folder)
-    run: RayRun = hold.start((*COMMAND, str(folder.path)), Limits())
+    run: RayProcess = hold.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     node.hang_up()
     soon(lambda: run.poll() is not None)
@@ -212,22 +208,22 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
 
 def test_a_newer_submission_ends_the_older_process(folder: JobFolder, node: OneNode) -> None:
     """Where a cluster could not be heard, this is what keeps two attempts from going on side by side."""
-    run = executor(RayJobs(node.address, TOKEN)).hold(folder).start((*COMMAND, str(folder.path)), Limits())
+    run = executor(RayJobs(node.address, TOKEN)).hold(folder).start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     folder.submission.write_text("stoker-7-2")
 
-    assert node.processes[run.submission].wait(30) == ray_child.OVERTAKEN
+    assert node.processes[run.submission].wait(30) == ray.OVERTAKEN
 
 
 def test_a_node_that_does_not_see_the_folder_runs_nothing(
     folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_child, "SIGHT_S", 0.0)
-    code = ray_child.main([str(folder.path), "stoker-7-1", *COMMAND, str(folder.path)])
+    monkeypatch.setattr(ray, "SIGHT_S", 0.0)
+    code = ray.main([str(folder.path), "stoker-7-1", STAND_IN.target])
 
-    assert (code, starts(folder)) == (ray_child.UNSEEN, 0)
+    assert (code, starts(folder)) == (ray.UNSEEN, 0)
     assert "names nothing and not stoker-7-1" in capfd.readouterr().err
-    run = RayRun.__new__(RayRun)
+    run = RayProcess.__new__(RayProcess)
     run._folder = folder
     assert run._judge({"status": "FAILED", "driver_exit_code": code}) == code
     assert "storage that service and cluster share" in folder.log.read_text()
@@ -239,7 +235,7 @@ def test_a_cluster_that_wants_another_token_says_so(folder: JobFolder, node: One
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN"):
         jobs.check()
     with pytest.raises(ResourceError, match="RAY_AUTH_TOKEN"):  # the job waits, and does not fail
-        executor(jobs).hold(folder).start((*COMMAND, str(folder.path)), Limits())
+        executor(jobs).hold(folder).start(STAND_IN, JobLimits())
 
 
 def test_the_token_comes_from_where_ray_takes_it(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import Degraded, ResourceError, StalledError
-from stoker.service import figures, folders, routes_caches
-from stoker.service.operations import Operations
-from stoker.service.recent import Patience, Recent
+from stoker.service import api, figures, folders
+from stoker.service.background import Operations, Recent, TimedCalls
 from tests.service.running import Running, serving
 
 
@@ -164,7 +163,7 @@ def test_a_disk_that_does_not_answer_costs_its_own_figure_alone(
 
 def test_room_is_told_while_the_disk_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "ANSWER_S", 0.2)
-    room = folders.Room(folders.StateFolder(tmp_path))
+    room = folders.DiskRoom(folders.StateFolder(tmp_path))
     source = Source()
     source.free.clear()
     monkeypatch.setattr(os, "statvfs", source)
@@ -204,8 +203,8 @@ def test_looks_into_one_cache_that_hang_are_few_and_leave_the_others_alone(
 ) -> None:
     source = Source()
     source.free.clear()
-    monkeypatch.setattr(running.services.figures, "folders", Patience(at_once=2, wait_s=0.2))
-    monkeypatch.setattr(routes_caches, "cache_folder", source)
+    monkeypatch.setattr(running.services.figures, "folders", TimedCalls(at_once=2, wait_s=0.2))
+    monkeypatch.setattr(api, "cache_folder", source)
     path = "/caches/radio/0123456789abcdef"
     try:
         said = [running.client.get(running.api(path + part)) for part in ("", "/why", "", "/why")]
@@ -231,7 +230,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_a_thread_that_cannot_be_started_takes_no_place(no_threads: pytest.MonkeyPatch) -> None:
-    patience, operations = Patience(at_once=1, wait_s=5), Operations(at_once=1)
+    patience, operations = TimedCalls(at_once=1, wait_s=5), Operations(at_once=1)
     recent = Recent(lambda: 1, "figures", wait_s=5)
 
     with pytest.raises(StalledError, match="can't start new thread"):
@@ -247,7 +246,7 @@ def test_a_thread_that_cannot_be_started_takes_no_place(no_threads: pytest.Monke
 
 
 def test_a_runtime_error_of_the_work_itself_passes_through_and_gives_its_place_back_once() -> None:
-    patience = Patience(at_once=1, wait_s=5)
+    patience = TimedCalls(at_once=1, wait_s=5)
 
     def fails() -> int:
         raise RuntimeError("of its own")

@@ -22,7 +22,7 @@ from stoker.errors import ConfigError
 from stoker.service import server
 from stoker.service.client import ServiceClient
 from stoker.service.security import RequestLimits
-from stoker.service.supervise import Staff
+from stoker.service.supervisor import WorkerPlan
 from tests.cli.commands import run
 from tests.service.running import serving
 
@@ -186,11 +186,11 @@ def test_a_service_starts_answers_and_ends_in_order(tmp_path: Path) -> None:
 
 
 def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staff: list[Staff] = []
+    plans: list[WorkerPlan] = []
 
     class NoWorkers:
-        def __init__(self, _database: object, _folder: object, told: Staff, _environment: object) -> None:
-            staff.append(told)
+        def __init__(self, _database: object, _folder: object, told: WorkerPlan) -> None:
+            plans.append(told)
 
         def start(self) -> None:
             pass
@@ -198,17 +198,15 @@ def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.Mo
         def stop(self, **_limit: float) -> bool:
             return True
 
-    monkeypatch.setattr(server, "Supervisor", NoWorkers)
+    monkeypatch.setattr(server, "WorkerSupervisor", NoWorkers)
     monkeypatch.setattr(server, "run_server", lambda _server, listening: listening.close())
     words = ["serve", "--port", "0", "--state-dir", str(tmp_path / "state"), "--workers", "2"]
 
     run(*words)
     run(*words, "--job-memory", "2GiB", "--job-time", "90min")
 
-    assert [(one.limits.memory_bytes, one.limits.wall_s) for one in staff] == [
-        (None, None),
-        (2 << 30, 5400.0),
-    ]
+    limits = [one.settings.limits for one in plans]
+    assert [(one.memory_bytes, one.wall_s) for one in limits] == [(None, None), (2 << 30, 5400.0)]
     for flag, value in (("--job-memory", "0"), ("--job-time", "0s")):
         _, notes = run(*words, flag, value, exit_code=3)
         assert "--job-memory and --job-time above 0" in notes

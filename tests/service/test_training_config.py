@@ -10,8 +10,15 @@ from pydantic import ValidationError
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.service.runs.settings import NOTHING_ON_DEVICE, SETTINGS, USELESS, check, settings_of
-from stoker.service.training_config import WITHOUT_EFFECT, TrainingConfig
+from stoker.service.training_config import (
+    NOTHING_ON_DEVICE,
+    SETTINGS,
+    USELESS,
+    WITHOUT_EFFECT,
+    TrainingConfig,
+    check,
+    settings_of,
+)
 
 ID = "0d6c2c9e-5a3e-5b5f-9a29-6a2b6f2d9d10"
 GUIDE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError, Degraded, NotFound
+from stoker.runtime.locks import FileLock
 from stoker.service.database import ENDED, WAITING, Database, Outbox, State
-from stoker.service.executor import Limits, LocalExecutor
+from stoker.service.executor import JobLimits, LocalExecutor
 from stoker.service.folders import JobFile, StateFolder
-from stoker.service.jobs import Job, Jobs, Leases, Terms
-from stoker.service.supervise import Supervisor, remove_orphans
-from stoker.service.worker import Settings, Worker
-from tests.service.serve import staff
+from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Jobs
+from stoker.service.supervisor import WorkerSlot, WorkerSupervisor, remove_orphans, slot_of
+from stoker.service.worker import JobWorker, WorkerSettings
+from tests.service.serve import STAND_IN, plan
 
 
 @pytest.fixture
@@ -33,23 +35,19 @@ def state(tmp_path: Path) -> StateFolder:
 class Bench:
     """A worker in this process, and what its jobs' users see."""
 
-    def __init__(self, database: Database, state: StateFolder, limits: Limits | None = None) -> None:
-        told = staff()
+    def __init__(self, database: Database, state: StateFolder, limits: JobLimits | None = None) -> None:
         self.database, self.state, self.jobs = database, state, Jobs(database)
-        settings = Settings(
+        settings = WorkerSettings(
             name="here",
-            slot=0,
-            url="",
             state=str(state.path),
-            parent=0,
-            child=told.child,
-            terms=Terms(lease_s=30.0, backoff_s=0.0, max_losses=3),
-            pace=told.pace,
-            limits=limits or Limits(grace_s=20.0),
+            program=STAND_IN,
+            retry=AttemptPolicy(backoff_s=0.0, max_losses=3),
+            pace=plan().settings.pace,
+            limits=limits or JobLimits(grace_s=20.0),
         )
-        self.leases = Leases(database, settings.terms)
+        self.queue = JobQueue(database, settings.retry)
         self.describe: Callable = lambda _database, ids: [{"id": id} for id in ids]
-        self.worker = Worker(settings, database, LocalExecutor(os.environ), self._described)
+        self.worker = JobWorker(settings, database, LocalExecutor(), self._described)
 
     def _described(self, database: Database, ids: list[str]):
         return self.describe(database, ids)
@@ -59,15 +57,15 @@ class Bench:
 
     def attempt(self, meanwhile: Callable[[], object] | None = None) -> None:
         """One attempt at the oldest job, and something that happens once it says something."""
-        claim = self.leases.claim("here")
-        assert claim is not None
+        attempt = self.queue.take("here")
+        assert attempt is not None
         if meanwhile is None:
-            self.worker.work(claim)
+            self.worker.work(attempt)
             return
-        helper = threading.Thread(target=self._then, args=(claim.job.id, meanwhile))
+        helper = threading.Thread(target=self._then, args=(attempt.job.id, meanwhile))
         helper.start()
         try:
-            self.worker.work(claim)
+            self.worker.work(attempt)
         finally:
             helper.join(30)
 
@@ -119,7 +117,7 @@ def test_a_paused_job_goes_on_where_it_stopped(bench: Bench) -> None:
 
 
 def test_a_job_that_does_not_stop_when_asked_is_ended(embedded: Database, state: StateFolder) -> None:
-    bench = Bench(embedded, state, Limits(grace_s=0.2))
+    bench = Bench(embedded, state, JobLimits(grace_s=0.2))
     job = bench.make(deaf=True, epoch_s=600.0)
 
     bench.attempt(lambda: bench.jobs.cancel(job.id))
@@ -133,7 +131,7 @@ def test_a_job_cancelled_before_it_starts_never_does(bench: Bench) -> None:
     job = bench.make()
     bench.jobs.cancel(job.id)
 
-    assert bench.leases.claim("here") is None
+    assert bench.queue.take("here") is None
     assert not bench.state.job(job.id).path.exists()
 
 
@@ -178,7 +176,7 @@ def test_a_job_that_finds_the_disk_full_waits_for_room_however_often(bench: Benc
     waiting = bench.jobs.get(job.id)
     assert (waiting.state, waiting.epoch, waiting.attempt) == (State.PENDING, 1, 4)
     assert waiting.message.startswith("its process found the disk full")
-    assert bench.leases.claim("here") is None, "not at once"
+    assert bench.queue.take("here") is None, "not at once"
 
 
 @pytest.mark.parametrize("where", ["stoker.service.worker.JobFile.write", "stoker.service.worker.end_line"])
@@ -210,7 +208,7 @@ def test_no_job_is_begun_while_the_disk_is_full(bench: Bench, monkeypatch: pytes
         return os.statvfs_result(found)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    supervisor = Supervisor(bench.database, bench.state, staff(workers=0), os.environ)
+    supervisor = WorkerSupervisor(bench.database, bench.state, plan(workers=0))
     supervisor.step()
     runner = threading.Thread(target=bench.worker.run)
     runner.start()
@@ -248,7 +246,7 @@ def test_a_job_that_ends_without_a_word_is_not_done(bench: Bench) -> None:
 
 
 def test_a_job_that_hangs_after_its_last_word_is_done(embedded: Database, state: StateFolder) -> None:
-    bench = Bench(embedded, state, Limits(grace_s=0.2))
+    bench = Bench(embedded, state, JobLimits(grace_s=0.2))
     job = bench.make(epochs=1, hang_at_end=True)
     bench.attempt()
 
@@ -257,7 +255,7 @@ def test_a_job_that_hangs_after_its_last_word_is_done(embedded: Database, state:
 
 
 def test_a_job_that_says_nothing_for_long_is_tried_again(embedded: Database, state: StateFolder) -> None:
-    bench = Bench(embedded, state, Limits(quiet_s=0.5, grace_s=0.2))
+    bench = Bench(embedded, state, JobLimits(quiet_s=0.5, grace_s=0.2))
     job = bench.make(epoch_s=600.0, deaf=True)
     bench.attempt()
 
@@ -269,7 +267,7 @@ def test_a_job_that_says_nothing_for_long_is_tried_again(embedded: Database, sta
 
 
 def test_a_job_over_a_limit_fails_with_the_figure(embedded: Database, state: StateFolder) -> None:
-    bench = Bench(embedded, state, Limits(wall_s=0.3, grace_s=20.0))
+    bench = Bench(embedded, state, JobLimits(wall_s=0.3, grace_s=20.0))
     job = bench.make(epoch_s=600.0)
     bench.attempt()
 
@@ -326,16 +324,16 @@ def test_a_database_that_is_away_for_a_while_costs_a_job_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = bench.make(epochs=4, epoch_s=0.05)
-    away, report = [30], Leases.report
+    away, report = [30], JobQueue.report
 
-    def unreliable(self: Leases, *given):
+    def unreliable(self: JobQueue, *given):
         if away[0]:
             away[0] -= 1
             raise Degraded("not now")
         return report(self, *given)
 
-    monkeypatch.setattr(Leases, "report", unreliable)
-    claim = bench.leases.claim("here")
+    monkeypatch.setattr(JobQueue, "report", unreliable)
+    claim = bench.queue.take("here")
     assert claim is not None
     bench.worker.work(claim)
 
@@ -347,61 +345,102 @@ def test_a_worker_that_lost_its_job_ends_the_process_and_says_nothing(bench: Ben
     job = bench.make(epoch_s=600.0)
 
     def lose() -> None:
-        bench.leases.abandon("here")
-        bench.leases.sweep()
+        bench.queue.release("here")
         bench.jobs.cancel(job.id)
 
     bench.attempt(lose)
 
     assert bench.jobs.get(job.id).state == State.CANCELLED
     assert bench.kinds(job.id) == ["queued", "claimed", "started", "queued", "cancelled"]
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if job.id in read(path)]
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    started = (bench.state.job(job.id).path / "witness.txt").read_text().split()[1]
+    until(lambda: not Path(f"/proc/{started}").exists())
 
 
 def test_a_state_folder_has_one_service_and_a_database_one_folder(
     embedded: Database, state: StateFolder, tmp_path: Path
 ) -> None:
-    first = Supervisor(embedded, state, staff(workers=0), os.environ)
+    first = WorkerSupervisor(embedded, state, plan(workers=0))
 
     with pytest.raises(ConfigError, match="belongs to a service that runs now"):
-        Supervisor(embedded, state, staff(workers=0), os.environ)
+        WorkerSupervisor(embedded, state, plan(workers=0))
     with pytest.raises(ConfigError, match="with another state folder"):
-        Supervisor(embedded, StateFolder(tmp_path / "other"), staff(workers=0), os.environ)
+        WorkerSupervisor(embedded, StateFolder(tmp_path / "other"), plan(workers=0))
     first.stop()
-    Supervisor(embedded, state, staff(workers=0), os.environ).stop()
+    WorkerSupervisor(embedded, state, plan(workers=0)).stop()
 
 
-def test_workers_get_a_lease_to_speak_up_after_the_database_was_away(
+@pytest.mark.parametrize("worker", ["a-host-0-aaaaaaaa", "a-host-7-aaaaaaaa"])
+def test_jobs_of_an_earlier_service_are_taken_up_once_its_worker_has_ended(
+    embedded: Database, state: StateFolder, worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes a checkpoint meanwhile. Its slot may be one that the service has no more."""
+    monkeypatch.setattr(WorkerSlot, "_start", lambda *_: None)
+    job = Jobs(embedded).create({}, name="n", epochs=1)[0]
+    JobQueue(embedded).take(worker)
+    earlier = FileLock(state.workers / f"{slot_of(worker)}.lock")
+    assert earlier.acquire()
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
+
+    def later() -> State:
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
+        supervisor.step()
+        return Jobs(embedded).get(job.id).state
+
+    assert (later(), later()) == (State.RUNNING, State.RUNNING)
+    earlier.release()
+    assert later() in WAITING
+    supervisor.stop()
+
+
+def test_a_job_is_taken_from_a_dead_worker_once_the_database_is_back(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise every job would be taken away from a worker that could not renew its lease meanwhile."""
     job = Jobs(embedded).create({}, name="n", epochs=1)[0]
-    supervisor = Supervisor(embedded, state, staff(workers=0, terms=Terms(lease_s=60.0)), os.environ)
-    Leases(embedded, Terms(lease_s=-1.0)).claim("alive")
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
+    JobQueue(embedded).take("dead")
     with monkeypatch.context() as away:
-        away.setattr(embedded, "check", lambda writes: (_ for _ in ()).throw(Degraded("not now")))
+        away.setattr(JobQueue, "workers", lambda _: (_ for _ in ()).throw(Degraded("not now")))
         supervisor.step()
+    assert Jobs(embedded).get(job.id).state == State.RUNNING
 
     monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
     supervisor.step()
 
-    assert Jobs(embedded).get(job.id).state == State.RUNNING
+    assert Jobs(embedded).get(job.id).state in WAITING
     supervisor.stop()
+
+
+def test_a_worker_gives_up_a_job_that_it_took_without_hearing_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was cut after the database had noted it: nobody else may take the job."""
+    take, cuts = JobQueue.take, [1]
+
+    def cut(self: JobQueue, worker: str) -> JobAttempt | None:
+        attempt = take(self, worker)
+        if attempt is not None and cuts:
+            cuts.pop()
+            raise Degraded("cut off")
+        return attempt
+
+    monkeypatch.setattr(JobQueue, "take", cut)
+    job = bench.make(epochs=1)
+    runner = threading.Thread(target=bench.worker.run)
+    runner.start()
+    try:
+        until(lambda: bench.jobs.get(job.id).state == State.COMPLETED)
+    finally:
+        bench.worker.stop()
+        runner.join(30)
+    assert bench.jobs.get(job.id).attempt == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_service_whose_thread_dies_says_so(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervisor, "step", lambda self: sys.exit())
-    supervisor = Supervisor(embedded, state, staff(workers=0), os.environ)
+    monkeypatch.setattr(WorkerSupervisor, "step", lambda self: sys.exit())
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     supervisor.start()
 
     ended = "the supervisor of the workers has ended: see the service's log"
@@ -412,7 +451,7 @@ def test_a_service_whose_thread_dies_says_so(
 def test_a_jobs_folder_that_cannot_be_listed_ends_neither_supervisor_nor_chores(
     embedded: Database, state: StateFolder
 ) -> None:
-    supervisor = Supervisor(embedded, state, staff(workers=0), os.environ)
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     state.jobs.rmdir()
     state.jobs.write_text("no folder")
     supervisor.start()
@@ -439,9 +478,9 @@ def test_workers_are_watched_while_a_folder_of_a_deleted_job_does_not_go(
     bench.jobs.delete(gone.id)
     hangs, released = threading.Event(), threading.Event()
     monkeypatch.setattr("shutil.rmtree", lambda *_: (hangs.set(), released.wait(60)))
-    supervisor = Supervisor(bench.database, bench.state, staff(workers=0), os.environ)
+    supervisor = WorkerSupervisor(bench.database, bench.state, plan(workers=0))
     job = bench.make()
-    Leases(bench.database, Terms(lease_s=-1.0)).claim("dead")
+    JobQueue(bench.database).take("dead")
     supervisor.start()
     try:
         assert hangs.wait(30)
@@ -478,10 +517,36 @@ def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:
     assert young.path.exists()
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_worker_that_dies_or_hangs_is_replaced_and_its_job_goes_on(
+    embedded: Database, state: StateFolder, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = Jobs(embedded)
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
+    supervisor.start()
+    try:
+        job = jobs.create({"epoch_s": 0.2}, name="n", epochs=4)[0]
+        until(lambda: jobs.get(job.id).epoch)
+        (before,) = supervisor.workers()
+        os.kill(before.pid, number)
+        until(lambda: jobs.get(job.id).state in ENDED)
+        (after,) = supervisor.workers()
+    finally:
+        assert supervisor.stop(limit_s=30.0)
+
+    assert (jobs.get(job.id).state, jobs.get(job.id).attempt) == (State.COMPLETED, 2)
+    assert after.deaths == 1
+    assert "OVERLAP" not in (state.job(job.id).path / "witness.txt").read_text()
+    assert f"worker {before.name} was killed by signal 9" in caplog.text
+    assert ("gave no heartbeat for" in caplog.text) == (number is signal.SIGSTOP)
+    assert f"job {job.id} lost its worker and is now " in caplog.text
+
+
 @pytest.mark.slow  # the quick storm starts a service too
 def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state: StateFolder) -> None:
     jobs = Jobs(embedded)
-    supervisor = Supervisor(embedded, state, staff(workers=1), os.environ)
+    supervisor = WorkerSupervisor(embedded, state, plan(workers=1))
     supervisor.start()
     try:
         job = jobs.create({"epoch_s": 0.2}, name="n", epochs=3)[0]

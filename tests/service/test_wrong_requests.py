@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from stoker.service.api import GcRequest
 from stoker.service.datasets import Generation, Registration
 from stoker.service.models import JobRequest, MoreEpochs
-from stoker.service.routes_caches import GcRequest
 from tests.service.running import Answer, ask
 
 API = "/api/v1/training"

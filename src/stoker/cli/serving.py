@@ -141,9 +141,9 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         job_memory_bytes=job_memory,
         job_s=job_time,
     )
-    hidden = {DATABASE, TOKEN}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    run(settings, environment, lambda started: out.show(started, render_started))
+    for name in (DATABASE, TOKEN):  # not for workers and jobs
+        os.environ.pop(name, None)
+    run(settings, os.environ, lambda started: out.show(started, render_started))
     out.note("the service has ended; jobs that ran continue at its next start")
 
 

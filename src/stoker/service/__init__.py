@@ -1,16 +1,17 @@
 """The training service: jobs over HTTP, durable and live, run by workers on one machine.
 
-states.py      the states of a job and the moves between them
-schema.py      the tables; upgrade.py brings them up to date
-database.py    transactions with deadlines, the clocks
-jobs.py        what the API and the pages ask: create, list, cancel, pause, resume ...
-outbox.py      events in the order in which they were committed
-leases.py      what workers ask: claim, heartbeat, report, finish; the sweep of lost leases
-folders.py     the state folder and the folder of a job
-job_file.py    what a job's process is told; lines.py what it says
-executor.py    the seam to processes; local.py (and confine.py) runs them here
-attempt.py     one attempt at a job; worker.py one after another; supervise.py keeps the workers running
-training_config.py  what a job is asked for; child.py and runs/ what its process does
-datasets.py    the data sets that jobs name (dataset_table.py, dataset_requests.py, radio_sets.py);
-               look.py and looks.py look at them in a process of their own
+app.py         the web application: middleware, routers, earlier addresses;  server.py  uvicorn with limits
+security.py    what every request passes first; which files, databases and encoders may be named
+api.py         the routes of the API;  models.py  bodies of requests and answers, errors, examples
+pages.py       the pages and their routes;  stream.py  live events and logs;  client.py  a client
+services.py    everything that routes and pages work with, made once
+figures.py, traffic.py   what the service finds out about itself;  background.py  what takes long or may hang
+database.py    the tables, their versions, transactions with timeouts, states of a job, events
+jobs.py        what the API asks of jobs; what workers ask (`JobQueue`); what a job's process says
+folders.py     the state folder, the folder of a job, job.json and events.jsonl
+supervisor.py  keeps the workers running: heartbeat, kill, jobs of dead workers; chores
+worker.py      one job after another;  executor.py  the processes of jobs here;  ray.py  on a Ray cluster
+child.py       the process of a job;  runs.py  what it does, by kind of data
+training_config.py  what a job is asked for, and that in the terms of docs/config.md
+datasets.py    the data sets that jobs name;  probes.py  looks at them in a process of its own
 """

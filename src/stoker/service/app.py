@@ -13,18 +13,8 @@ from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
 
 import stoker
-from stoker.service import (
-    answers,
-    dashboard,
-    pages,
-    routes_caches,
-    routes_datasets,
-    routes_jobs,
-    routes_live,
-    routes_machine,
-)
-from stoker.service.models import BY_MODEL
-from stoker.service.security import App, Guard, Receive, Rules, Send
+from stoker.service import api, models, pages
+from stoker.service.security import App, Guard, GuardRules, Receive, Send
 from stoker.service.services import Services
 
 # ----------------------------------------------------------------------------------------------------------
@@ -154,13 +144,13 @@ HEADERS = (
 """What every answer carries."""
 
 
-class Described(FastAPI):
+class ServiceApp(FastAPI):
     """An application whose description has examples; the framework's own would lose their nulls."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI."""
         found = super().openapi()
-        for name, shown in BY_MODEL.items():
+        for name, shown in models.BY_MODEL.items():
             found["components"]["schemas"][name]["examples"] = list(shown)
         return found
 
@@ -177,7 +167,7 @@ def create_app(services: Services) -> FastAPI:
         with suppress(asyncio.CancelledError):
             await reading
 
-    app = Described(
+    app = ServiceApp(
         title="Stoker training service",
         version=stoker.__version__,
         description=DESCRIPTION,
@@ -189,15 +179,17 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     add_earlier(app)
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
-    for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
-        app.include_router(module.router, prefix=API, dependencies=token)
-    app.include_router(routes_machine.health)
-    app.include_router(routes_machine.figures, dependencies=token)
+    for router in (
+        api.jobs_router, api.live_router, api.datasets_router, api.caches_router, api.machine_router,
+    ):  # fmt: skip
+        app.include_router(router, prefix=API, dependencies=token)
+    app.include_router(api.health_router)
+    app.include_router(api.metrics_router, dependencies=token)
+    app.include_router(pages.login_router)
     app.include_router(pages.router)
-    app.include_router(dashboard.router)
     app.mount("/static", pages.static_files(), name="static")
-    answers.install(app)
-    rules = Rules(
+    models.install(app)
+    rules = GuardRules(
         auth=services.auth,
         hosts=services.hosts,
         limits=services.limits,

@@ -1,4 +1,4 @@
-"""The process of a job: `python -m stoker.service.child FOLDER`.
+"""The process of a job: a child of its worker; by hand, `python -m stoker.service.child FOLDER`.
 
 It is told everything by `FOLDER/job.json`, says everything in `FOLDER/events.jsonl`, and keeps what it can go
 on from in `FOLDER/checkpoints`. It exits with 0 when the job is completed, with 75 when it was asked to stop
@@ -12,35 +12,46 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS
-from stoker.service.executor import NO_ROOM, STOPPED
-from stoker.service.folders import JobFile
+from stoker.runtime.processes.entry import Connection
+from stoker.service.executor import NO_ROOM, STOPPED, begin_job
+from stoker.service.folders import JobFile, Journal
 
 if TYPE_CHECKING:
-    from stoker.service.runs.journal import Journal
-    from stoker.service.runs.run import JobRun
     from stoker.service.training_config import TrainingConfig
 
 _FAILED = 1
 
 
+def serve(connection: Connection) -> int:
+    """Do the job that a worker started this process for; return the exit status."""
+    _leave_on_signals()
+    return do_job(begin_job(connection))
+
+
 def main(words: Sequence[str]) -> int:
-    """Do the job of a folder; the exit status."""
+    """Do the job of a folder; return the exit status."""
+    _leave_on_signals()
+    if len(words) != 1:
+        raise SystemExit("usage: python -m stoker.service.child FOLDER")
+    return do_job(Path(words[0]).absolute())
+
+
+def _leave_on_signals() -> None:
     # Until something takes the signal that has more to save, there is nothing to save: files appear whole.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    if len(words) != 1:
-        raise SystemExit("usage: python -m stoker.service.child FOLDER")
+
+
+def do_job(folder: Path) -> int:
+    """Do the job of a folder; return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.captureWarnings(capture=True)
-    folder = Path(words[0]).absolute()
-
-    from stoker.service.runs.journal import Journal
 
     try:
         journal = Journal(folder / "events.jsonl")
@@ -64,22 +75,21 @@ def _leave(_number: int, _frame: object) -> None:
 
 
 def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
-    if job.kind == "generation":
-        from stoker.service.runs.generate import generate
+    from stoker.service.runs import JobRun, generate, train
 
+    if job.kind == "generation":
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
-    from stoker.service.runs.run import JobRun
-    from stoker.service.runs.settings import check, settings_of
     from stoker.service.security import data_paths
+    from stoker.service.training_config import check, settings_of
     from stoker.sources.files import confine_sources
 
     config = config_of(job.config)
     confine_sources(data_paths(cast("Mapping[str, Any]", one["spec"]) for one in job.datasets))
     settings = settings_of(config, job.datasets, caches=job.caches, run_dir=str(folder), epochs=job.epochs)
     run = JobRun(folder=folder, job=job, config=config, settings=settings, journal=journal)
-    return _trainer(check(config, job.datasets))(run)
+    return train(run, check(config, job.datasets))
 
 
 def config_of(given: Mapping[str, Any]) -> TrainingConfig:
@@ -99,20 +109,6 @@ def config_of(given: Mapping[str, Any]) -> TrainingConfig:
         found = wrong_fields(error.errors(), schema_of(TrainingConfig))
         lines = [f"config.{path}: {problem}" if path else f"config: {problem}" for path, problem in found]
         raise ConfigError("\n".join(lines)) from None
-
-
-def _trainer(kind: str) -> Callable[[JobRun], dict[str, Any]]:
-    if kind == "radio":
-        from stoker.service.runs.rows import train_rows
-
-        return train_rows
-    if kind == "images":
-        from stoker.service.runs.images import train_images
-
-        return train_images
-    from stoker.service.runs.operator import train_operator
-
-    return train_operator
 
 
 def _fail(journal: Journal, error: Exception) -> int:

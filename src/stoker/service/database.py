@@ -1,13 +1,11 @@
 """One database under the service: SQLite in a file, or PostgreSQL.
 
 Every transaction is bounded: SQLite by its busy timeout and a check while a statement runs, PostgreSQL by its
-own timeouts, by keepalives, and by `silence.py` where the server says nothing at all. What goes wrong with
+own timeouts, by keepalives, and by `Silence` where the server says nothing at all. What goes wrong with
 the database itself comes out as `Degraded`, and is noted (`trouble`) until it works again; errors of a
 statement (a broken rule of a table) come out as they are.
 
-Two clocks, both the database's, never a process's own. `wall` is for showing. `lease_clock` is for comparing:
-on PostgreSQL the server's clock; on SQLite, where all processes are on one machine, the time since it was
-booted, which no one sets and which is the same in every process.
+Times are those of the database's clock (`wall`), never of a process's own.
 """
 
 from __future__ import annotations
@@ -269,7 +267,7 @@ class State(StrEnum):
 WAITING = frozenset({State.PENDING, State.QUEUED})
 """A worker may take it."""
 HELD = frozenset({State.RUNNING, State.PAUSING, State.CANCELLING})
-"""A worker has a lease on it."""
+"""A worker works on it."""
 ENDED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
 """Nothing happens any more unless someone asks for it."""
 
@@ -297,15 +295,12 @@ def before(state: State) -> frozenset[State]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The tables of the service, the same on SQLite and PostgreSQL.
-#
-# Times named `created`, `started`, `ended` and `at` are unix seconds by the database's wall clock and are
-# only shown. Times named `lease_until` and `not_before` are seconds of `Database.lease_clock` and are only
-# compared.
+# The tables of the service, the same on SQLite and PostgreSQL. All times are unix seconds by the database's
+# clock.
 
 
-VERSION = 1
-"""Version of these tables; `upgrade.py` knows the way from every earlier one."""
+VERSION = 2
+"""Version of these tables; `STEPS` has the way from every earlier one."""
 METADATA = MetaData()
 """Every table of the service; other modules add theirs here."""
 
@@ -342,7 +337,6 @@ JOBS = Table(
     Column("worker", String(100)),
     Column("attempt", Integer, nullable=False, default=0),
     Column("losses", Integer, nullable=False, default=0),
-    Column("lease_until", Real),
     Column("not_before", Real, nullable=False, default=0.0),
     Column("position", BigInteger, nullable=False, default=0),
     Column("epoch", Integer, nullable=False, default=0),
@@ -364,8 +358,9 @@ JOBS = Table(
     Index("jobs_by_state", "state", "number"),
     sqlite_autoincrement=True,
 )
-"""A row a job. `attempt` counts claims and is the fencing token; `losses` counts attempts that ended without
-a result since the last epoch; `position` is how far the worker has read in the job's `events.jsonl`."""
+"""A row a job. `attempt` counts how often a worker took it, and is part of every change that a worker makes;
+`losses` counts attempts that ended without a result since the last epoch; no worker takes it before
+`not_before`; `position` is how far the worker has read in the job's `events.jsonl`."""
 
 METRICS = Table(
     "metrics",
@@ -403,7 +398,7 @@ META = Table(
     Column("name", String(20), primary_key=True),
     Column("value", Text, nullable=False),
 )
-"""`version` of the tables; `boot` of the machine that the lease clock belongs to."""
+"""`version` of the tables; `folder`: the state folder that the database belongs to."""
 
 
 STATEMENT_S = 10.0
@@ -453,28 +448,17 @@ class Database:
         self._silence = None if self.is_sqlite else Silence(self._engine, statement_s + _SLACK_S)
         try:
             with self.writing() as connection:
-                bring_up_to_date(connection, self.boot())
+                bring_up_to_date(connection)
         except StokerError:
             self.close()
             raise
 
     @property
     def wall(self) -> sa.ColumnElement[float]:
-        """Unix seconds now, for showing."""
+        """Unix seconds now."""
         if self.is_sqlite:
             return (sa.func.julianday("now", type_=sa.Double) - 2440587.5) * 86400.0
         return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
-
-    @property
-    def lease_clock(self) -> sa.ColumnElement[float]:
-        """Seconds now, for comparing with other readings of it."""
-        if self.is_sqlite:
-            return sa.func.since_boot(type_=sa.Double)
-        return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
-
-    def boot(self) -> str:
-        """What `lease_clock` belongs to: a clock that starts anew has another name."""
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() if self.is_sqlite else "server"
 
     @contextmanager
     def reading(self) -> Generator[sa.Connection]:
@@ -588,7 +572,6 @@ class Database:
         raw: sqlite3.Connection = connection
         for pragma in (f"journal_mode={self._journal}", "synchronous=FULL", "foreign_keys=ON"):
             raw.execute(f"PRAGMA {pragma}")
-        raw.create_function("since_boot", 0, lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
         started = time.monotonic()
 
         def watch(statement: str) -> None:
@@ -659,16 +642,23 @@ rows of the last check; times are unix seconds by the database's wall clock."""
 _LOCK = (
     0x73746F6B  # any number: PostgreSQL's own lock, so that two who start at once do this one after the other
 )
-STEPS: Mapping[int, Callable[[sa.Connection], None]] = {}
-"""How to get from a version to the next; the first release has none."""
 
 
-def bring_up_to_date(connection: sa.Connection, boot: str) -> None:
-    """Make what is missing and end the leases that were taken by a clock that no longer runs.
+def _without_leases(connection: sa.Connection) -> None:
+    """Bring version 1 to 2: a job has no lease. What waited by the time since boot has waited long enough."""
+    connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN lease_until"))
+    connection.execute(META.delete().where(META.c.name == "boot"))
+
+
+STEPS: Mapping[int, Callable[[sa.Connection], None]] = MappingProxyType({1: _without_leases})
+"""How to get from a version to the next."""
+
+
+def bring_up_to_date(connection: sa.Connection) -> None:
+    """Make what is missing, and change the tables of an earlier version.
 
     Args:
         connection: In a transaction that writes.
-        boot: `Database.boot()`.
 
     Raises:
         FormatError: The tables are of a newer version than this code knows.
@@ -689,10 +679,6 @@ def bring_up_to_date(connection: sa.Connection, boot: str) -> None:
         connection.execute(COUNTERS.insert().values(name="event", value=0))
     if found != str(VERSION):
         _set(connection, "version", str(VERSION))
-    if _value(connection, "boot") != boot:
-        connection.execute(JOBS.update().where(JOBS.c.lease_until.is_not(None)).values(lease_until=-1.0))
-        connection.execute(JOBS.update().values(not_before=0.0))
-        _set(connection, "boot", boot)
 
 
 def _value(connection: sa.Connection, name: str) -> str | None:

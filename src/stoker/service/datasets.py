@@ -1,7 +1,7 @@
 """The data sets that jobs may name: registered where they are, or made by the service.
 
 The registry keeps where a data set is and what was found there, never the data. Looking at it is done by
-another process with a deadline (`look.py`): neither a damaged file nor dead storage harms the service.
+another process (`probes.py`): neither a damaged file nor dead storage harms the service.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
-from stoker.service.look import look
 from stoker.service.security import DataAccess
 from stoker.sources.sql.query import has_password, parse_address, sqlite_url
 
@@ -105,7 +104,6 @@ Generation = Annotated[GenerateRadio | GenerateSimulations, Field(discriminator=
 """A data set to be made."""
 
 
-Look = Callable[..., Any]
 MADE = "made"
 """The check of a report that says whether a data set of the service was made."""
 ACCESS = "access"
@@ -146,7 +144,7 @@ class Datasets:
         database: Where they are listed.
         data: Folder of those that the service makes.
         check_path: Gives the real path of one that a request names, or refuses it (`paths.Roots.check`).
-        look: See `look.look`.
+        probe: See `probes.probe`.
         access: What may be read since this start. Data sets that were registered under an earlier one stay,
             and are looked at if it allows them.
     """
@@ -157,13 +155,13 @@ class Datasets:
         data: Path,
         check_path: Callable[[str], Path],
         *,
-        look: Look = look,
+        probe: Callable[..., Any],
         access: DataAccess,
     ) -> None:
         self._database = database
         self._data = data.absolute()
         self._check_path = check_path
-        self._look = look
+        self._probe = probe
         self._access = access
 
     def register(self, request: Registration) -> Dataset:
@@ -181,7 +179,7 @@ class Datasets:
             spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
         else:
             id, spec = str(uuid.uuid4()), {"path": str(self._check_path(request.path))}
-        facts: dict[str, Json] = self._look("facts", request.kind, spec)
+        facts: dict[str, Json] = self._probe("facts", request.kind, spec)
         if facts.pop("named_splits", False):
             spec["named_splits"] = True
         return self._insert(id, request.name, request.kind, "registered", spec, facts, "unknown")
@@ -192,6 +190,7 @@ class Datasets:
         Raises:
             Conflict: The name, or the very same set, is there as something else.
         """
+
         made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
         spec: dict[str, Any]
         if isinstance(request, GenerateRadio):
@@ -309,7 +308,7 @@ class Datasets:
                 )
             connection.execute(DATASETS.delete().where(DATASETS.c.id == dataset.id))
         if dataset.origin == "generated":
-            self._look("remove", dataset.kind, dataset.spec)
+            self._probe("remove", dataset.kind, dataset.spec)
 
     def _checked_url(self, url: str) -> str:
         if has_password(url):
@@ -325,7 +324,7 @@ class Datasets:
 
     def _look_at(self, what: str, dataset: Dataset, **given: Any) -> Any:
         self.check_access(dataset)
-        return self._look(what, dataset.kind, dataset.spec, **given)
+        return self._probe(what, dataset.kind, dataset.spec, **given)
 
     def _as_allowed(self, dataset: Dataset) -> Dataset:
         """The data set, `bad` with the reason where it may not be read since this start."""

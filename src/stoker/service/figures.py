@@ -10,7 +10,7 @@ import pynvml
 
 from stoker.monitor.gpu import GpuAbsent, open_gpu
 from stoker.plan.resources import probe
-from stoker.service.recent import Patience, Recent
+from stoker.service.background import Recent, TimedCalls
 from stoker.service.traffic import counts
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Figures:
             lambda: find_caches(folder), f"the folder of caches {folder.caches}", wait_s=SCAN_S
         )
         """A row for every cache that jobs have made."""
-        self.folders = Patience(at_once=FOLDERS, wait_s=FOLDER_S)
+        self.folders = TimedCalls(at_once=FOLDERS, wait_s=FOLDER_S)
         """Looks into single folders of caches."""
 
 

@@ -16,17 +16,20 @@ DIR/jobs/ID/job.json    what the job is to do
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from stoker.errors import ConfigError, NotFound
 from stoker.runtime.disk import explained, format_inodes, free_space
 from stoker.runtime.files import replacing
-from stoker.service.recent import Recent
+from stoker.service.background import Recent
 from stoker.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,7 +158,7 @@ class StateFolder:
         self.path.chmod(0o700)
 
 
-class Room:
+class DiskRoom:
     """Whether there is room in a state folder, told in time also where its disk says nothing."""
 
     def __init__(self, folder: StateFolder) -> None:
@@ -248,3 +251,64 @@ class JobFile:
     def read(cls, path: Path) -> JobFile:
         """What `write` wrote."""
         return cls(**json.loads(path.read_text()))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `events.jsonl`: what a job's process says about itself, whole lines of JSON at the end of the file.
+#
+# A line is one `write`, so a kill leaves whole lines, and at most one that was not finished.
+
+
+class Journal:
+    """The file, open for appending."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with explained(path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, 0o600)
+        self.epoch = _end_of(path)
+        """The newest epoch that was told of; 0: none."""
+
+    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Append a line; numbers that are not finite are null.
+
+        Raises:
+            ResourceError: The disk is full.
+        """
+        text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
+        left = text.encode() + b"\n"
+        with explained(self._path):
+            while left:  # a disk that fills up takes a part, and refuses the next
+                left = left[os.write(self._fd, left) :]
+        if kind == "metrics":
+            self.epoch = max(self.epoch, int(data["epoch"]))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+
+def _end_of(path: Path) -> int:
+    """The newest epoch in a file, whose last line is ended if a kill left it half written."""
+    data, epoch = path.read_bytes(), 0
+    if data and not data.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    for text in data.split(b"\n"):
+        if b'"metrics"' in text:
+            with suppress(ValueError, KeyError, TypeError):
+                said = json.loads(text)
+                epoch = max(epoch, int(said["data"]["epoch"])) if said["kind"] == "metrics" else epoch
+    return epoch
+
+
+def _plain(value: Any) -> Json:
+    """The same for JSON: NaN and infinities as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in cast("Mapping[object, Any]", value).items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in cast("Sequence[Any]", value)]
+    return value

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import sqlalchemy as sa
 
-from stoker.errors import ConfigError, Conflict, LeaseLost, NotFound
+from stoker.errors import AttemptLost, ConfigError, Conflict, NotFound
 from stoker.service.database import DATASETS, ENDED, HELD, JOBS, METRICS, WAITING, State, append, before
 
 if TYPE_CHECKING:
@@ -443,34 +443,40 @@ SHOWN = (*sorted(_NUMBERS), "epoch", "message", "tier", "checkpoint")
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Who works on which job: leases with a fencing token, by the database's clock.
+# Who works on which job.
 #
-# A worker claims a job, and from then on says at least once a lease that it is alive. Whoever is late loses
-# the job: `sweep` gives it to others, and what the late one still reports is refused, because the number of
-# the claim (`attempt`) is part of every UPDATE it makes. No process's own clock decides anything.
+# A worker takes a job and has it until the attempt is over. The supervisor of the workers gives a job back
+# (`release`) once the worker is dead. The number of the attempt is part of every UPDATE that a worker makes:
+# what a worker had on its way to the database when it was killed changes no later attempt.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """How long a lease is, and how often a job may lose its worker."""
+class AttemptPolicy:
+    """How long a worker may hang, and how often a job may lose its worker."""
 
-    lease_s: float = 30.0
-    """A worker that was not heard of for this long has lost its job."""
+    timeout_s: float = 30.0
+    """A worker without a heartbeat for this long is killed, and its job is tried again."""
+    room_wait_s: float = 30.0
+    """Wait before the next attempt where the last one found no room, or could not be started."""
     max_losses: int = 5
     """Attempts in a row that may end without a result and without a finished epoch; then the job fails."""
     backoff_s: float = 2.0
     """Wait before the next attempt after a loss; twice as long after each further one, 64 times at most."""
 
+    @property
+    def longest_wait_s(self) -> float:
+        """No job waits longer; one that seems to was put off before the clock was set back."""
+        return max(self.room_wait_s, 64 * self.backoff_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A worker's hold on a job."""
+class JobAttempt:
+    """One attempt of a worker at a job."""
 
     job: Job
-    """As it was when it was claimed."""
-    worker: str
-    attempt: int
-    """The fencing token: a later claim has a higher one."""
+    """As it was when the worker took it."""
+    number: int
+    """A later attempt at the job has a higher one."""
     position: int
     """Bytes of the job's `events.jsonl` that are already in the database."""
 
@@ -488,23 +494,24 @@ class Outcome:
     """What the process said at its end."""
 
 
-class Leases:
-    """Claims on the jobs of a database."""
+class JobQueue:
+    """The jobs of a database, as workers and their supervisor see them."""
 
-    def __init__(self, database: Database, terms: Terms | None = None) -> None:
+    def __init__(self, database: Database, retry: AttemptPolicy | None = None) -> None:
         self._database = database
-        self.terms = terms or Terms()
+        self.retry = retry or AttemptPolicy()
 
-    def claim(self, worker: str) -> Claim | None:
+    def take(self, worker: str) -> JobAttempt | None:
         """The oldest job that waits, now this worker's; None when none does.
 
         Many may ask at once: each job goes to one of them, and none waits for another (PostgreSQL skips rows
-        that are being claimed).
+        that are being taken).
         """
-        database, clock = self._database, self._database.lease_clock
+        database, now = self._database, self._database.wall
+        due = sa.or_(JOBS.c.not_before <= now, JOBS.c.not_before > now + self.retry.longest_wait_s)
         oldest = (
             sa.select(JOBS.c.number)
-            .where(JOBS.c.state.in_(tuple(WAITING)), JOBS.c.not_before <= clock)
+            .where(JOBS.c.state.in_(tuple(WAITING)), due)
             .order_by(JOBS.c.number)
             .limit(1)
         )
@@ -515,7 +522,6 @@ class Leases:
                 state=State.RUNNING,
                 worker=worker,
                 attempt=JOBS.c.attempt + 1,
-                lease_until=clock + self.terms.lease_s,
                 message="",
                 started=sa.func.coalesce(JOBS.c.started, database.wall),
             )
@@ -527,52 +533,46 @@ class Leases:
         with database.writing() as connection:
             if (row := connection.execute(take).mappings().one_or_none()) is None:
                 return None
-            claim = Claim(job=job_of(row), worker=worker, attempt=row["attempt"], position=row["position"])
-            told: dict[str, Json] = {"attempt": claim.attempt, "worker": worker}
-            append(connection, database.wall, claim.job.id, [("claimed", told)])
-        return claim
+            attempt = JobAttempt(job=job_of(row), number=row["attempt"], position=row["position"])
+            told: dict[str, Json] = {"attempt": attempt.number, "worker": worker}
+            append(connection, database.wall, attempt.job.id, [("claimed", told)])
+        return attempt
 
-    def look(self, claim: Claim) -> State:
-        """What is wanted of the job now: running, pausing or cancelling; costs no write.
+    def look(self, attempt: JobAttempt) -> State:
+        """Return what is wanted of the job now: running, pausing or cancelling.
 
         Raises:
-            LeaseLost: Another has it, or it has ended.
+            AttemptLost: Another attempt was begun, or the job has ended.
         """
-        held = sa.select(JOBS.c.state).where(_of(claim), JOBS.c.state.in_(tuple(HELD)))
+        held = sa.select(JOBS.c.state).where(_of(attempt), JOBS.c.state.in_(tuple(HELD)))
         with self._database.reading() as connection:
             if (state := connection.execute(held).scalar()) is None:
-                raise _lost(claim)
+                raise _lost(attempt)
         return State(state)
 
-    def heartbeat(self, claim: Claim) -> State:
-        """Hold on to the job for another lease; what is wanted of it now: running, pausing or cancelling.
-
-        Raises:
-            LeaseLost: Another has it, or it has ended.
-        """
-        with self._database.writing() as connection:
-            return State(self._held(connection, claim, {})["state"])
-
-    def report(self, claim: Claim, lines: Sequence[Line], position: int) -> State:
-        """Store what the job's process wrote up to `position`, all or nothing, and hold on; as `heartbeat`.
+    def report(self, attempt: JobAttempt, lines: Sequence[Line], position: int) -> State:
+        """Store what the job's process wrote up to `position`, all or nothing; return what `look` does.
 
         Metrics become rows, everything becomes events. The lines `completed` and `failed` are for `finish`.
 
         Raises:
-            LeaseLost: Another has it, or it has ended: nothing was stored.
+            AttemptLost: Another attempt was begun, or the job has ended: nothing was stored.
         """
         with self._database.writing() as connection:
-            row = self._held(connection, claim, {**_shown(lines), "position": position})
-            self._store(connection, claim.job.id, lines)
+            values = {**_shown(lines), "position": position}
+            if (row := self._changed(connection, attempt, HELD, values)) is None:
+                raise _lost(attempt)
+            self._store(connection, attempt.job.id, lines)
         return State(row["state"])
 
-    def finish(self, claim: Claim, outcome: Outcome, *, lines: Sequence[Line], position: int) -> Job:
+    def finish(self, attempt: JobAttempt, outcome: Outcome, *, lines: Sequence[Line], position: int) -> Job:
         """End the attempt and let go of the job, with the last lines of its process, in one transaction.
 
         Asking again after an answer that never came is safe: the second time finds it done.
 
         Raises:
-            LeaseLost: Another has it, or it has ended otherwise: nothing was stored.
+            AttemptLost: Another attempt was begun, or the job has ended otherwise, or cannot go from its
+                state to the outcome: nothing was stored.
         """
         values = {
             **_shown(lines),
@@ -581,92 +581,79 @@ class Leases:
             "message": outcome.message,
             "error": outcome.error,
             "exit_code": outcome.exit_code,
-            "lease_until": None,
             "ended": self._database.wall if outcome.state in ENDED else None,
         }
         if outcome.state is State.COMPLETED:
             values["progress"] = 1.0
-        told: dict[str, Json] = {**(outcome.data or {}), "message": outcome.message, "attempt": claim.attempt}
+        told: dict[str, Json] = {
+            **(outcome.data or {}),
+            "message": outcome.message,
+            "attempt": attempt.number,
+        }
         if outcome.error is not None:
             told["error"] = outcome.error
         with self._database.writing() as connection:
-            if (row := self._changed(connection, claim, before(outcome.state) & HELD, values)) is None:
-                return self._done_before(connection, claim, outcome)
-            if claim.job.kind == "generation" and outcome.state is State.COMPLETED:
-                of_job = sa.and_(DATASETS.c.id.in_(claim.job.dataset_ids), DATASETS.c.health == "making")
+            if (row := self._changed(connection, attempt, before(outcome.state) & HELD, values)) is None:
+                return self._done_before(connection, attempt, outcome)
+            if attempt.job.kind == "generation" and outcome.state is State.COMPLETED:
+                of_job = sa.and_(DATASETS.c.id.in_(attempt.job.dataset_ids), DATASETS.c.health == "making")
                 connection.execute(DATASETS.update().where(of_job).values(health="unknown"))
-            self._store(connection, claim.job.id, lines, then=(outcome.state.value, told))
+            self._store(connection, attempt.job.id, lines, then=(outcome.state.value, told))
         return job_of(row)
 
-    def give_back(self, claim: Claim, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
+    def give_back(self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
         """Let go of a job that is to go on later: another worker takes it, or what was asked of it is done.
 
         Args:
-            claim: The hold.
+            attempt: The one that is over.
             why: For the events.
-            lost: Whether the attempt failed by itself; after `Terms.max_losses` in a row the job fails.
+            lost: Whether it failed by itself; after `AttemptPolicy.max_losses` in a row the job fails.
             wait_s: How long nobody is to take it.
 
         Raises:
-            LeaseLost: Another has it, or it has ended.
+            AttemptLost: Another attempt was begun, or the job has ended.
         """
         with self._database.writing() as connection:
-            row = self._let_go(connection, _of(claim), why, lost=lost, wait_s=wait_s)
+            row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s)
             if row is None:
-                raise _lost(claim)
+                raise _lost(attempt)
         return job_of(row)
 
-    def abandon(self, worker: str) -> int:
-        """End the leases of a worker that is known to be dead, so that `sweep` need not wait; how many."""
-        return self._abandon(JOBS.c.worker == worker)
+    def workers(self) -> set[str]:
+        """Return the workers that have a job."""
+        held = sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD))).distinct()
+        with self._database.reading() as connection:
+            return set(connection.execute(held).scalars())
 
-    def abandon_slot(self, worker: str) -> int:
-        """The same for all that had a worker's slot before it: named alike up to the last dash."""
-        slot = worker.rpartition("-")[0] + "-"
-        alike = JOBS.c.worker.startswith(slot, autoescape=True)
-        return self._abandon(sa.and_(alike, JOBS.c.worker != worker))
-
-    def _abandon(self, workers: sa.ColumnElement[bool]) -> int:
-        with self._database.writing() as connection:
-            ended = connection.execute(
-                JOBS.update()
-                .where(workers, JOBS.c.state.in_(tuple(HELD)))
-                .values(lease_until=self._database.lease_clock - 1.0)
-            )
-            return ended.rowcount
-
-    def sweep(self) -> list[Job]:
-        """Take the jobs away from workers that were not heard of for a lease, a transaction each.
+    def release(self, worker: str, why: str = "its worker is gone") -> list[Job]:
+        """Take the jobs away from a worker that is dead, a transaction each.
 
         A job that ran waits for its next attempt, or fails when it had too many; one that was being paused or
         cancelled is paused or cancelled.
         """
-        late = sa.and_(JOBS.c.state.in_(tuple(HELD)), JOBS.c.lease_until < self._database.lease_clock)
+        of_worker = sa.and_(JOBS.c.state.in_(tuple(HELD)), JOBS.c.worker == worker)
         with self._database.reading() as connection:
-            numbers = connection.execute(sa.select(JOBS.c.number).where(late)).scalars().all()
-        swept: list[Job] = []
+            numbers = connection.execute(sa.select(JOBS.c.number).where(of_worker)).scalars().all()
+        released: list[Job] = []
         for number in numbers:
             with self._database.writing() as connection:
-                row = self._let_go(
-                    connection, sa.and_(JOBS.c.number == number, late), "its worker is gone", lost=True
-                )
+                row = self._let_go(connection, sa.and_(JOBS.c.number == number, of_worker), why, lost=True)
             if row is not None:
-                swept.append(job_of(row))
-        return swept
-
-    def _held(self, connection: sa.Connection, claim: Claim, values: Mapping[str, Any]) -> sa.RowMapping:
-        """The row after an UPDATE under the fence, which every change by a worker begins with."""
-        until = self._database.lease_clock + self.terms.lease_s
-        row = self._changed(connection, claim, HELD, {**values, "lease_until": until})
-        if row is None:
-            raise _lost(claim)
-        return row
+                released.append(job_of(row))
+        return released
 
     def _changed(
-        self, connection: sa.Connection, claim: Claim, states: frozenset[State], values: Mapping[str, Any]
+        self,
+        connection: sa.Connection,
+        attempt: JobAttempt,
+        states: frozenset[State],
+        values: Mapping[str, Any],
     ) -> sa.RowMapping | None:
         change = (
-            JOBS.update().where(_of(claim), JOBS.c.state.in_(tuple(states))).values(**values).returning(JOBS)
+            JOBS.update()
+            .where(_of(attempt), JOBS.c.state.in_(tuple(states)))
+            .values(**values)
+            .returning(JOBS)
         )
         return connection.execute(change).mappings().one_or_none()
 
@@ -680,10 +667,10 @@ class Leases:
         wait_s: float = 0.0,
     ) -> sa.RowMapping | None:
         """End an attempt without a result: where the job goes is decided in the one UPDATE."""
-        database, terms = self._database, self.terms
+        database, retry = self._database, self.retry
         state, losses = JOBS.c.state, JOBS.c.losses + int(lost)
-        wait = terms.backoff_s * _power_of_two(JOBS.c.losses) if lost else sa.literal(wait_s)
-        spent = sa.and_(state == State.RUNNING, losses >= terms.max_losses)
+        wait = retry.backoff_s * _power_of_two(JOBS.c.losses) if lost else sa.literal(wait_s)
+        spent = sa.and_(state == State.RUNNING, losses >= retry.max_losses)
         to = sa.case(
             (state == State.PAUSING, State.PAUSED),
             (state == State.CANCELLING, State.CANCELLED),
@@ -692,15 +679,14 @@ class Leases:
             else_=State.QUEUED,
         )
         ends = sa.or_(spent, state == State.CANCELLING)
-        error = f"{terms.max_losses} attempts in a row ended without a finished epoch; the last: {why}"
+        error = f"{retry.max_losses} attempts in a row ended without a finished epoch; the last: {why}"
         change = (
             JOBS.update()
             .where(which, state.in_(tuple(HELD)))
             .values(
                 state=to,
                 losses=losses,
-                lease_until=None,
-                not_before=database.lease_clock + wait,
+                not_before=database.wall + wait,
                 message=why,
                 error=sa.case((spent, error), else_=JOBS.c.error),
                 ended=sa.case((ends, database.wall), else_=None),
@@ -715,11 +701,11 @@ class Leases:
             append(connection, database.wall, row["id"], [(kind, told)])
         return row
 
-    def _done_before(self, connection: sa.Connection, claim: Claim, outcome: Outcome) -> Job:
-        same = sa.and_(_of(claim), JOBS.c.state == outcome.state)
+    def _done_before(self, connection: sa.Connection, attempt: JobAttempt, outcome: Outcome) -> Job:
+        same = sa.and_(_of(attempt), JOBS.c.state == outcome.state)
         row = connection.execute(sa.select(JOBS).where(same)).mappings().one_or_none()
         if row is None:
-            raise _lost(claim)
+            raise _lost(attempt)
         return job_of(row)
 
     def _store(
@@ -743,15 +729,14 @@ class Leases:
         append(connection, self._database.wall, job, [*told, *([then] if then else [])])
 
 
-def _of(claim: Claim) -> sa.ColumnElement[bool]:
-    """The fence."""
-    return sa.and_(JOBS.c.id == claim.job.id, JOBS.c.attempt == claim.attempt, JOBS.c.worker == claim.worker)
+def _of(attempt: JobAttempt) -> sa.ColumnElement[bool]:
+    return sa.and_(JOBS.c.id == attempt.job.id, JOBS.c.attempt == attempt.number)
 
 
-def _lost(claim: Claim) -> LeaseLost:
-    return LeaseLost(
-        f"worker {claim.worker} no longer has job {claim.job.id} (attempt {claim.attempt}): its lease ended "
-        "and the job went on without it, or it has ended. Nothing was changed"
+def _lost(attempt: JobAttempt) -> AttemptLost:
+    return AttemptLost(
+        f"attempt {attempt.number} at job {attempt.job.id}, by worker {attempt.job.worker}, is over: the job "
+        "went on without it, or has ended. Nothing was changed"
     )
 
 

@@ -47,7 +47,7 @@ from starlette.responses import JSONResponse, Response
 from stoker.errors import ConfigError, PathRefusedError, StokerError
 from stoker.runtime.files import create_file, replacing
 from stoker.runtime.jsonio import read_object
-from stoker.service.traffic import Traffic
+from stoker.service.traffic import RequestTraffic
 from stoker.sources.sql.query import parse_address
 
 # ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ CODE_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class BrowserSession:
     """A browser that has logged in."""
 
     id: str
@@ -267,20 +267,20 @@ class Auth:
         payload = f"{secrets.token_hex(16)}.{int(self._clock() + SESSION_S)}"
         return f"{payload}.{self._seal('session', payload)}"
 
-    def session(self, cookie: str) -> Session | None:
+    def session(self, cookie: str) -> BrowserSession | None:
         """The session of a cookie that we gave out, that has not passed, and that was not ended."""
         payload, _, seal = cookie.rpartition(".")
         if not same(seal, self._seal("session", payload)):
             return None
         name, _, until = payload.partition(".")
-        session = Session(id=name, until=float(until))
+        session = BrowserSession(id=name, until=float(until))
         return session if self.is_open(session) else None
 
-    def is_open(self, session: Session) -> bool:
+    def is_open(self, session: BrowserSession) -> bool:
         """Whether a session has neither logged out nor passed, now."""
         return session.until > self._clock() and session.id not in self._ended
 
-    def end(self, session: Session) -> None:
+    def end(self, session: BrowserSession) -> None:
         """Make a session's cookie worthless, also after a restart.
 
         Raises:
@@ -370,7 +370,7 @@ class RequestLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class GuardRules:
     """What a guard goes by."""
 
     auth: Auth
@@ -382,12 +382,12 @@ class Rules:
     """What every answer carries."""
     stranger: Callable[[Scope, str], Response] | None = None
     """The page for a browser that has to log in first, given the path that it asked for."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RequestTraffic = field(default_factory=RequestTraffic)
     """Told of every answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RequestRefusal:
     """Why a request goes no further."""
 
     status: int
@@ -397,7 +397,7 @@ class Refusal:
 class Guard:
     """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger."""
 
-    def __init__(self, app: App, rules: Rules) -> None:
+    def __init__(self, app: App, rules: GuardRules) -> None:
         self._app = app
         self._rules = rules
         self._auth, self._limits, self._traffic = rules.auth, rules.limits, rules.traffic
@@ -416,25 +416,27 @@ class Guard:
         else:
             await self._serve(request, receive, send)
 
-    def _judge(self, request: _Request) -> Refusal | None:
+    def _judge(self, request: _Request) -> RequestRefusal | None:
         for rule in (self._form, self._host, self._origin, self._who, self._change):
             refusal = rule(request)
             if refusal is not None:
                 return refusal
         return None
 
-    def _form(self, request: _Request) -> Refusal | None:
+    def _form(self, request: _Request) -> RequestRefusal | None:
         if sum(len(name) + len(value) for name, value in request.headers) > self._limits.header_bytes:
-            return Refusal(431, f"headers of more than {self._limits.header_bytes:,} bytes. Send fewer")
+            return RequestRefusal(
+                431, f"headers of more than {self._limits.header_bytes:,} bytes. Send fewer"
+            )
         for name in ONCE:
             if sum(name == header for header, _ in request.headers) > 1:
-                return Refusal(400, f"the header {name.decode()} is given twice. Send it once")
+                return RequestRefusal(400, f"the header {name.decode()} is given twice. Send it once")
         target = request.path + unquote_plus(request.scope["query_string"].decode("latin-1"))
         if _CONTROL.search(target):
-            return Refusal(400, "the address holds control characters. Remove them")
+            return RequestRefusal(400, "the address holds control characters. Remove them")
         return None
 
-    def _host(self, request: _Request) -> Refusal | None:
+    def _host(self, request: _Request) -> RequestRefusal | None:
         match = _HOST.fullmatch(request.header("host"))
         name = (match[1] or match[2]).lower() if match else ""
         # An address of this machine is never what another site's name was made to resolve to.
@@ -442,18 +444,20 @@ class Guard:
             _is_address(name) and name == (request.scope.get("server") or ("",))[0]
         )
         if not ours:
-            return Refusal(403, "the service is not known by this Host. Start it with --allow-host NAME")
+            return RequestRefusal(
+                403, "the service is not known by this Host. Start it with --allow-host NAME"
+            )
         return None
 
-    def _origin(self, request: _Request) -> Refusal | None:
+    def _origin(self, request: _Request) -> RequestRefusal | None:
         origin, host = request.header("origin").lower(), request.header("host").lower()
         if origin and origin not in (f"http://{host}", f"https://{host}"):
-            return Refusal(403, "a page of another Origin asks. Only pages of this service may")
+            return RequestRefusal(403, "a page of another Origin asks. Only pages of this service may")
         if request.header("sec-fetch-site").lower() not in ("", "same-origin", "none"):
-            return Refusal(403, "another site asks (Sec-Fetch-Site). Open the address by hand")
+            return RequestRefusal(403, "another site asks (Sec-Fetch-Site). Open the address by hand")
         return None
 
-    def _who(self, request: _Request) -> Refusal | None:
+    def _who(self, request: _Request) -> RequestRefusal | None:
         scheme, _, value = request.header("authorization").partition(" ")
         session = self._auth.session(request.cookie(self._auth.cookie))
         request.remember(session)
@@ -464,11 +468,11 @@ class Guard:
             session = None  # a client that sends a token means it
         if session is not None or (request.method, request.path) in PUBLIC:
             return None
-        return Refusal(
+        return RequestRefusal(
             401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
         )
 
-    def _change(self, request: _Request) -> Refusal | None:
+    def _change(self, request: _Request) -> RequestRefusal | None:
         """With a cookie, which a browser adds by itself, a change has to say which page asks.
 
         `_origin` has refused all pages but ours; a request that names none is not a browser's.
@@ -476,7 +480,7 @@ class Guard:
         named = request.header("origin") or request.header("sec-fetch-site").lower() == "same-origin"
         harmless = request.method in SAFE or (request.method, request.path) in PUBLIC
         if request.session is not None and not harmless and not named:
-            return Refusal(403, "a change with a cookie needs an Origin. Send the token instead")
+            return RequestRefusal(403, "a change with a cookie needs an Origin. Send the token instead")
         return None
 
     async def _serve(self, request: _Request, receive: Receive, send: Send) -> None:
@@ -495,7 +499,7 @@ class Guard:
 
         try:
             body = await self._body(request, receive)
-            if isinstance(body, Refusal):
+            if isinstance(body, RequestRefusal):
                 await self._refuse(request, body, receive, send, unread=body.status in (400, 408, 413))
                 return
             async with asyncio.timeout(self._limits.answer_s) as clock:
@@ -505,27 +509,29 @@ class Guard:
         except TimeoutError:
             if started:
                 raise
-            await self._refuse(request, Refusal(504, "no answer in time. Try again"), receive, send)
+            await self._refuse(request, RequestRefusal(504, "no answer in time. Try again"), receive, send)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             if started:
                 raise
-            await self._refuse(request, Refusal(500, "a fault of the service; its log has it"), receive, send)
+            await self._refuse(
+                request, RequestRefusal(500, "a fault of the service; its log has it"), receive, send
+            )
 
-    async def _body(self, request: _Request, receive: Receive) -> bytes | Refusal:
+    async def _body(self, request: _Request, receive: Receive) -> bytes | RequestRefusal:
         limits = self._limits
         public = (request.method, request.path) in PUBLIC
         most = limits.public_bytes if public else limits.body_bytes
         length = request.header("content-length") or "0"
-        too_large = Refusal(413, f"a body of more than {most:,} bytes. Send less")
+        too_large = RequestRefusal(413, f"a body of more than {most:,} bytes. Send less")
         if not _NUMBER.fullmatch(length):
-            return Refusal(400, "Content-Length is not a size that a body can have")
+            return RequestRefusal(400, "Content-Length is not a size that a body can have")
         if int(length) > most:
             return too_large
         try:
             body = await read_body(receive, most=most, within_s=limits.body_s)
         except TimeoutError:
-            return Refusal(408, f"the body was not whole within {limits.body_s:g} s. Send it faster")
+            return RequestRefusal(408, f"the body was not whole within {limits.body_s:g} s. Send it faster")
         if body is None:
             return too_large
         if body and "json" in (request.header("content-type").lower() or "json"):
@@ -533,11 +539,17 @@ class Guard:
                 body, depth=limits.depth, members=limits.members, text_chars=limits.text_chars
             )
             if fault:
-                return Refusal(422, f"the body is refused: {fault}")
+                return RequestRefusal(422, f"the body is refused: {fault}")
         return body
 
     async def _refuse(
-        self, request: _Request, refusal: Refusal, receive: Receive, send: Send, *, unread: bool = False
+        self,
+        request: _Request,
+        refusal: RequestRefusal,
+        receive: Receive,
+        send: Send,
+        *,
+        unread: bool = False,
     ) -> None:
         """Answer with a refusal; what is `unread` of the body is read and dropped, if that is little."""
         self._traffic.note(refusal.status, 0.0)
@@ -573,7 +585,7 @@ class _Request:
         self.remember(None)
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> BrowserSession | None:
         return self.scope["state"]["session"]
 
     @property
@@ -581,7 +593,7 @@ class _Request:
         """Whether a person with a browser asks for a page."""
         return self.method == "GET" and "text/html" in self.header("accept")
 
-    def remember(self, session: Session | None) -> None:
+    def remember(self, session: BrowserSession | None) -> None:
         self.scope.setdefault("state", {})["session"] = session
 
     def header(self, name: str) -> str:

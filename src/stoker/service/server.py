@@ -24,10 +24,11 @@ from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.app import create_app
-from stoker.service.executor import Limits, RayTarget
+from stoker.service.executor import JobLimits, RayTarget
 from stoker.service.figures import count_gpus
 from stoker.service.services import Services, open_services
-from stoker.service.supervise import Staff, Supervisor
+from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
+from stoker.service.worker import WorkerSettings
 
 CONNECTIONS = 200
 """Connections at once; more are answered with 503. From three quarters of them on, each new one ends the
@@ -81,7 +82,7 @@ class Watched(H11Protocol):
         self.loop.call_later(LOOK_S, self._look)
 
 
-class Server(uvicorn.Server):
+class ServiceServer(uvicorn.Server):
     """A server whose streams end when it does, so that nobody waits for them."""
 
     def __init__(self, config: uvicorn.Config, services: Services, ready: Callable[[], None]) -> None:
@@ -130,7 +131,7 @@ def write_address(path: Path, address: str) -> None:
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
 
-def make_server(services: Services, ready: Callable[[], None]) -> Server:
+def make_server(services: Services, ready: Callable[[], None]) -> ServiceServer:
     """The server of a service's application."""
     config = uvicorn.Config(
         create_app(services),
@@ -148,10 +149,10 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         timeout_keep_alive=5,
         timeout_graceful_shutdown=END_S,
     )
-    return Server(config, services, ready)
+    return ServiceServer(config, services, ready)
 
 
-def run_server(server: Server, listening: socket.socket) -> None:
+def run_server(server: ServiceServer, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, and end in order; the signal itself is used up."""
     try:
         asyncio.run(server.serve(sockets=[listening]))
@@ -234,7 +235,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
 
     Args:
         settings: How.
-        environment: What workers and jobs see of it.
+        environment: Names the GPUs that may be used. Workers and jobs have the environment of this process.
         tell: Called once it answers.
     Raises:
         StokerError: It cannot be started.
@@ -242,7 +243,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
-    staff = _staff(settings, environment)
+    plan = _plan(settings, environment)
     for folder in (settings.state_dir, *settings.roots):
         disk_space(folder)
     services = open_services(
@@ -255,8 +256,8 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         public_url=settings.public_url,
     )
     listening = open_socket(settings.host, settings.port)
-    staff = replace(staff, access=services.access)
-    supervisor = Supervisor(services.database, services.folder, staff, environment)
+    plan = replace(plan, settings=replace(plan.settings, access=services.access))
+    supervisor = WorkerSupervisor(services.database, services.folder, plan)
     services = replace(services, supervisor=supervisor)
     address = address_of(listening)
     started = Started(
@@ -265,7 +266,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         state_dir=str(services.folder.path),
         token_file=str(services.folder.token),
         database=str(services.database),
-        workers=staff.workers,
+        workers=plan.workers,
         local=listening.getsockname()[0] in services.hosts,
     )
 
@@ -282,13 +283,13 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         call_within(limit_s, lambda: _end(supervisor, services), f"the state folder {services.folder.path}")
 
 
-def _end(supervisor: Supervisor, services: Services) -> None:
+def _end(supervisor: WorkerSupervisor, services: Services) -> None:
     if not supervisor.stop(limit_s=STOP_S):
         log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
     services.database.close()
 
 
-def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
+def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan:
     """One worker for each GPU that we may use, unless told otherwise.
 
     Raises:
@@ -299,12 +300,13 @@ def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
     wanted = settings.workers if settings.workers is not None else max(1, len(devices))
-    limits = Limits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    limits = JobLimits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    told = WorkerSettings(limits=limits, ray=settings.ray)
     if settings.ray is not None:
         if settings.job_memory_bytes is not None:
             raise ConfigError(
                 "--job-memory is not looked at on nodes of a Ray cluster. Leave it out, and limit it there"
             )
         # A worker only watches a job of the cluster, which hands out its GPUs itself.
-        return Staff(workers=settings.workers or 1, limits=limits, ray=settings.ray)
-    return Staff(workers=wanted, devices=tuple(devices) or (None,), limits=limits)
+        return WorkerPlan(workers=settings.workers or 1, settings=told)
+    return WorkerPlan(workers=wanted, devices=tuple(devices) or (None,), settings=told)

@@ -13,42 +13,42 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from stoker.errors import ConfigError, ResourceError
+from stoker.service.background import Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
 from stoker.service.figures import Figures
 from stoker.service.folders import StateFolder, prepare_state_dir
 from stoker.service.jobs import Jobs
-from stoker.service.look import look
-from stoker.service.operations import Operations
+from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
-from stoker.service.stream import Feed
-from stoker.service.supervise import Supervisor
-from stoker.service.traffic import Traffic
+from stoker.service.stream import EventFeed
+from stoker.service.supervisor import WorkerSupervisor
+from stoker.service.traffic import RequestTraffic
 
-LOOKS = 2
+PROBES = 2
 """Data sets looked at at once: each takes a process with some hundred megabytes."""
-LOOK_S, WAIT_S = 20.0, 5.0
+PROBE_S, WAIT_S = 20.0, 5.0
 """How long such a look may take, and how long one more waits for its turn: less than an answer, together."""
 
 
-class Looks:
-    """Looks at data sets (`look.py`), a few at a time."""
+class FewProbes:
+    """Looks at data sets (`probes.probe`), a few at a time."""
 
     def __init__(self) -> None:
-        self._free = threading.BoundedSemaphore(LOOKS)
+        self._free = threading.BoundedSemaphore(PROBES)
 
-    def look(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
-        """As `look.look`.
+    def probe(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
+        """Return what `probes.probe` returns.
 
         Raises:
             ResourceError: Too many are being looked at.
         """
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
-                f"{LOOKS} data sets are being looked at, which is the limit. Ask again in a while"
+                f"{PROBES} data sets are being looked at, which is the limit. Ask again in a while"
             )
         try:
-            return look(what, kind, spec, deadline_s=LOOK_S, **given)
+            return probe(what, kind, spec, timeout_s=PROBE_S, **given)
         finally:
             self._free.release()
 
@@ -69,19 +69,19 @@ class Services:
     """Which registered data may be read since this start."""
     hosts: frozenset[str]
     """Names by which the service may be called."""
-    feed: Feed
+    feed: EventFeed
     secure: bool
     """Browsers reach it through TLS alone."""
     figures: Figures
     """What takes long to find out, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
-    supervisor: Supervisor | None = None
+    supervisor: WorkerSupervisor | None = None
     """Of the workers; None where only requests are answered."""
     operations: Operations = field(default_factory=Operations)
     removals: Operations = field(default_factory=Operations)
     """Removals of caches, with limits of their own: a long verify does not delay making room."""
     """What takes longer than an answer may."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RequestTraffic = field(default_factory=RequestTraffic)
 
     @property
     def degraded(self) -> str | None:
@@ -126,11 +126,11 @@ def open_services(  # noqa: PLR0913  what an operator may say, each by name
         outbox=outbox,
         auth=Auth(token, ended=folder.path / "ended-sessions.json"),
         roots=known,
-        datasets=Datasets(opened, folder.data, known.check, look=Looks().look, access=access),
+        datasets=Datasets(opened, folder.data, known.check, probe=FewProbes().probe, access=access),
         access=access,
         hosts=LOOPBACK | {host.lower() for host in (*hosts, public.hostname or "") if host},
         secure=public.scheme == "https",
-        feed=Feed(outbox, lambda: opened.trouble.why),
+        feed=EventFeed(outbox, lambda: opened.trouble.why),
         figures=Figures(folder, jobs),
     )
 

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from stoker.errors import Degraded
 from stoker.service.database import Event, Outbox
-from stoker.service.security import Auth, Message, Receive, Session
+from stoker.service.security import Auth, BrowserSession, Message, Receive
 
 log = logging.getLogger("stoker")
 CLIENTS = 32
@@ -49,7 +49,7 @@ DEGRADED_S = 1.0
 """Pause after the database did not answer."""
 
 
-class Feed:
+class EventFeed:
     """Reads the outbox while anybody listens.
 
     Args:
@@ -244,7 +244,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, auth: Auth, texts: AsyncGenerator[str]) -> None:
+    def __init__(self, feed: EventFeed, auth: Auth, texts: AsyncGenerator[str]) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._feed = feed
@@ -301,7 +301,7 @@ async def first_of(work: Coroutine[Any, Any, bool], *ends: Coroutine[Any, Any, N
         await asyncio.gather(working, *ending, return_exceptions=True)
 
 
-async def end_of_session(auth: Auth, session: Session | None) -> None:
+async def end_of_session(auth: Auth, session: BrowserSession | None) -> None:
     """Return once a session has logged out or passed; without one (the token asks) never."""
     while session is None or auth.is_open(session):
         await asyncio.sleep(SESSION_LOOK_S)

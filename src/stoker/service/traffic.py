@@ -10,7 +10,7 @@ BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the buckets of answer times."""
 
 
-class Traffic:
+class RequestTraffic:
     """Counts of one process; changed by its event loop alone."""
 
     def __init__(self) -> None:

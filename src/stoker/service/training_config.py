@@ -1,13 +1,13 @@
 """What a training job is asked for: the fields of the earlier service, each honoured or refused.
 
 A field that can have no effect is refused unless it is left at its default, and the message says why; a wrong
-one is never taken and then ignored. `runs/settings.py` says which field means what to which kind of data.
+one is never taken and then ignored. `settings_of` says which field means what to which kind of data.
 docs/service-jobs.md lists them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from stoker.config import Config
+from stoker.config.load import make_config
+from stoker.config.names import nearest
+from stoker.errors import ConfigError
+from stoker.plugins import load_extension
+from stoker.service.security import texts_in
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
@@ -154,3 +161,218 @@ class TrainingConfig(BaseModel):
     def warmup(self) -> float:
         """Part of all steps over which the rate rises."""
         return min(self.warmup_epochs / self.epochs, 0.5)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A job's configuration and data sets in the terms of docs/config.md: which field means what to which data.
+#
+# What a kind of data has no use for is refused unless it is left at its default. Texts that came over the
+# network are never filled in from elsewhere: `${...}`, by which a settings file may name another setting or
+# the environment, is refused.
+
+
+NETWORKS: Mapping[str, str] = MappingProxyType(
+    {"radio": "triangulation", "hdf5": "operator", "images": "classifier"}
+)
+"""What is trained on which kind of data set."""
+
+_RADIO = "it is about radio rows"
+USELESS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "radio": {"settings": "all settings of radio rows have fields of their own"},
+        "hdf5": {
+            "dropout_rate": "the operator has no dropout",
+            "early_stop_delta": "the operator's early stop takes any improvement",
+            "lr_scheduler": "the operator's rate falls as a cosine",
+            "warmup_epochs": "the operator's rate rises over the first twentieth of all steps",
+            "min_snr_db": _RADIO,
+            "max_gdop": _RADIO,
+            "max_receivers": _RADIO,
+        },
+        "images": {"min_snr_db": _RADIO, "max_gdop": _RADIO, "max_receivers": _RADIO},
+    }
+)
+"""By kind the fields that it has no use for, and why."""
+
+SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "hdf5": (
+            "latent.dim", "latent.tokens", "encoder.kind", "encoder.patch_size", "encoder.fourier",
+            "encoder.seed", "encoder.target", "encoder.arguments", "encoder.field", "encoder.output",
+            "encoder.time", "precompute.encode_batch", "model.width", "model.depth", "model.heads",
+            "data.normalize", "data.limit", "data.preset",
+            "training.max_steps", "training.amp", "training.time_stride",
+            "training.rollout_horizon", "training.start_every", "training.order", "training.subset",
+            "training.latent_cache_dtype", "training.checkpoint_every", "precompute.max_quarantined",
+            "precompute.nan",
+        ),
+        "images": (
+            "data.images.size", "data.images.fit", "data.images.colour", "data.limit",
+            "precompute.max_quarantined",
+        ),
+    }
+)  # fmt: skip
+"""By kind the names that `settings` may have: numbers and choices, no path and no code but the encoders that
+the operator allowed (`access.py`)."""
+
+
+def check(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
+    """The kind of a job's data, if its configuration and its data sets fit each other.
+
+    Args:
+        config: What was asked for.
+        datasets: Its data sets as `Datasets.described` gives them.
+    Raises:
+        ConfigError: They do not; every reason is a line.
+    """
+    kinds = sorted({str(one["kind"]) for one in datasets})
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"the data sets are of kinds {', '.join(kinds) or 'none'}. Expected one kind: train on each in a "
+            "job of its own"
+        )
+    kind = kinds[0]
+    if kind not in NETWORKS:
+        raise ConfigError(f"data sets of kind {kind!r} cannot be trained on. Known are {', '.join(NETWORKS)}")
+    wrong = [*_wrong_fields(config, kind), *_wrong_sets(config, kind, datasets)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return kind
+
+
+def settings_of(
+    config: TrainingConfig, datasets: Sequence[Mapping[str, Any]], *, caches: str, run_dir: str, epochs: int
+) -> Config:
+    """The settings under which the pipeline does the job.
+
+    Args:
+        config, datasets: As for `check`.
+        caches: Folder of the caches of all jobs.
+        run_dir: The job's folder.
+        epochs: Passes in all, more than `config.epochs` once a job was given more.
+    Raises:
+        ConfigError: They do not fit each other, or a value is none that a setting takes.
+    """
+    kind = check(config, datasets)
+    spec: Mapping[str, Any] = datasets[0]["spec"]
+    settings: dict[str, Any] = {**_OF_DATA[kind](config, datasets), **_of_training(config), **config.settings}
+    if spec.get("named_splits"):
+        settings.pop("data.splits")
+    settings |= {
+        "training.epochs": epochs,
+        "training.latent_cache_dir": caches,
+        "training.run_dir": run_dir,
+    }
+    for text in texts_in(settings):
+        if "${" in text:
+            raise ConfigError(f"{text[:80]!r} holds '${{', which is refused here. Write the value itself")
+    return make_config(settings, where="the job")
+
+
+def splits_of(config: TrainingConfig) -> tuple[str, ...]:
+    """The splits that are encoded and trained on."""
+    return ("train", "val") if config.validation_split else ("train",)
+
+
+def _of_training(config: TrainingConfig) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "training.batch_size": config.batch_size,
+        "training.lr": config.learning_rate,
+        "training.weight_decay": config.weight_decay,
+        "training.grad_clip": config.max_grad_norm,
+        "training.early_stop_patience": config.early_stop_patience,
+        "training.device": {"auto": "auto", "gpu": "cuda", "cpu": "cpu"}[config.accelerator],
+        "training.seed": config.seed,
+        "data.seed": config.seed,
+        "data.splits": {"train": 1.0},
+        "precompute.readers": config.num_workers or None,
+    }
+    if config.validation_split:
+        share = config.validation_split
+        own["data.splits"] = {"train": round(1 - share, 9), "val": share}
+    if not config.preload_to_gpu:
+        own["training.reserve_bytes"] = NOTHING_ON_DEVICE
+    return own
+
+
+NOTHING_ON_DEVICE = 1 << 60
+"""Memory to leave free on a device so that no record finds room there."""
+
+
+def _radio(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    spec: Mapping[str, Any] = datasets[0]["spec"]
+    sets = [str(one["spec"]["set"]) for one in datasets]
+    radio = load_extension("service.radio")
+    return {
+        "data.kind": "sql",
+        "data.task": "radio",
+        "data.sql.url": spec["url"],
+        "data.sql.table": spec["table"],
+        "data.sql.key": "recording_session_id",
+        "data.sql.columns": radio.radio_columns(config.max_receivers),
+        "data.sql.where": radio.radio_where(sets, min_snr_db=config.min_snr_db, max_gdop=config.max_gdop),
+    }
+
+
+def _hdf5(_config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    one = datasets[0]
+    return {"data.task": _task(one), "data.files": one["spec"]["path"]}
+
+
+def _images(_config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    one = datasets[0]
+    return {
+        "data.kind": "images",
+        "data.task": _task(one),
+        "data.root": one["spec"]["path"],
+        "data.images.annotations": "folder",
+        "data.images.size": [64, 64],
+    }
+
+
+_OF_DATA = {"radio": _radio, "hdf5": _hdf5, "images": _images}
+
+
+def _task(dataset: Mapping[str, Any]) -> str:
+    """The caches' name: what a person called the data set, as far as a folder can be called so."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in str(dataset["name"]))
+    return f"{plain[:40].strip('_-') or 'data'}-{str(dataset['id'])[:8]}"
+
+
+def _wrong_fields(config: TrainingConfig, kind: str) -> Iterator[str]:
+    fields = type(config).model_fields
+    for name, why in USELESS[kind].items():
+        value, default = getattr(config, name), fields[name].default
+        if value != default:
+            yield (
+                f"{name}={value!r} can have no effect on {kind} data: {why}. Leave it out, or give its "
+                f"default {default!r}"
+            )
+    network = config.model_architecture
+    if network not in (None, NETWORKS[kind]):
+        yield (
+            f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}. "
+            "Leave it out"
+        )
+    allowed = SETTINGS.get(kind, ())
+    for name in config.settings if allowed else ():
+        if name not in allowed:
+            near = nearest(name, allowed)
+            hint = f"Did you mean {near}?" if near else f"What can be is {', '.join(allowed)}"
+            yield f"settings: {name!r} cannot be set by a job. {hint}"
+
+
+def _wrong_sets(config: TrainingConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    specs: list[Mapping[str, Any]] = [one["spec"] for one in datasets]
+    if kind != "radio" and len(datasets) > 1:
+        yield f"{len(datasets)} data sets of kind {kind} are named. Expected one, of one folder"
+    if kind == "radio" and len({(spec["url"], spec["table"]) for spec in specs}) > 1:
+        yield "the data sets lie in several databases. Expected one: register them from there"
+    if kind == "hdf5" and not config.validation_split:
+        yield "validation_split=0: the operator is judged by its validation error. Give one above 0"
+    usual = type(config).model_fields["validation_split"].default
+    if specs[0].get("named_splits") and config.validation_split != usual:
+        yield (
+            f"validation_split={config.validation_split}: the data itself says what is for validation. "
+            "Leave it out"
+        )

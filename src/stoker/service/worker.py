@@ -1,33 +1,43 @@
 """A worker process: one job after another until it is told to end.
 
-`stoker serve` starts some of them (`supervise.py`) and hands each its `Settings` on standard input, since the
-address of a database may hold a password and the command line of a process is public. SIGTERM, also from the
-kernel when the service dies, lets it stop its job with a checkpoint and give it back.
+`stoker serve` starts some of them (`supervisor.py`), tells each its `WorkerSettings`, and watches its
+heartbeat. SIGTERM, also when the service dies, lets it stop its job with a checkpoint and give it back.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError, StokerError
+import cloudpickle
+
+from stoker.errors import AttemptLost, Degraded, ResourceError, StalledError, StokerError
 from stoker.plugins import load_extension
 from stoker.runtime.disk import explained
-from stoker.runtime.libc import tie_to_parent
-from stoker.runtime.locks import FileLock
+from stoker.runtime.processes.child import preload
+from stoker.runtime.processes.entry import Connection
 from stoker.service.database import Database, State
-from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, LocalExecutor, RayTarget, Run
-from stoker.service.folders import JobFile, Room, StateFolder
-from stoker.service.jobs import Claim, Job, Leases, Line, Outcome, Terms, end_line, read_lines
+from stoker.service.executor import (
+    END_S,
+    NO_ROOM,
+    STOPPED,
+    Executor,
+    JobHold,
+    JobLimits,
+    JobProcess,
+    JobProgram,
+    LocalExecutor,
+    RayTarget,
+)
+from stoker.service.folders import DiskRoom, JobFile, StateFolder
+from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Line, Outcome, end_line, read_lines
 from stoker.service.security import DataAccess
 from stoker.units import format_seconds
 
@@ -35,22 +45,16 @@ if TYPE_CHECKING:
     from stoker.schema import Json
     from stoker.service.folders import JobFolder
 
-
 # ----------------------------------------------------------------------------------------------------------
 # One attempt at a job: start its process, tell the database what it says, act on what is asked, end it.
 #
-# The process keeps running while the database does not answer: what it says waits in its file, and nobody
-# else can take the job meanwhile. It is ended when the job was taken away (nothing is written then), when
-# someone asked for it, when it passes a limit, or when the database has been silent for longer than anybody
-# would wait.
-
-
-END_S = 10.0
-"""How long a killed process is waited for; what hangs in the system longer keeps its job's lock."""
+# The process keeps running while the database does not answer: what it says waits in its file. It is ended
+# when the attempt is over for the database (nothing is written then), when someone asked for it, when it
+# passes a limit, or when the database has been silent for longer than anybody would wait.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class WorkerPace:
     """How often a worker does what."""
 
     poll_s: float = 0.25
@@ -61,18 +65,7 @@ class Pace:
     """How long the database may stay silent before the job is stopped with a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What an attempt is made with."""
-
-    claim: Claim
-    folder: JobFolder
-    command: Sequence[str]
-    limits: Limits
-    pace: Pace
-
-
-class Reason(Enum):
+class EndReason(Enum):
     """Why a process is asked to end before its time."""
 
     ASKED = auto()
@@ -89,28 +82,24 @@ class Reason(Enum):
     """It has said its last word and is only to end."""
 
 
-class Attempt:
-    """One attempt; `run` does all of it.
+class AttemptRunner:
+    """Makes one attempt; `run` does all of it.
 
     Args:
-        work: What is to be done.
-        leases: The database's side.
-        executor: The machine's side.
-        stopping: Whether the worker is to end; asked often.
+        worker: Whose attempt it is: it has the database's side and the machine's side.
+        attempt: Which.
+        folder: Of the job.
     """
 
-    def __init__(self, work: Work, leases: Leases, executor: Executor, stopping: Callable[[], bool]) -> None:
-        self._work = work
-        self._claim = work.claim
-        self._leases = leases
-        self._executor = executor
-        self._stopping = stopping
-        self._position = work.claim.position
+    def __init__(self, worker: JobWorker, attempt: JobAttempt, folder: JobFolder) -> None:
+        self._worker, self._attempt, self._folder = worker, attempt, folder
+        self._queue, self._settings = worker.queue, worker.settings
+        self._position = attempt.position
         self._untold: list[Line] = []
         self._said: Line | None = None
         self._wanted = State.RUNNING
-        self._heard = self._held = self._spoke = time.monotonic()
-        self._reason: Reason | None = None
+        self._heard = self._spoke = time.monotonic()
+        self._reason: EndReason | None = None
         self._why = ""
         self._asked = self._again = 0.0
 
@@ -118,26 +107,27 @@ class Attempt:
         """Work until the job's process has ended and the database knows, or the job was taken away.
 
         Raises:
-            Degraded: The worker is to end, and the database does not answer; the lease will run out.
+            Degraded: The worker is to end, and the database does not answer; the service gives the job back.
         """
         try:
-            with explained(self._work.folder.path):
-                hold = self._executor.hold(self._work.folder)
+            with explained(self._folder.path):
+                hold = self._worker.executor.hold(self._folder)
                 try:
-                    self._attempt(hold)
+                    self._run(hold)
                 finally:
                     hold.release()
         except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no room
-            self._give_back(str(error), lost=False, wait_s=self._leases.terms.lease_s)
-        except LeaseLost as error:
+            self._give_back(str(error), lost=False, wait_s=self._queue.retry.room_wait_s)
+        except AttemptLost as error:
             _log.warning("%s", error)
 
-    def _attempt(self, hold: Hold) -> None:
-        end_line(self._work.folder.events)
+    def _run(self, hold: JobHold) -> None:
+        end_line(self._folder.events)
         self._drain()
         code = None
         if self._said is None:  # else an earlier attempt came to its end unseen
-            process = hold.start(self._work.command, self._work.limits)
+            self._worker.beat()
+            process = hold.start(self._settings.program, self._settings.limits)
             try:
                 code = self._watch(process)
             except BaseException:
@@ -146,9 +136,10 @@ class Attempt:
             self._drain()
         self._until_told(lambda: self._conclude(code))
 
-    def _watch(self, process: Run) -> int:
-        """The exit status of the process, which is asked to end as soon as there is a reason."""
+    def _watch(self, process: JobProcess) -> int:
+        """Return the exit status of the process, which is asked to end as soon as there is a reason."""
         while (code := process.poll()) is None:
+            self._worker.beat()
             if not self._untold:
                 self._read()
             try:
@@ -156,32 +147,32 @@ class Attempt:
                     self._tell()
             except Degraded as error:
                 _log.warning("%s", error)
-                self._again = time.monotonic() + self._work.pace.look_s
+                self._again = time.monotonic() + self._settings.pace.look_s
             self._react(process)
-            time.sleep(self._work.pace.poll_s)
+            time.sleep(self._settings.pace.poll_s)
         return code
 
-    def _react(self, process: Run) -> None:
+    def _react(self, process: JobProcess) -> None:
         if self._reason is not None:
-            if time.monotonic() - self._asked > self._work.limits.grace_s:
+            if time.monotonic() - self._asked > self._settings.limits.grace_s:
                 process.kill()
             return
-        now, limits = time.monotonic(), self._work.limits
+        now, limits = time.monotonic(), self._settings.limits
         silent_s, quiet_s = now - self._heard, now - self._spoke
         if self._said is not None:
-            self._reason, self._asked = Reason.SAID, now
+            self._reason, self._asked = EndReason.SAID, now
             return
         if self._wanted is not State.RUNNING:
-            self._reason, self._why = Reason.ASKED, "it was asked for"
-        elif self._stopping():
-            self._reason, self._why = Reason.STOPPING, "the service was stopped"
-        elif silent_s > self._work.pace.silence_s:
-            self._reason = Reason.SILENCE
+            self._reason, self._why = EndReason.ASKED, "it was asked for"
+        elif self._worker.stopping:
+            self._reason, self._why = EndReason.STOPPING, "the service was stopped"
+        elif silent_s > self._settings.pace.silence_s:
+            self._reason = EndReason.SILENCE
             self._why = f"the database did not answer for {format_seconds(silent_s)}"
         elif passed := process.exceeded():
-            self._reason, self._why = Reason.LIMIT, passed
+            self._reason, self._why = EndReason.LIMIT, passed
         elif limits.quiet_s is not None and quiet_s > limits.quiet_s:
-            self._reason, self._why = Reason.QUIET, f"it has said nothing for {format_seconds(quiet_s)}"
+            self._reason, self._why = EndReason.QUIET, f"it has said nothing for {format_seconds(quiet_s)}"
         else:
             return
         self._asked = now
@@ -189,7 +180,7 @@ class Attempt:
 
     def _read(self) -> bool:
         """Take the next lines of the process; whether there were any."""
-        lines, position = read_lines(self._work.folder.events, self._position)
+        lines, position = read_lines(self._folder.events, self._position)
         if more := position > self._position:
             self._untold, self._position, self._spoke = lines, position, time.monotonic()
             self._said = next((line for line in lines if line.kind in ("completed", "failed")), None)
@@ -208,51 +199,48 @@ class Attempt:
                 return
 
     def _tell(self) -> None:
-        """Report lines, or hold on to the job, or only look: what is due, and nothing more often."""
-        now, lease_s = time.monotonic(), self._leases.terms.lease_s
+        """Report lines, or ask what is wanted of the job, as soon as it is due."""
         if self._untold and self._said is None:
             self._report()
-        elif now - self._held > lease_s / 4:
-            self._wanted = self._leases.heartbeat(self._claim)
-            self._held = now
-        elif now - self._heard > self._work.pace.look_s:
-            self._wanted = self._leases.look(self._claim)
+        elif time.monotonic() - self._heard > self._settings.pace.look_s:
+            self._wanted = self._queue.look(self._attempt)
         else:
             return
         self._heard = time.monotonic()
 
     def _report(self) -> None:
-        self._wanted = self._leases.report(self._claim, self._untold, self._position)
-        self._untold, self._held = [], time.monotonic()
+        self._wanted = self._queue.report(self._attempt, self._untold, self._position)
+        self._untold = []
 
     def _until_told(self, tell: Callable[[], None]) -> None:
-        """Try until the database answers; a worker that is to end tries for a lease and then leaves it."""
+        """Try until the database answers; a worker that is to end tries for a while and then leaves it."""
         deadline = float("inf")
         while True:
+            self._worker.beat()
             try:
                 tell()
             except Degraded as error:
                 _log.warning("%s", error)
-                if self._stopping():
-                    deadline = min(deadline, time.monotonic() + self._leases.terms.lease_s)
+                if self._worker.stopping:
+                    deadline = min(deadline, time.monotonic() + self._queue.retry.timeout_s)
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(self._work.pace.look_s)
+                time.sleep(self._settings.pace.look_s)
             else:
                 return
 
     def _conclude(self, code: int | None) -> None:
         while True:  # at most twice again: from running to pausing to cancelling
-            self._wanted = self._leases.heartbeat(self._claim)
+            self._wanted = self._queue.look(self._attempt)
             if (outcome := self._outcome(code)) is None:
                 self._report()
-                lost = self._reason in (None, Reason.QUIET) and code != NO_ROOM
-                wait_s = self._leases.terms.lease_s if code == NO_ROOM else 0.0
+                lost = self._reason in (None, EndReason.QUIET) and code != NO_ROOM
+                wait_s = self._queue.retry.room_wait_s if code == NO_ROOM else 0.0
                 self._give_back(self._why or _ended_by(code), lost=lost, wait_s=wait_s)
                 return
             try:
-                self._leases.finish(self._claim, outcome, lines=self._untold, position=self._position)
-            except LeaseLost:  # or asked for something else meanwhile, which the heartbeat tells
+                self._queue.finish(self._attempt, outcome, lines=self._untold, position=self._position)
+            except AttemptLost:  # or asked for something else meanwhile, which the look tells
                 continue
             return
 
@@ -262,7 +250,7 @@ class Attempt:
         The last word of the process counts, not its status: one that has said that it is done may still
         crash while it ends, and one that ends with 0 without a word was cut short.
         """
-        said, exceeded = self._said, self._reason is Reason.LIMIT
+        said, exceeded = self._said, self._reason is EndReason.LIMIT
         data = {} if said is None else said.data
         message = str(data.get("message", ""))
         if said is not None and said.kind == "completed":
@@ -283,8 +271,8 @@ class Attempt:
     def _last_words(self, code: int | None) -> str:
         """The end of the log of a process that failed without a word."""
         try:
-            with self._work.folder.log.open("rb") as file:
-                file.seek(-min(4000, self._work.folder.log.stat().st_size), 2)
+            with self._folder.log.open("rb") as file:
+                file.seek(-min(4000, self._folder.log.stat().st_size), 2)
                 text = file.read().decode(errors="replace")
         except OSError:
             text = ""
@@ -294,13 +282,13 @@ class Attempt:
     def _give_back(self, why: str, *, lost: bool, wait_s: float) -> None:
         try:
             self._until_told(
-                lambda: self._leases.give_back(self._claim, why, lost=lost, wait_s=wait_s) and None
+                lambda: self._queue.give_back(self._attempt, why, lost=lost, wait_s=wait_s) and None
             )
-        except LeaseLost as error:
+        except AttemptLost as error:
             _log.warning("%s", error)
 
 
-def _end_now(process: Run) -> None:
+def _end_now(process: JobProcess) -> None:
     """Kill it and see that it is gone."""
     process.kill()
     deadline = time.monotonic() + END_S
@@ -323,56 +311,33 @@ def _ended_by(code: int | None) -> str:
 
 
 _log = logging.getLogger(__name__)
-CHILD = (sys.executable, "-m", "stoker.service.child")
-"""The process of a job; the folder of the job is added."""
 MADE_LOOK_S = 2.0
 """How long a job waits between looks at a data set that is being made."""
-SLOT_S = 120.0
-"""How long a worker waits for the one before it to end: its job makes a checkpoint meanwhile."""
 Describe = Callable[[Database, list[str]], "list[dict[str, Json]]"]
 """The registered data sets of some ids, described so that a job can open them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class WorkerSettings:
     """What a worker is told at its start."""
 
-    name: str
+    name: str = ""
     """No other worker ever had it."""
-    slot: int
-    """Its place among the workers: one process at a time has it."""
-    url: str
-    """Of the database."""
-    state: str
+    url: str = ""
+    """Of the database, with its password."""
+    state: str = ""
     """The state folder."""
-    parent: int
-    """The process that it ends with."""
-    child: tuple[str, ...] = CHILD
-    terms: Terms = field(default_factory=Terms)
-    pace: Pace = field(default_factory=Pace)
-    limits: Limits = field(default_factory=Limits)
+    program: JobProgram = field(default_factory=JobProgram)
+    retry: AttemptPolicy = field(default_factory=AttemptPolicy)
+    pace: WorkerPace = field(default_factory=WorkerPace)
+    limits: JobLimits = field(default_factory=JobLimits)
     access: DataAccess = field(default_factory=DataAccess)
     """Which registered data its jobs may read."""
     ray: RayTarget | None = None
     """The cluster that runs its jobs; None: this machine."""
 
-    def to_text(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_text(cls, text: str) -> Settings:
-        """What `to_text` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        values["child"] = tuple(values["child"])
-        for name, kind in (("terms", Terms), ("pace", Pace), ("limits", Limits)):
-            values[name] = kind(**values[name])
-        values["access"] = DataAccess(**{name: tuple(value) for name, value in values["access"].items()})
-        values["ray"] = values["ray"] and RayTarget(**values["ray"])
-        return cls(**values)
-
-
-class Worker:
+class JobWorker:
     """Takes one job after another.
 
     Args:
@@ -380,78 +345,87 @@ class Worker:
         database: Where the jobs are.
         executor: Runs their processes.
         describe: What is said of data sets in `job.json`.
+        beat: Called all along, at least once in `AttemptPolicy.timeout_s`.
     """
 
     def __init__(
-        self, settings: Settings, database: Database, executor: Executor, describe: Describe
+        self,
+        settings: WorkerSettings,
+        database: Database,
+        executor: Executor,
+        describe: Describe,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.executor = executor
+        self.beat = beat
+        self.queue = JobQueue(database, settings.retry)
+        self.stopping = False
+        """Whether it is to end."""
         self._database = database
-        self._executor = executor
         self._describe = describe
-        self._leases = Leases(database, settings.terms)
         self._folders = StateFolder(Path(settings.state))
-        self._room = Room(self._folders)
-        self._stop = False
+        self._room = DiskRoom(self._folders)
 
     def stop(self) -> None:
         """End soon: the job at hand makes a checkpoint and goes back. Also from a signal handler."""
-        self._stop = True
+        self.stopping = True
 
     def run(self) -> None:
         """Work until `stop`; a database that does not answer is asked again and again."""
-        while not self._stop:
+        name, is_free = self.settings.name, True
+        while not self.stopping:
+            self.beat()
             try:
-                if self._room.lack() is None and (claim := self._leases.claim(self._settings.name)):
-                    self.work(claim)
+                # Between attempts it has no job. One that it has by the database's word was taken without an
+                # answer, or could not be given back.
+                if not is_free:
+                    self.queue.release(name, "its worker lost sight of it")
+                    is_free = True
+                if self._room.lack() is None and (attempt := self.queue.take(name)):
+                    is_free = False
+                    self.work(attempt)
                     continue
-            except (Degraded, LeaseLost) as error:
+            except (Degraded, AttemptLost) as error:
+                is_free = False
                 _log.warning("%s", error)
-            time.sleep(self._settings.pace.look_s)
+            time.sleep(self.settings.pace.look_s)
 
-    def work(self, claim: Claim) -> None:
-        """One attempt at a claimed job.
+    def work(self, attempt: JobAttempt) -> None:
+        """Make one attempt at a job.
 
         Raises:
-            Degraded: The database does not answer; the lease runs out, and the job goes to another.
+            Degraded: The database does not answer; the service gives the job back when this worker ends.
         """
-        folder = self._folders.job(claim.job.id)
+        job = attempt.job
+        folder = self._folders.job(job.id)
         try:
-            datasets = self._describe(self._database, claim.job.dataset_ids)
-            if unmade := _being_made(claim.job, datasets):
+            datasets = self._describe(self._database, job.dataset_ids)
+            if unmade := _being_made(job, datasets):
                 why = f"waits for data set {unmade}, which is being made"
-                self._leases.give_back(claim, why, lost=False, wait_s=MADE_LOOK_S)
+                self.queue.give_back(attempt, why, lost=False, wait_s=MADE_LOOK_S)
                 return
-            self._settings.access.check_settings(
-                cast("dict[str, Json]", claim.job.config.get("settings") or {})
-            )
+            self.settings.access.check_settings(cast("dict[str, Json]", job.config.get("settings") or {}))
             folder.make()
-            self._job_file(claim, datasets).write(folder.job_file)
+            self._job_file(attempt, datasets).write(folder.job_file)
         except Degraded:
             raise
         except (ResourceError, OSError) as error:  # no room, or a folder that cannot be written: may pass
-            self._leases.give_back(claim, str(error), lost=False, wait_s=self._settings.terms.lease_s)
+            self.queue.give_back(attempt, str(error), lost=False, wait_s=self.settings.retry.room_wait_s)
             return
         except StokerError as error:  # what it asks for is not there
             outcome = Outcome(state=State.FAILED, message="failed", error=str(error))
-            self._leases.finish(claim, outcome, lines=[], position=claim.position)
+            self.queue.finish(attempt, outcome, lines=[], position=attempt.position)
             return
-        work = Work(
-            claim=claim,
-            folder=folder,
-            command=(*self._settings.child, str(folder.path)),
-            limits=self._settings.limits,
-            pace=self._settings.pace,
-        )
-        Attempt(work, self._leases, self._executor, lambda: self._stop).run()
+        AttemptRunner(self, attempt, folder).run()
 
-    def _job_file(self, claim: Claim, datasets: list[dict[str, Json]]) -> JobFile:
-        job, limits = claim.job, self._settings.limits
+    def _job_file(self, attempt: JobAttempt, datasets: list[dict[str, Json]]) -> JobFile:
+        job, limits = attempt.job, self.settings.limits
         return JobFile(
             id=job.id,
             name=job.name,
             kind=job.kind,
-            attempt=claim.attempt,
+            attempt=attempt.number,
             epochs=job.epochs,
             epoch=job.epoch,
             checkpoint=job.checkpoint,
@@ -479,31 +453,17 @@ def _being_made(job: Job, datasets: list[dict[str, Json]]) -> str:
     return ", ".join(str(one["name"]) for one in datasets if one.get("health") == "making")
 
 
-def take_slot(folder: StateFolder, slot: int, stopping: Callable[[], bool]) -> FileLock | None:
-    """Return the lock of a slot, held for as long as this process lives; None: stopped while waiting.
+def serve(connection: Connection) -> int:
+    """Work until SIGTERM or SIGINT; return the exit status.
 
-    Raises:
-        ResourceError: The worker before did not end in `SLOT_S`.
+    Args:
+        connection: As `WorkerSlot` makes it: settings as payload, and the lock of the slot, which ends with
+            this process.
     """
-    lock = FileLock(folder.workers / f"{slot}.lock")
-    deadline = time.monotonic() + SLOT_S
-    while not stopping():
-        if lock.acquire(0.1):
-            return lock
-        if time.monotonic() > deadline:
-            raise ResourceError(
-                f"{lock.path} is held by a worker of an earlier service ({lock.holder()}), {SLOT_S:.0f} s "
-                "after this one was started. Look at its process; this worker is started again automatically"
-            )
-    return None
-
-
-def main() -> int:
-    """The process: settings on standard input, log on standard error; the exit status."""
-    settings = Settings.from_text(sys.stdin.readline())
+    settings: WorkerSettings = cloudpickle.loads(connection.payload)  # noqa: S301 -- written by our owner
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     stopped: list[int] = []
-    workers: list[Worker] = []
+    workers: list[JobWorker] = []
 
     def on_signal(number: int, _frame: object) -> None:
         stopped.append(number)
@@ -512,15 +472,16 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    tie_to_parent(signal.SIGTERM, settings.parent)
+    beat = partial(connection.heartbeat.write, "wait")
+    beat()
+    if settings.ray is None:
+        preload(settings.program.modules)
     try:
-        _slot = take_slot(StateFolder(Path(settings.state)), settings.slot, lambda: bool(stopped))
         database = Database(settings.url, pool=1)
-        Leases(database, settings.terms).abandon_slot(settings.name)
     except StokerError as error:
         _log.error("%s", error)
         return 1
-    worker = worker_of(settings, database)
+    worker = worker_of(settings, database, beat)
     workers.append(worker)
     if stopped:
         worker.stop()
@@ -529,7 +490,9 @@ def main() -> int:
     return 0
 
 
-def worker_of(settings: Settings, database: Database) -> Worker:
+def worker_of(
+    settings: WorkerSettings, database: Database, beat: Callable[[], None] = lambda: None
+) -> JobWorker:
     """Return a worker whose jobs run as processes, and read what `settings.access` allows."""
 
     def described(database: Database, ids: list[str]) -> list[dict[str, Json]]:
@@ -538,15 +501,15 @@ def worker_of(settings: Settings, database: Database) -> Worker:
             settings.access.check(cast("dict[str, Json]", one["spec"]))
         return found
 
-    return Worker(settings, database, _executor(settings, os.environ), described)
+    return JobWorker(settings, database, _executor(settings), described, beat)
 
 
-def _executor(settings: Settings, environment: Mapping[str, str]) -> Executor:
-    """Where its jobs run."""
-    local = LocalExecutor(environment)
+def _executor(settings: WorkerSettings) -> Executor:
+    """Return what runs its jobs."""
+    local = LocalExecutor()
     if settings.ray is None:
         return local
-    return load_extension("service.ray").ray_executor(settings.ray, environment, local)
+    return load_extension("service.ray").ray_executor(settings.ray, os.environ, local)
 
 
 def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:
@@ -556,7 +519,3 @@ def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:
     from stoker.service import datasets
 
     return datasets.describe(database, ids)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,19 @@
-"""Ray's job API, four requests of it, each with a deadline.
+"""Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
 
-Ray's own client waits for an answer as long as it takes, and needs Ray beside the service; the requests are
-documented and few. The token goes with each of them and is shown nowhere.
+An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one.
+The job's folder says which submission is wanted; `python -m stoker.extras.ray.jobs` on the node looks there. A
+worker that dies leaves the submission running: the worker that has the job next finds it named there and goes
+on watching it. The database stays where the truth is: jobs of Ray end with their cluster.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shlex
+import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import ConfigError, NotFound, ResourceError, ServiceError, StalledError
-from stoker.extras.ray.job_child import OVERTAKEN, UNSEEN, wanted
 from stoker.runtime.files import replacing
 from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
-from stoker.service.executor import Limits, LocalExecutor, LocalHold, RayTarget
+from stoker.runtime.processes.child import Child, set_start_method
+from stoker.runtime.threads import Pool, ending
+from stoker.service.executor import JobLimits, JobProgram, LocalExecutor, LocalHold, RayTarget, start_job
 from stoker.service.folders import JobFile, JobFolder
-from stoker.units import format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# Ray's job API, four requests of it, each with a timeout.
+#
+# Ray's own client waits for an answer as long as it takes, and needs Ray installed with the service; the
+# requests are documented and few. The token goes with each of them and is shown nowhere.
+
 
 ANSWER_S = 10.0
 """How long the cluster may take to answer one request."""
@@ -124,12 +136,7 @@ def ray_token(environment: Mapping[str, str]) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
-#
-# An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes
-# one. The job's folder says which submission is wanted; `ray_child.py` on the node looks there. A worker
-# that dies leaves the submission running: who has the job next finds it named there and goes on watching
-# it. The database stays where the truth is: jobs of Ray end with their cluster.
+# The worker's side.
 
 
 _log = logging.getLogger(__name__)
@@ -214,68 +221,63 @@ class RayHold:
         self._lock, self._folder, self._jobs, self._target = lock, folder, jobs, target
         self._running = running
 
-    def start(self, command: Sequence[str], limits: Limits) -> RayRun:
-        """See `Hold.start`; the command's first word is replaced by the interpreter of the nodes.
+    def start(self, program: JobProgram, limits: JobLimits) -> RayProcess:
+        """See `JobHold.start`.
 
         Raises:
             ResourceError: The cluster does not answer, or refuses.
         """
         if self._running is not None:
             _log.info("%s still runs on the cluster and is taken over", self._running)
-            return RayRun(self._jobs, self._folder, self._running, limits)
+            return RayProcess(self._jobs, self._folder, self._running, limits)
         told = JobFile.read(self._folder.job_file)
         submission = f"stoker-{told.id}-{told.attempt}-{secrets.token_hex(4)}"
         with replacing(self._folder.submission) as temporary:
             temporary.write_text(submission)
-        python = self._target.python
-        words = [python, "-m", "stoker.extras.ray.job_child", str(self._folder.path), submission]
-        entrypoint = shlex.join([*words, python, *command[1:]])
+        node = [self._target.python, "-m", "stoker.extras.ray.jobs"]
+        words = [*node, str(self._folder.path), submission, program.target]
         try:
-            self._jobs.submit(submission, entrypoint, gpus=self._target.gpus)
+            self._jobs.submit(submission, shlex.join(words), gpus=self._target.gpus)
         except ConfigError as error:  # another token may be set for the next attempt
             raise ResourceError(str(error)) from error
-        return RayRun(self._jobs, self._folder, submission, limits)
+        return RayProcess(self._jobs, self._folder, submission, limits)
 
     def release(self) -> None:
-        """See `Hold.release`."""
+        """See `JobHold.release`."""
         self._lock.release()
 
 
-class RayRun:
+class RayProcess:
     """A submission; a thread looks at it, so that no call waits for the cluster."""
 
-    def __init__(self, jobs: RayJobs, folder: JobFolder, submission: str, limits: Limits) -> None:
+    def __init__(self, jobs: RayJobs, folder: JobFolder, submission: str, limits: JobLimits) -> None:
         self.submission = submission
         self._jobs, self._folder, self._limits = jobs, folder, limits
         self._started = time.monotonic()
         self._code: int | None = None
         self._kill = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="stoker-ray-job", daemon=True)
-        self._thread.start()
+        Pool(1, "stoker-ray-job").submit(self._follow)
 
     def poll(self) -> int | None:
-        """See `Run.poll`."""
+        """See `JobProcess.poll`."""
         return self._code
 
     def exceeded(self) -> str:
-        """See `Run.exceeded`: time alone, since memory is on another machine."""
-        ran_s, wall_s = time.monotonic() - self._started, self._limits.wall_s
-        if wall_s is not None and ran_s > wall_s:
-            return f"it ran for {format_seconds(ran_s)}; an attempt may take {format_seconds(wall_s)}"
-        return ""
+        """See `JobProcess.exceeded`: time alone, since memory is on another machine."""
+        return self._limits.late(time.monotonic() - self._started)
 
     def terminate(self) -> None:
-        """See `Run.terminate`."""
+        """See `JobProcess.terminate`."""
         with suppress(OSError), replacing(self._folder.stop) as temporary:
             temporary.write_text(self.submission)
 
     def kill(self) -> None:
-        """See `Run.kill`."""
+        """See `JobProcess.kill`."""
         self._kill.set()
 
     def _follow(self) -> None:
         heard, asked = time.monotonic(), 0.0
-        while self._code is None:
+        while self._code is None and not ending():
             try:
                 if self._kill.is_set() and time.monotonic() - asked > SILENT_S / 4:
                     asked = time.monotonic()
@@ -310,3 +312,74 @@ class RayRun:
     def _note(self, text: str) -> None:
         with suppress(OSError), self._folder.log.open("a") as file:
             file.write(f"{text}\n")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What runs on the node: `python -m stoker.extras.ray.jobs FOLDER SUBMISSION TARGET`.
+#
+# It starts the job's own process, ties it to itself, and looks into the job's folder, which worker and node
+# share: is this submission still the one that is wanted, and has it been asked to stop? So a job never goes
+# on beside a newer attempt, even where the two cannot hear each other, and has all the time for a checkpoint
+# that its worker allows; Ray's own way to stop a job leaves it three seconds.
+
+
+NODE_LOOK_S = 0.25
+SIGHT_S = 30.0
+"""How long what the worker has just written may take to be seen on another node."""
+UNSEEN = 76
+"""Exit status where this node does not see the job's folder as the worker does."""
+OVERTAKEN = 77
+"""Exit status where another submission took the place of this one."""
+
+
+def wanted(folder: JobFolder) -> str:
+    """Return the submission that is to run; empty when none is named, or the folder cannot be seen."""
+    try:
+        return folder.submission.read_text()
+    except OSError:
+        return ""
+
+
+def asked_to_stop(folder: JobFolder, submission: str) -> bool:
+    """Return whether that submission is to make its checkpoint and end."""
+    try:
+        return folder.stop.read_text() == submission
+    except OSError:
+        return False
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the job; return its exit status, 128 and the number of the signal where one ended it."""
+    folder, submission, target = JobFolder(Path(words[0])), words[1], words[2]
+    until = time.monotonic() + SIGHT_S
+    while (found := wanted(folder)) != submission:
+        if found or time.monotonic() > until:
+            what = f"another submission, {found}," if found else "nothing"
+            sys.stderr.write(
+                f"{os.uname().nodename}: {folder.submission} names {what} and not {submission}\n"
+            )
+            return OVERTAKEN if found else UNSEEN
+        time.sleep(NODE_LOOK_S)
+    stops: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+    sign = os.open(folder.path / "ray-process", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    set_start_method("spawn")  # one child in all: nothing to import ahead of need
+    return _watch(start_job(folder, JobProgram(target=target), sign), folder, submission, stops)
+
+
+def _watch(child: Child, folder: JobFolder, submission: str, stops: list[int]) -> int:
+    told = False
+    while not child.wait(NODE_LOOK_S):
+        if wanted(folder) not in (submission, ""):  # a folder out of sight for a moment is no other attempt
+            child.stop(0.0)
+            return OVERTAKEN
+        if not told and (stops or asked_to_stop(folder, submission)):
+            told = True
+            child.terminate()
+    code = None if child.exit is None else child.exit.code
+    assert code is not None
+    return code if code >= 0 else _SIGNALLED - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,15 @@
-"""What there is to know of a data set, by kind; done in a process of its own (`look.py`)."""
+"""Look at data sets, by kind, in a process of its own (`probe`).
+
+A damaged file can end the library that reads it, and storage can stop to answer. Neither may happen to the
+service: so the service waits for that process no longer than a timeout, and then kills it.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -11,21 +18,116 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from stoker.errors import SourceError
+from stoker import errors
+from stoker.errors import SourceError, StalledError, StokerError
 from stoker.plugins import load_extension
+from stoker.runtime.processes.child import TORCH, Child
+from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.schema import Json, schema_to_json
-from stoker.sources.files import find_files, split_of
+from stoker.service.security import data_paths
+from stoker.sources.files import confine_sources, find_files, split_of
 from stoker.sources.protocol import Source
 from stoker.sources.splits import DEFAULT_SPLITS
 from stoker.sources.sql.databases import connect_read_only
 from stoker.sources.sql.query import parse_address
 from stoker.units import format_count
+
+TIMEOUT_S = 60.0
+MODULES = (*TORCH, "stoker.service.probes")
+"""What such a process finds imported."""
+_PIECE_BYTES = 1 << 20
+_TAIL_BYTES = 4096
+
+
+def probe(
+    what: str, kind: str, spec: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S, **given: Any
+) -> Any:
+    """Return what a function of `PROBES` says, from another process.
+
+    Args:
+        what: Its name.
+        kind, spec: Of the data set.
+        timeout_s: How long it may take.
+        given: Further arguments of the function.
+
+    Raises:
+        SourceError: The data is not as it should be; or looking at it ended the process.
+        StalledError: It took too long.
+    """
+    until = time.monotonic() + timeout_s
+    request = json.dumps({"what": what, "kind": kind, "spec": dict(spec), **given})
+    output = anonymous_file("stoker-probe")
+    try:
+        child = Child(
+            "stoker.service.probes:serve", what="a process to look at data", payload=request.encode(),
+            output=output, modules=MODULES,
+        )  # fmt: skip
+        try:
+            said = _answer_of(child, until)
+        finally:
+            child.stop(0.0)
+            child.close()
+        last = os.pread(output, _TAIL_BYTES, max(0, os.fstat(output).st_size - _TAIL_BYTES))
+    finally:
+        os.close(output)
+    if said is None:
+        raise StalledError(
+            f"looking at {_shown(spec)} took more than {timeout_s:g} s and was ended. The storage or the "
+            "database does not answer, or there is very much of it"
+        )
+    try:
+        answer = cast("dict[str, Any]", json.loads(said))
+    except ValueError:
+        line = last.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+        raise SourceError(
+            f"looking at {_shown(spec)} ended the process that did it: it {child.exit}: {line}. "
+            "The data may be damaged"
+        ) from None
+    if "error" in answer:
+        of_class: type[StokerError] = getattr(errors, str(answer.get("class")), SourceError)
+        raise of_class(str(answer["error"]))
+    return answer["found"]
+
+
+def _answer_of(child: Child, until: float) -> bytes | None:
+    """Return all that a process says, up to its end; None where it does not end in time."""
+    pieces: list[bytes] = []
+    try:
+        while True:
+            child.socket.settimeout(max(0.001, until - time.monotonic()))
+            piece = child.socket.recv(_PIECE_BYTES)
+            if not piece:
+                break
+            pieces.append(piece)
+    except TimeoutError:
+        return None
+    except ConnectionError:
+        pass  # it was killed
+    return b"".join(pieces) if child.wait(max(0.0, until - time.monotonic())) else None
+
+
+def _shown(spec: Mapping[str, Any]) -> str:
+    return parse_address(str(spec["url"])).shown if "url" in spec else str(spec.get("path", ""))
+
+
+def serve(connection: Connection) -> None:
+    """Answer the request that `probe` started this process for."""
+    request: dict[str, Any] = json.loads(connection.payload)
+    confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
+    answer: dict[str, Json]
+    try:
+        answer = {"found": PROBES[request.pop("what")](request.pop("kind"), request.pop("spec"), **request)}
+    except StokerError as error:
+        answer = {"error": str(error), "class": type(error).__name__}
+    connection.socket.sendall(json.dumps(answer).encode())
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Sets of radio rows in a database, as the registry looks at them: figures and a few rows, never all.
@@ -208,7 +310,7 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
         SourceError: It cannot be opened, or is none.
     """
     if kind == "radio":
-        own = _radio(spec)
+        own = RadioSet.of(spec)
         if missing := own.missing_columns():
             raise SourceError(
                 f"table {own.table} has no column {', '.join(missing)}. Expected the measurements that "
@@ -233,13 +335,13 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
 
 def check(kind: str, spec: Spec) -> list[dict[str, Json]]:
     """Rows of pass, warn and fail: `check`, `status`, `detail`."""
-    return _check_radio(_radio(spec)) if kind == "radio" else _check_samples(_source(kind, spec), kind)
+    return _check_radio(RadioSet.of(spec)) if kind == "radio" else _check_samples(_source(kind, spec), kind)
 
 
 def samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
     """Some samples, as people look at them."""
     if kind == "radio":
-        return _radio(spec).samples(limit, offset)
+        return RadioSet.of(spec).samples(limit, offset)
     source = _source(kind, spec)
     numbers = range(offset, min(offset + min(limit, MOST_SHOWN), len(source)))
     keys = source.keys()
@@ -270,21 +372,16 @@ def plan(
     """
     from stoker.pipeline.context import Run
     from stoker.pipeline.plan import plan_config
-    from stoker.service.runs.settings import settings_of
-    from stoker.service.training_config import TrainingConfig
+    from stoker.service.training_config import TrainingConfig, settings_of
 
     wanted = TrainingConfig.model_validate(dict(config))
     settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)
     return plan_config(Run(settings)).to_json()
 
 
-LOOKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+PROBES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"facts": facts, "check": check, "samples": samples, "remove": remove, "plan": plan}
 )
-
-
-def _radio(spec: Spec) -> RadioSet:
-    return RadioSet.of(spec)
 
 
 def _source(kind: str, spec: Spec) -> Source:
