@@ -196,7 +196,7 @@ def read_metadata(cache_dir: str | Path) -> dict[str, Any]:
             f"{path} is not the metadata of a cache ({type(error).__name__}: {error}). Remove it; "
             "save_cache_metadata writes it again"
         ) from error
-    return cast("dict[str, Any]", known)
+    return known
 
 
 def validate_cache(cfg: Any) -> list[Row]:
