@@ -36,7 +36,7 @@ from stoker.store.index import (
     read_info,
 )
 from stoker.store.recipe import FileDigest, Recipe
-from stoker.store.storage import Storage, open_storage
+from stoker.store.storage import Storage, open_storage, sweep
 from stoker.store.use import Use, indexing, note_use
 from stoker.store.write import RecordWriter, WriterSettings
 from stoker.units import GIB, format_count
@@ -466,7 +466,7 @@ def open_folder(
     try:
         with explained(path):
             _make_folders(cache_dir, path)
-            storage.sweep()
+            sweep(storage.path)
             _put_recipe(storage, recipe)
             _put_sources(storage, recipe.files)
             if weights:

@@ -35,7 +35,7 @@ from stoker.store.index import (
 from stoker.store.mirror.root import address_of, here
 from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard
-from stoker.store.storage import open_storage
+from stoker.store.storage import open_storage, sweep
 from stoker.store.use import Use, indexing, maintaining, note_use
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
 from stoker.units import MIB
@@ -136,7 +136,7 @@ class _Repair:
 
     def run(self) -> RepairReport:
         report = self._report
-        report.swept = self._storage.sweep()
+        report.swept = sweep(self._folder)
         previous = self._previous
         self._noted = {shard.file: {*shard.bad} for shard in (previous.shards if previous else ())}
         names = [name for name in self._storage.list() if is_shard_name(name)]

@@ -123,10 +123,10 @@ class Storage:
             if error.errno not in NO_LINK_ERRNOS:
                 with explained(self.path):
                     raise
-            self.copy(other, name)
+            self._copy(other, name)
         sync_folder(self.path)
 
-    def copy(self, other: Storage, name: str) -> None:
+    def _copy(self, other: Storage, name: str) -> None:
         """Copy the file `name` of `other`."""
         file, pending = other.open(name), self.create(name)
         piece = memoryview(bytearray(4 * MIB))
@@ -151,10 +151,6 @@ class Storage:
     def remove(self, name: str) -> None:
         """Remove a file; no error where there is none."""
         (self.path / name).unlink(missing_ok=True)
-
-    def sweep(self) -> int:
-        """Remove temporaries whose writers are dead; return how many."""
-        return sum(1 for _ in dead_temporaries(self.path, remove=True))
 
 
 class MirrorStorage(Storage):
@@ -199,7 +195,7 @@ class MirrorStorage(Storage):
     def version(self, name: str) -> Expected:
         """Return what a put of a file would replace; the copy here is of this version, or of a later one."""
         try:
-            return self.fresh(name)
+            return self._fresh(name)
         except FileNotFoundError:
             return None
 
@@ -213,17 +209,17 @@ class MirrorStorage(Storage):
         """Open a file; nothing of a shard is fetched yet."""
         if is_shard_name(check_name(name, where=str(self.path))):
             return self._mirror.open(name)
-        self.fresh(name)
+        self._fresh(name)
         return super().open(name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Return all of a small file as it is there; as `Storage.read`."""
-        self.fresh(name)
+        self._fresh(name)
         return super().read(name, limit_bytes=limit_bytes)
 
     def link(self, other: Storage, name: str) -> None:
         """Copy the file `name` of `other`: nothing can be linked to a URL."""
-        self.copy(other, name)
+        self._copy(other, name)
 
     def share(self, name: str) -> None:
         """Put a small file as it is here; nobody else writes one of this name."""
@@ -243,7 +239,7 @@ class MirrorStorage(Storage):
         mirror.forget(name)
         super().remove(name)
 
-    def fresh(self, name: str) -> str:
+    def _fresh(self, name: str) -> str:
         """Have a small file here as it is there; return its etag.
 
         Raises:
@@ -325,3 +321,8 @@ def open_storage(path: Path) -> Storage:
     """Return the files of a folder: of a mirror those at its URL, else those that are in it."""
     mirror = mirror_of(path)
     return Storage(path) if mirror is None else MirrorStorage(path, mirror)
+
+
+def sweep(folder: Path) -> int:
+    """Remove temporaries whose writers are dead from a folder; return how many."""
+    return sum(1 for _ in dead_temporaries(folder, remove=True))

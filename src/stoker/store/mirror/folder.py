@@ -313,26 +313,12 @@ QUEUED = 64
 """Requests ahead of need that wait or run at a time in one process; more are refused."""
 
 
-class MirrorFolder:
-    """The folder `name` of a mirror, in this process: here, and at its URL. Threads may share it.
-
-    Each block is brought here once for all processes of a machine, several requests at a time.
-    """
+class MirrorLocation:
+    """Where the folder `name` of a mirror is, here and at its URL, and the lock on what is here of it."""
 
     def __init__(self, root: MirrorRoot, name: str) -> None:
         self.root, self.name = root, name
         self.path: Path = root.path / name
-        self.counters = root.counters
-        """What all folders of this mirror did, in this process."""
-        self.listed: dict[str, Object] = {}
-        """Objects as the last list had them."""
-        self._lock = threading.Lock()
-        self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
-        self._ahead: set[Ticket[bool]] = set()
-        self._under_way: list[tuple[str, int, int]] = []
-        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
-        self._came = threading.Condition(threading.Lock())
-        """Told of every block that comes, and of every fetch that ends."""
 
     @property
     def url(self) -> str:
@@ -381,6 +367,27 @@ class MirrorFolder:
         with self.locked():
             remove_stand(self.path, name)
 
+
+class MirrorFolder(MirrorLocation):
+    """One folder of a mirror, in this process. Threads may share it.
+
+    Each block is brought here once for all processes of a machine, several requests at a time.
+    """
+
+    def __init__(self, root: MirrorRoot, name: str) -> None:
+        super().__init__(root, name)
+        self.counters = root.counters
+        """What all folders of this mirror did, in this process."""
+        self.listed: dict[str, Object] = {}
+        """Objects as the last list had them."""
+        self._lock = threading.Lock()
+        self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
+        self._ahead: set[Ticket[bool]] = set()
+        self._under_way: list[tuple[str, int, int]] = []
+        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
+        self._came = threading.Condition(threading.Lock())
+        """Told of every block that comes, and of every fetch that ends."""
+
     def open(self, name: str) -> MirrorFile:
         """Open a shard for reading; nothing of it is fetched yet.
 
@@ -409,7 +416,7 @@ class MirrorFolder:
     def bring(self, name: str, ranges: Ranges) -> bool:
         """Fetch as `ahead`, in the thread that calls; return whether all came."""
         stand = self._stand(name)
-        came = [self._fetch_ahead(stand, *run) for run in self.runs_of(stand, ranges)]
+        came = [self._fetch_ahead(stand, *run) for run in self._runs_of(stand, ranges)]
         return all(came)
 
     def rank(self, name: str, used: NDArray[np.uint32]) -> None:
@@ -424,7 +431,7 @@ class MirrorFolder:
     def absent_bytes(self, name: str, ranges: Ranges) -> int:
         """How many bytes have to be fetched before these are here: whole blocks."""
         stand = self._stand(name)
-        return sum(size_of(stand, run) for run in self.runs_of(stand, ranges))
+        return sum(size_of(stand, run) for run in self._runs_of(stand, ranges))
 
     def release(self, name: str, ranges: Ranges) -> None:
         """Say that these bytes will not be needed soon: they go first when there is no room."""
@@ -461,7 +468,7 @@ class MirrorFolder:
             make_stand(self.path, listed, block_bytes=BLOCK_BYTES)
             return Stand(self.path, name)
 
-    def runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
+    def _runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
         """Runs of blocks that are not here, each for one request: first, and one past the last."""
         blocks, most = stand.map, self.root.run_blocks
         together: list[tuple[int, int]] = []
@@ -482,7 +489,7 @@ class MirrorFolder:
             StokerError, FileNotFoundError: As `Remote`.
         """
         deadline = time.monotonic() + deadline_s
-        runs = self.runs_of(stand, ranges)
+        runs = self._runs_of(stand, ranges)
         if len(runs) == 1:
             self._fetch_run(stand, *runs[0], deadline)
             return
@@ -502,7 +509,7 @@ class MirrorFolder:
     def begin_fetch(self, stand: Stand, ranges: Ranges) -> int:
         """Begin to fetch bytes; returns how many were begun, which are fewer when enough is under way."""
         begun = 0
-        for run in self.runs_of(stand, ranges):
+        for run in self._runs_of(stand, ranges):
             with self._lock:
                 self._ahead = {ticket for ticket in self._ahead if not ticket.done()}
                 if len(self._ahead) >= QUEUED:
