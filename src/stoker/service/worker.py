@@ -7,6 +7,7 @@ heartbeat. SIGTERM, also when the service dies, lets it stop its job with a chec
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -460,7 +461,7 @@ def serve(connection: Connection) -> int:
         connection: As `WorkerSlot` makes it: settings as payload, and the lock of the slot, which ends with
             this process.
     """
-    settings: WorkerSettings = cloudpickle.loads(connection.payload)  # noqa: S301 -- written by our owner
+    settings: WorkerSettings = cloudpickle.loads(connection.payload)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     stopped: list[int] = []
     workers: list[JobWorker] = []
