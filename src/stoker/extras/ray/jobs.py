@@ -1,9 +1,9 @@
 """Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
 
 An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one.
-The job's folder says which submission is wanted; `python -m stoker.extras.ray.jobs` on the node looks there. A
-worker that dies leaves the submission running: the worker that has the job next finds it named there and goes
-on watching it. The database stays where the truth is: jobs of Ray end with their cluster.
+The job's folder says which submission is wanted; `python -m stoker.extras.ray.jobs` on the node looks there.
+A worker that dies leaves the submission running: the next worker of the job finds its name there and watches
+it. The database stays where the truth is: jobs of Ray end with their cluster.
 """
 
 from __future__ import annotations
