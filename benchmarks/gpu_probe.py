@@ -120,7 +120,7 @@ def kernel(probe: Probe) -> None:
         for dtype in ("bfloat16", "float32"):
             what = _fused((3, side, side), "uint8", IMAGE, dtype)
             begin = time.perf_counter()
-            gather = TritonGather(rows, what, 256, static=False)
+            gather = TritonGather(rows, what, TwinGather(rows, what, 256, static=False).room)
             index = [torch.randint(2048, (256,), device=probe.device) for _ in range(4)]
             found = gather(index[0])
             probe.wait()
@@ -136,7 +136,8 @@ def kernel(probe: Probe) -> None:
             del found
         del rows
     small = torch.zeros((4096, 512), dtype=torch.float16, device=probe.device)
-    gather = TritonGather(small, _fused((512,), "float16", None, "float32"), 256, static=False)
+    what = _fused((512,), "float16", None, "float32")
+    gather = TritonGather(small, what, TwinGather(small, what, 256, static=False).room)
     index = [torch.randint(4096, (256,), device=probe.device)]
     probe.say("kernel", what="launch of a small batch", host_us=probe.times(lambda turn: gather(index[0]))[0])
 

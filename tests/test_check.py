@@ -23,13 +23,13 @@ def load() -> Any:
 
 check = load()
 LONG = "def f():\n" + "    x = 1\n" * 51
-WIDE = "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(13))
+WIDE = "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(21))
 
 
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("a/b.py", "x = 1\n" * 901),
+        ("a/b.py", "x = 1\n" * 951),
         ("a/b.py", LONG),
         ("a/b.py", "async " + LONG),
         ("a/b.py", WIDE),

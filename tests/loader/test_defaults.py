@@ -202,9 +202,11 @@ def test_the_table_that_a_kernel_multiplies_by_is_float32(monkeypatch: pytest.Mo
     assert what is not None
 
     with default_dtype(torch.bfloat16):
+        from stoker.loader.gather import TwinGather
         from stoker.loader.triton_gather import TritonGather
 
-        TritonGather(torch.zeros((5, 3, 4, 4), dtype=torch.uint8), what, 2, static=False)(torch.arange(2))
+        view = torch.zeros((5, 3, 4, 4), dtype=torch.uint8)
+        TritonGather(view, what, TwinGather(view, what, 2, static=False).room)(torch.arange(2))
     monkeypatch.delitem(sys.modules, "stoker.loader.triton_gather")
 
     _, _, out, scale, shift, *_ = launched[0]

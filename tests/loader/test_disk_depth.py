@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows, disk
-from stoker.store import Cache, storage
+from stoker.runtime import files
+from stoker.store import Cache
 from stoker.store.format import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
@@ -163,7 +164,7 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
         monkeypatch.setattr("os.posix_fadvise", lambda *_: os.stat("/nonexistent"))
         monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
     elif way == "cannot say":
-        monkeypatch.setattr(storage, "RWF_NOWAIT", 0)
+        monkeypatch.setattr(files, "RWF_NOWAIT", 0)
     elif way == "has half":
         monkeypatch.setattr(os, "preadv", half)
     else:
