@@ -50,7 +50,7 @@ def test_nothing_dangerous_or_unfinished(path: Path) -> None:
         in (
             "reader.py",
             "fill_process.py",
-            "device_process.py",
+            "encoder_processes.py",
             "torch_elsewhere.py",
             "ray_task.py",
             "entry.py",
