@@ -27,7 +27,7 @@ UNFINISHED = re.compile(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO
 UNPICKLES = (
     "/reader.py",
     "/fill_process.py",
-    "/device_process.py",
+    "/encoder_processes.py",
     "/torch_elsewhere.py",
     "extras/ray/task.py",
     "/entry.py",

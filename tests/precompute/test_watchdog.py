@@ -14,7 +14,7 @@ import torch
 
 import stoker
 from stoker.errors import Interrupted, StalledError
-from stoker.precompute import Deadlines, PrecomputeSettings, devices, heartbeat, run_precompute, stages
+from stoker.precompute import Deadlines, PrecomputeSettings, heartbeat, in_process, run_precompute, stages
 from stoker.precompute.background import recipe_of
 from stoker.precompute.encode import GroupEncoder
 from stoker.runtime.processes.heartbeat import BeatPage
@@ -82,7 +82,7 @@ def test_an_encoder_that_is_stuck_is_not_moved(tmp_path, hanging, monkeypatch):
     monkeypatch.setattr(stages, "resolve_device", lambda _: "meta")  # as if it was a GPU, with nothing on it
     monkeypatch.setattr(GroupEncoder, "_output", lambda self, batch: self._encoder.encode(batch))
     monkeypatch.setattr(FakeEncoder, "to", lambda *_: None)
-    monkeypatch.setattr(devices, "GRACE_S", 0.2)
+    monkeypatch.setattr(in_process, "GRACE_S", 0.2)
     signal_when(hanging.stuck, signal.SIGTERM)
     with pytest.raises(Interrupted):
         run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(encode=60.0))
@@ -133,7 +133,7 @@ def test_an_encoder_that_hangs_at_a_sample_of_zeros_ends_the_run_too(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("readers", [0, 1])
 def test_one_signal_ends_a_run_whose_encoder_hangs(tmp_path, hanging, number, readers, monkeypatch):
-    monkeypatch.setattr(devices, "GRACE_S", 0.2)
+    monkeypatch.setattr(in_process, "GRACE_S", 0.2)
     signal_when(hanging.stuck, number)
     with pytest.raises(Interrupted, match="8 of 16"):
         run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(readers, 60.0))
@@ -191,7 +191,7 @@ def test_the_encoder_computes_as_in_the_thread_of_its_caller(tmp_path):
         )
 
     def both():
-        return look(), devices.EncodeWatchdog.of_settings(settings(), tmp_path).run(look)
+        return look(), in_process.EncodeWatchdog.of_settings(settings(), tmp_path).run(look)
 
     plain, found = both()
     assert found == plain

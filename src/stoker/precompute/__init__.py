@@ -2,23 +2,17 @@
 
 The path of a sample:
 
-    reader.py      a subprocess reads a group into a slot of its arena  (fill, unchanged, arena, layout)
-    supervisor.py  hands out work, enforces deadlines, replaces readers (worker, queue, ledger, limits, wire)
-    roster.py      readers at work, in reserve, that do not end         (process, patience)
-    encode.py      the encoder, on fixed groups, in the calling process (parcel, precision)
-    write_thread.py  converts, checksums, seals                         (space)
+    reader.py      a child reads a group into a slot of its arena  (reading, arena)
+    workers.py     hands out work, enforces timeouts, replaces readers  (queue, runtime/processes)
+    encode.py      the encoder, on fixed groups
+    encoder_processes.py  calls it in a child for each device;  in_process.py  in the calling process
+    run.py         the loop over the stages, and the writer: converts, checksums, seals  (progress, space)
 
-`engine.py` has what is missing encoded when it is its turn (turn, interrupts, verdict, share): `here.py` by
-this process, `stages.py` builds its stages, `run.py` is the loop over them (pace, progress, live),
-`in_process.py` reads without readers.
-`watchdog.py` calls the encoder, in a thread that can be left behind (interrupts).
-`clock.py` says where the encoder stands: to it, or through `guarded.py` to the guardian.
-`filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
-`trial.py` times the stages one after another on a few samples, `probe_encoder.py` tries an encoder on zeros.
-`encode_batch.py` measures how many samples a call of an encoder should have.
-`draws.py` tells an encoder that draws random numbers; `recognize.py` keeps back samples that another cache
-has the records of.
-`background.py` runs all of it in `fill_process.py`, beside a training that serves what is there.
+`engine.py` has what is missing encoded when it is its turn (share); `stages.py` builds the stages and encodes
+on this machine. `heartbeat.py` says where the encoder stands, to a guardian or to the owner of the child.
+`measure.py` times the stages on a few samples, tries an encoder on zeros, and measures encode batches.
+`background.py` encodes single groups for a loader, compares some with what is stored, and runs all of it in
+`fill_process.py` while a training serves what is there.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
 """

@@ -35,8 +35,8 @@ from stoker.errors import (
     StokerError,
     arg,
 )
-from stoker.precompute.devices import EncodeWatchdog
 from stoker.precompute.encode import TOLERANCE, Encoded, GroupEncoder, distance
+from stoker.precompute.in_process import EncodeWatchdog
 from stoker.precompute.queue import Feed
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings

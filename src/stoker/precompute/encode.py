@@ -15,9 +15,9 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -512,6 +512,48 @@ def _span(numbers: range) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Who encodes the parcels of a run: children (`encoder_processes.py`), or this process (`in_process.py`).
+
+
+class Encoding(Protocol):
+    """Takes parcels and gives records, in whatever order. Called by one thread."""
+
+    clock: EncodeClock
+    """Time inside the encoder, on all devices."""
+
+    @property
+    def hungry(self) -> bool:
+        """Some encoder has nothing to do."""
+        ...
+
+    def take(self, parcel: Parcel) -> bool:
+        """Have a parcel encoded; False when there is no room for it now.
+
+        From then on it is this object that gives it back to its feed.
+
+        Raises:
+            StokerError: No other sample, and no other device, would mend what went wrong.
+        """
+        ...
+
+    def results(self) -> list[Encoded]:
+        """What has been encoded since the last call. Errors as `take`."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there may be results or room, or after `timeout_s`."""
+        ...
+
+    def processor_s(self) -> float:
+        """Processor time that processes of its own have used."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that it started; safe to call twice."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Products of float32 in float32 while samples are read and encoded, whatever the program has set.
 #
 # TensorFloat-32 and bfloat16 products change the third or fourth digit of a record. They are switches of
@@ -585,3 +627,91 @@ def _legible(ask: Callable[[], T]) -> T | None:
         return ask()
     except RuntimeError:
         return None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a program has set in torch and numpy, for the child that encodes for it.
+
+_FLAGS = (
+    ("cudnn", "enabled"), ("mkldnn", "enabled"),
+    ("cuda.matmul", "allow_fp16_reduced_precision_reduction"),
+    ("cuda.matmul", "allow_bf16_reduced_precision_reduction"),
+)  # fmt: skip
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_DENORMAL = 1e-40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchState:
+    """What the bits of a record may depend on, of a process and of the thread that asked for this."""
+
+    threads: int
+    dtype: torch.dtype
+    device: torch.device
+    """The default of each."""
+    deterministic: tuple[bool, bool]
+    """Whether deterministic algorithms are asked for, and only warned of where there are none."""
+    flushes_denormals: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Kinds of devices for which it is on, with the dtype of each."""
+    flags: dict[tuple[str, str], Any]
+    """Switches of `torch.backends`."""
+    attention: dict[str, bool]
+    """Whether each kernel of scaled dot product attention may be used."""
+    numpy_errors: dict[str, Any]
+
+    @classmethod
+    def of_caller(cls) -> TorchState:
+        """Return that of this process and thread."""
+        tiny = torch.tensor([_DENORMAL], dtype=torch.float32, device="cpu") * 1.0
+        return cls(
+            threads=torch.get_num_threads(),
+            dtype=torch.get_default_dtype(),
+            device=torch.get_default_device(),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            flushes_denormals=tiny.item() == 0.0,
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            ),
+            flags={flag: getattr(_backend(flag[0]), flag[1], None) for flag in _FLAGS},
+            attention={
+                name: ask()
+                for name in _ATTENTION
+                if (ask := getattr(torch.backends.cuda, f"{name}_sdp_enabled", None)) is not None
+            },
+            numpy_errors=dict(np.geterr()),
+        )
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Compute so while entered; for a process of ours, in which it need not be undone."""
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.dtype)
+        if self.device.type != "cpu":
+            torch.set_default_device(self.device)
+        if self.deterministic != TorchState.of_caller().deterministic:  # a call imports torch's compiler
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        if self.flushes_denormals:
+            torch.set_flush_denormal(True)
+        for (backend, name), value in self.flags.items():
+            if value is not None and getattr(_backend(backend), name) != value:
+                setattr(_backend(backend), name, value)
+        for name, value in self.attention.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(np.errstate(**self.numpy_errors))
+            yield
+
+
+def _backend(path: str) -> Any:
+    found: Any = torch.backends
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

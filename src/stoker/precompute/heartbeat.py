@@ -125,16 +125,16 @@ class EncodeClock:
     """The device cannot be used again in this process; the last thing a guardian is told."""
     given_up: bool = False
     """Nobody waits for the encoder any more: no further call of it may begin."""
-    told: bool = True
-    """Whether a guardian is told at all: its page has room for what one thread does."""
+    page: BeatPage | None = field(default_factory=guard_page)
+    """Where whoever would kill this process looks: a guardian's, or an owner's. None: nobody does, or another
+    clock of this process has the page, which has room for what one thread does."""
 
     @contextmanager
     def starting(self, limit_s: float) -> Generator[None]:
         """The encoder is tried, or brought to its device, which may hang as a call of it may."""
         self.begun = time.monotonic()
-        page = self._page()
-        if page is not None:
-            page.write("start", limit_s=limit_s)
+        if self.page is not None:
+            self.page.write("start", limit_s=limit_s)
         try:
             yield
         finally:
@@ -174,11 +174,7 @@ class EncodeClock:
         self.lost = True
 
     def _tell(self, stage: str, *, groups: int = 0, bounded: bool = True) -> None:
-        page = self._page()
-        if page is not None and not self.lost:
+        if self.page is not None and not self.lost:
             number = self.numbers.start if stage != "wait" else -1
             limit_s = self.limit_s if bounded else 0.0
-            page.write(stage, number, done=groups, limit_s=limit_s)
-
-    def _page(self) -> BeatPage | None:
-        return guard_page() if self.told else None
+            self.page.write(stage, number, done=groups, limit_s=limit_s)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from stoker.errors import ResourceError, StalledError, StokerError
-from stoker.precompute.devices import Encoding
-from stoker.precompute.encode import Copied, Encoded, full_precision
+from stoker.precompute.encode import Copied, Encoded, Encoding, full_precision
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import Feed, Ledger, Parcel, WorkQueue
 from stoker.precompute.share import Interrupts
@@ -328,6 +328,8 @@ class Stages:
     ledger: Ledger
     encoding: Encoding
     writer: WriteThread
+    in_process: bool
+    """Samples are read or encoded in this process."""
 
 
 class Run:
@@ -359,17 +361,19 @@ class Run:
         self.copied = 0
         """Records handed to the writer that another cache has already."""
 
-    @full_precision()
     def go(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
         """Work; False when a signal came first, the time `until` (`time.monotonic()`), or that of `lasts_s`
         after the first group was encoded: so something always is.
 
-        Torch's products of float32 are in full precision meanwhile, for the encoder and for what is read in
-        this process (`precision.py`).
+        Torch's products of float32 are in full precision meanwhile where this process reads or encodes.
 
         Raises:
             StokerError: A stage failed for good.
         """
+        with full_precision() if self._stages.in_process else nullcontext():
+            return self._go(until, lasts_s)
+
+    def _go(self, until: float, lasts_s: float) -> bool:
         stages = self._stages
         feed = stages.feed
         while not (feed.finished and not self._parcels):

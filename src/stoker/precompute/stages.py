@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,34 +15,29 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved, weights_device
-from stoker.errors import EncoderError, Interrupted, StokerError
+from stoker.errors import EncoderError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
-from stoker.precompute.arena import Layout, plan_layout, private_arrays, slot_size, time_length
-from stoker.precompute.device_process import Task
-from stoker.precompute.devices import Crew, EncodeWatchdog, Encoding, Equipment, InPlace
-from stoker.precompute.encode import PRECISION, Copied, Encoded, GroupEncoder
+from stoker.precompute.arena import Layout, plan_layout, slot_size
+from stoker.precompute.encode import PRECISION, Copied, Encoded, Encoding, GroupEncoder, TorchState
+from stoker.precompute.encoder_processes import EncoderLaunch, EncoderProcesses, EncodeTask
 from stoker.precompute.heartbeat import EncodeClock, guard_page
-from stoker.precompute.process import Launch
+from stoker.precompute.in_process import EncodeWatchdog, InPlace, InProcess, Silent
 from stoker.precompute.progress import ProgressSink
-from stoker.precompute.queue import Feed, GroupWork, Ledger, Parcel, PartSpan, ReaderView, WorkQueue
+from stoker.precompute.queue import Feed, Ledger, Parcel, PartSpan, WorkQueue
 from stoker.precompute.reading import (
     PartNames,
-    SampleFault,
-    SampleFaultError,
     SampleReader,
     Unchanged,
     digested_files,
-    fill_group,
-    pad_steps,
 )
 from stoker.precompute.run import Pace, Run, Stages, Standing, WriteThread
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Done, Interrupts, Share
 from stoker.precompute.space import fit_copies, fit_memory
-from stoker.precompute.workers import Supervisor
+from stoker.precompute.workers import Launch, Supervisor
 from stoker.runtime.libc import keep_freed_memory, release_memory
-from stoker.runtime.processes.child import LIGHT, TORCH, Drain
-from stoker.schema import Sample, Schema
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, preload
+from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Locating, Proving, Source
 from stoker.sources.travel import held_bytes, packed
@@ -51,138 +46,6 @@ from stoker.store.cache import fill_blocks
 from stoker.store.folder import SameSamples, digest_samples
 from stoker.store.recipe import Recipe
 from stoker.units import MIB
-
-# ----------------------------------------------------------------------------------------------------------
-# Reading in the calling process: in order, one thread, no reader processes, and so no deadlines.
-
-
-class Silent:
-    """A pulse that nobody looks at."""
-
-    def __init__(self) -> None:
-        self.stage = "wait"
-        self.number = -1
-
-    def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
-        """Remember stage and sample for the progress display."""
-        self.stage, self.number = stage, number
-
-    def progress(self, done: int) -> None:
-        """Nobody waits for it."""
-
-
-class InProcess:
-    """A `Feed` that reads when it is polled."""
-
-    def __init__(
-        self,
-        samples: SampleReader,
-        layout: Layout,
-        queue: WorkQueue,
-        ledger: Ledger,
-        *,
-        pulse: Silent,
-        interrupts: Interrupts,
-    ) -> None:
-        self._samples = samples
-        self._layout = layout
-        self._queue = queue
-        self._ledger = ledger
-        self._pulse = pulse
-        self._interrupts = interrupts
-        self._todo: deque[GroupWork] = deque()
-        self._start = 0
-        # One buffer for the whole run: a parcel is encoded before the next is read.
-        self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
-
-    def poll(self, timeout_s: float) -> list[Parcel]:
-        """See `Feed.poll`; at most one parcel."""
-        if not self._todo:
-            self._todo.extend(self._queue.take(0, 1))
-        if not self._todo:
-            return []
-        work = self._todo[0]
-        try:
-            with self._interrupts.raising(), _one_thread():
-                arrays, faults, stop = self._read(work)
-        except Interrupted:
-            return []  # the loop that polls looks at signals itself
-        start, last = self._start, bool(faults) or stop is None
-        self._start = 0 if last or stop is None else stop
-        if last:
-            self._todo.popleft()
-        if sum(not self._ledger.is_bad(number) for number in work.numbers) > len(faults):
-            self._ledger.answered(work.part)
-        again = [self._ledger.fault(fault) for fault in faults]
-        if any(again) or not self._queue.wanted(work):
-            if any(again):
-                self._queue.give_back(work, avoid=0)
-            elif last:
-                self._queue.done()
-            return [Parcel.end(work)] if start else []
-        return [Parcel(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
-
-    def _read(self, work: GroupWork) -> tuple[Sample, list[SampleFault], int | None]:
-        """Arrays, faults, and where to go on within a sample that comes in stretches."""
-        bad: Callable[[int], bool] = self._ledger.is_bad
-        if self._arrays is None:
-            return *self._read_whole(work, bad), None
-        if self._layout.mode == "group":
-            return self._arrays, fill_group(self._samples, self._arrays, work.numbers, bad), None
-        length = time_length(self._layout.schema)
-        stop = min(self._start + self._layout.steps, length)
-        try:
-            self._samples.fill_steps(self._arrays, (0, 0), work.numbers[0], (self._start, stop))
-        except SampleFaultError as error:
-            return self._arrays, [error.fault], None
-        pad_steps(self._arrays, self._layout.schema, stop - self._start)
-        return self._arrays, [], None if stop == length else stop
-
-    def _read_whole(self, work: GroupWork, bad: Callable[[int], bool]) -> tuple[Sample, list[SampleFault]]:
-        """A group of unknown or very large size, in memory of its own."""
-        schema = self._layout.schema
-        if not any(field.ragged for field in schema.values()):
-            arrays = private_arrays(schema, self._layout.shapes())
-            return arrays, fill_group(self._samples, arrays, work.numbers, bad)
-        try:
-            sample = self._samples.sample(work.numbers[0])
-        except SampleFaultError as error:
-            return {}, [error.fault]
-        arrays = private_arrays(schema, {name: (1, *sample[name].shape) for name in schema})
-        for name, array in arrays.items():
-            array[0] = sample[name]
-        return arrays, []
-
-    def release(self, parcel: Parcel) -> None:
-        """See `Feed.release`."""
-        if parcel.last:
-            self._queue.done()
-
-    @property
-    def finished(self) -> bool:
-        """See `Feed.finished`."""
-        return not self._todo and self._queue.finished
-
-    def views(self) -> list[ReaderView]:
-        """This process, as the one reader there is."""
-        return [ReaderView(number=0, stage=self._pulse.stage, sample=self._pulse.number, seconds=0.0)]
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """One torch thread while a source is read, as in a reader: a sample made by torch has the same bits."""
-    threads = torch.get_num_threads()
-    if threads != 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if threads != 1:
-            torch.set_num_threads(threads)
-
 
 # ----------------------------------------------------------------------------------------------------------
 # Recognize samples that a sibling cache has a record of, so that they are read but not encoded again.
@@ -274,10 +137,20 @@ class Recognizing:
         self._inner.close()
 
 
+log = logging.getLogger("stoker")
+
 LOG_FOLDER = ".readers"
+_LEFT = "Make what it holds of that kind at its first call"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _READER_SHARE = 0.75
+CHILD_FOR_ONE_DEVICE = False
+"""Encode in a child also on a single device or the CPU. Off until the long suites have run with it."""
+FEW_GROUPS = 16
+"""Encode batches that start no child: at most 128 MiB of samples and records by default, which many an
+encoder takes in the second or two that the first child of a program needs to import torch."""
+_CHILD_BYTES = 512 * MIB
+"""Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
 _GROUPS_A_READER = 8
 """Fewer are read before another reader has started."""
 
@@ -303,7 +176,7 @@ class Bench:
         self.missing = missing
         self.name = folder.name
         self.logs = folder.path.parent.parent / LOG_FOLDER
-        self._clock = EncodeClock(told=not rehearsal)
+        self._clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
         self._watchdog = EncodeWatchdog.of_settings(
             settings, self.logs, clock=self._clock, interrupts=self._interrupts
@@ -345,6 +218,23 @@ class Bench:
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
         self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
+        self._children = () if rehearsal else self._devices_of_children()
+
+    def _devices_of_children(self) -> tuple[str, ...]:
+        """Return the devices on which a child is to encode; none where this process is to.
+
+        The encoder runs in children on several devices, and with `CHILD_FOR_ONE_DEVICE` on one, but for few
+        groups, where memory is short for another torch, and on systems that cannot watch a child. An encoder
+        that cannot be sent to one is found out later.
+        """
+        devices, groups = self.settings.devices, self.queue.groups
+        if self._encoder is None or sys.platform != "linux":
+            return ()
+        if len(devices) > 1:
+            return devices if len(devices) < groups else ()
+        if not CHILD_FOR_ONE_DEVICE or groups <= FEW_GROUPS or probe().host_bytes < _CHILD_BYTES:
+            return ()
+        return (self.settings.device,)
 
     def _plan(self) -> tuple[Layout, int, int]:
         """The layout of each arena, readers to start with, and the most that there is room and work for."""
@@ -374,6 +264,8 @@ class Bench:
         self.queue.follow_runs(self._source.runs(), group_bytes)
         if self.settings.by_blocks:
             self.queue.follow_blocks(fill_blocks(self.folder.recipe))
+        if self._children:
+            preload(TORCH)
         if self._first_readers == 0:
             pulse = Silent()
             samples = SampleReader(
@@ -443,38 +335,60 @@ class Bench:
         self._watchdog.ask(lambda: encoder.to(device), f"on its way to {device}")
 
     def encoding(self, feed: Feed, *, compare_first: bool = True) -> Encoding:
-        """Whoever encodes, begun: processes on several devices, or the encoder in this one.
+        """Whoever encodes, begun: a child for each device, or this process.
 
         Args:
             compare_first: See `GroupEncoder`; needless, and twice the time, for single groups of a cache.
         """
-        if self._encoder is not None and 1 < len(self.settings.devices) < self.queue.groups:
-            return self._crew(self._encoder, feed)
+        if self._children and (launch := self._launch_of_encoders(compare_first)) is not None:
+            return EncoderProcesses(self._children, launch, feed=feed, queue=self.queue, ledger=self.ledger)
+        self._children = ()
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.deadlines.encode
         encoder.compare_first = compare_first
         return InPlace(encoder, self._watchdog, feed, self.queue, self.ledger)
 
-    def recognizing(self, inner: Encoding, same: SameSamples | None) -> Encoding:
-        """The same, which keeps back samples that sibling caches have records of."""
-        recipe = self.folder.recipe
-        return Recognizing(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
+    def _launch_of_encoders(self, compare_first: bool) -> EncoderLaunch | None:
+        """What children encode with; None where the encoder cannot be sent to another process.
 
-    def _crew(self, encoder: Encoder, feed: Feed) -> Crew:
-        self._make_logs()
+        Raises:
+            SourceError: It cannot, and is to encode on several devices.
+        """
+        assert self._encoder is not None
         recipe, limits = self.folder.recipe, self.settings.deadlines
-        task = Task(encoder=encoder, recipe=recipe, schema=self._schema, nan=self.settings.nan)
-        with moved(encoder, torch.device("cpu")):
-            payload = packed(task, "encoder", otherwise="Or encode on one device")
-        equipment = Equipment(
-            payload=payload,
+        task = EncodeTask(
+            encoder=self._encoder,
+            recipe=recipe,
+            schema=self._schema,
+            nan=self.settings.nan,
+            compare_first=compare_first,
+            state=TorchState.of_caller(),
+        )
+        several = len(self._children) > 1
+        try:
+            with moved(self._encoder, torch.device("cpu")):
+                payload = packed(task, "encoder", otherwise="Or encode on one device" if several else _LEFT)
+        except SourceError as error:
+            if several:
+                raise
+            log.warning(
+                "%s: the encoder runs in this process, where nothing can end it: %s", self.name, error
+            )
+            return None
+        self._make_logs()
+        return EncoderLaunch(
+            task_fd=EncoderLaunch.stored(payload),
             samples=self._schema,
             records=recipe.encoded,
             start_s=limits.start,
             limit_s=limits.encode,
             logs=self.logs,
         )
-        return Crew(self.settings.devices, equipment, feed=feed, queue=self.queue, ledger=self.ledger)
+
+    def recognizing(self, inner: Encoding, same: SameSamples | None) -> Encoding:
+        """The same, which keeps back samples that sibling caches have records of."""
+        recipe = self.folder.recipe
+        return Recognizing(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
 
     def leave_device(self) -> None:
         """Put the encoder back where it was, and free the memory of a GPU: a model is about to want it.
@@ -506,7 +420,14 @@ class Bench:
 
     def stages(self, feed: Feed, encoding: Encoding, writer: WriteThread) -> Stages:
         """All of them together."""
-        return Stages(feed=feed, queue=self.queue, ledger=self.ledger, encoding=encoding, writer=writer)
+        return Stages(
+            feed=feed,
+            queue=self.queue,
+            ledger=self.ledger,
+            encoding=encoding,
+            writer=writer,
+            in_process=not self._children or not isinstance(feed, Supervisor),
+        )
 
     @staticmethod
     def seal(writer: WriteThread) -> None:
@@ -642,8 +563,9 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
 def _encoding(bench: Bench, feed: Feed, share: Share) -> Encoding:
     """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
     inner = bench.encoding(feed, compare_first=share.compare_first)
-    if isinstance(inner, Crew):
+    children = isinstance(inner, EncoderProcesses)
+    if children:
         inner.watch(share.interrupts.fd)
     if isinstance(feed, Supervisor):
-        feed.wake_fd = inner.fd if isinstance(inner, Crew) else share.interrupts.fd
+        feed.wake_fd = inner.fd if children else share.interrupts.fd
     return inner if share.encoder is None else bench.recognizing(inner, share.same)

@@ -22,10 +22,10 @@ from typing import Literal
 
 from stoker.errors import ReaderError, ResourceError, SourceError, arg
 from stoker.precompute.arena import Arena, Layout
-from stoker.precompute.process import Launch, LoggedChild
 from stoker.precompute.queue import ATTEMPTS, Assembly, GroupWork, Ledger, Parcel, ReaderView, WorkQueue
 from stoker.precompute.reading import PartNames, SampleFault, passing_fault
 from stoker.precompute.settings import Deadlines, PrecomputeSettings
+from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.processes.heartbeat import Beat
 from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample
@@ -162,6 +162,24 @@ class Loss:
     """The sample in hand, or -1."""
     cause: str
     """In words, with exit code or signal, or the deadline that passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What every reader of a run is started with."""
+
+    payload: bytes
+    """The source, pickled once."""
+    frame: Frame
+    """The rest of the start frame."""
+    layout: Layout
+    """Of each reader's arena."""
+    logs: Path
+    """Folder of the readers' output and stack dumps."""
+    drain: Drain
+    """Takes in their output."""
+    modules: tuple[str, ...]
+    """What they find imported."""
 
 
 class Worker:

@@ -37,7 +37,7 @@ from stoker.errors import ResourceError
 from stoker.runtime.processes.entry import STACK_SIGNAL, Target
 from stoker.runtime.processes.heartbeat import BeatPage, anonymous_file
 from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
-from stoker.runtime.processes.wire import pack
+from stoker.runtime.processes.wire import Channel, pack
 
 # ----------------------------------------------------------------------------------------------------------
 # What reader processes print: taken from their pipes at once, and kept up to a bound.
@@ -219,7 +219,7 @@ TORCH = (
     *LIGHT,
     "torch",
     "torch.utils.data",
-    "stoker.precompute.device_process",
+    "stoker.precompute.encoder_processes",
     "stoker.sources.torch_dataset",
 )
 """Modules for all others."""
@@ -456,6 +456,64 @@ class Child:
         os.close(self._stack_fd)
         self._process.close()
         self.pidfd = -1
+
+
+class LoggedChild(Child):
+    """A `Child` that talks in frames, and whose output goes to a file.
+
+    Args:
+        target: What it runs, as `module:name`.
+        shared: Descriptors of memory that both map; they stay the caller's.
+        what: It in words, as `a reader process`.
+        log: Where standard output and error go, and the stacks that it wrote before its end.
+        drain: Takes in its output.
+        modules: What it finds imported.
+        death_signal: What it gets when we die.
+
+    Raises:
+        ResourceError: No process or descriptor is left.
+    """
+
+    def __init__(  # noqa: PLR0913  all by name
+        self,
+        target: str,
+        shared: Sequence[int],
+        *,
+        what: str,
+        log: Path,
+        drain: Drain,
+        modules: tuple[str, ...] = TORCH,
+        death_signal: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self.log = log
+        self._drain = drain
+        self._logged = Output(log)
+        try:
+            super().__init__(
+                target,
+                what=what,
+                shared=shared,
+                output=self._logged,
+                modules=modules,
+                death_signal=death_signal,
+            )
+        except BaseException:
+            self._logged.close(keep=False)
+            raise
+        self.channel = Channel(self.socket)
+        self._drain.add(self._logged)
+
+    def abandon(self) -> None:
+        """Let everything go but what tells of its end, which may never come."""
+        self.channel.close()
+        self._drain.remove(self._logged)
+        self._logged.close(keep=True)
+
+    def discard(self, *, keep_log: bool) -> None:
+        """Let all descriptors go."""
+        self.abandon()
+        self._logged.close(keep=keep_log)
+        self.close()
 
 
 class _Process(Protocol):

@@ -1,55 +1,62 @@
-"""Encoders on several devices, fed by the same readers: one process for each device, one writer for all.
+"""The encoder in child processes: one on each device, fed by the same readers, and one writer for all.
 
-A process of its own for each: the interpreter's lock would have encoders of one process take turns, and an
-error that leaves a CUDA context beyond use would take the other devices with it (design note 036). Which
-device a group goes to is a matter of who has room; its bits do not depend on it, since each call of an
-encoder has the shape that the recipe names.
+A child for each, also for a single device or the CPU. A call that hangs is killed with its process, an error
+that leaves a CUDA context beyond use takes nothing else along, allocator and switches of torch are set where
+no program of the user's notices, and no encoders take turns for the lock of one interpreter (design notes 036
+and 042). Which device a group goes to is a matter of who has room; its bits do not depend on it, since each
+call of an encoder has the shape that the recipe names, and the child computes as its owner would
+(`TorchState`).
 
 A device that is lost, hangs, dies or runs out of memory costs nobody else anything. The groups that it had in
 hand are read again and go to whoever has room. Its process is started again, but not for ever, and not where
 memory was short; a group at which processes end again and again ends the run.
+
+Groups and records travel in memory that both map, two desks in each direction, so that a child need not wait.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
+import mmap
 import os
 import select
 import signal
-import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from contextvars import copy_context
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
+from torch import Tensor
 
 from stoker import errors
-from stoker.errors import DeviceError, Interrupted, ResourceError, StalledError, StokerError
+from stoker.encoders.protocol import Encoder
+from stoker.errors import DeviceError, ResourceError, StalledError, StokerError
+from stoker.plan.resources import use_device
 from stoker.precompute.arena import Exchange
-from stoker.precompute.device_process import DESKS, OWN_FAULTS
-from stoker.precompute.encode import Encoded, GroupEncoder
-from stoker.precompute.heartbeat import EncodeClock, guard_page
-from stoker.precompute.process import LoggedChild
+from stoker.precompute.encode import Encoded, GroupEncoder, TorchState, full_precision
+from stoker.precompute.heartbeat import EncodeClock
 from stoker.precompute.queue import Feed, GroupWork, Ledger, Parcel, WorkQueue
 from stoker.precompute.reading import SampleFault
-from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.share import Interrupts
-from stoker.runtime.processes.child import Drain
-from stoker.runtime.processes.wire import Frame
-from stoker.runtime.threads import Pool
+from stoker.runtime.libc import keep_freed_memory
+from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.heartbeat import anonymous_file
+from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Sample, Schema
-from stoker.store.values import from_array
+from stoker.store import Recipe
+from stoker.store.values import from_array, view_bytes
 
 log = logging.getLogger("stoker")
 
+DESKS = 2
+"""Groups that a process has in hand at most: one that it encodes, and the next."""
+OWN_FAULTS = (DeviceError, ResourceError)
+"""What is wrong with one device, and no reason to give up the others."""
 MAX_TRIES = 3
 """Processes that may end at one group, and starts of one device without a group encoded in between."""
 _DUMP_S = 0.5
@@ -57,11 +64,26 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Equipment:
-    """What every process of a crew is started with."""
+class EncodeTask:
+    """What a process encodes with; pickled once for all of them."""
 
-    payload: bytes
-    """A `Task`, pickled once."""
+    encoder: Encoder
+    recipe: Recipe
+    schema: Schema
+    """Fields of a raw sample."""
+    nan: str
+    compare_first: bool
+    """See `GroupEncoder`."""
+    state: TorchState
+    """How the program that asked has set torch and numpy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLaunch:
+    """What every encoder process of a run is started with."""
+
+    task_fd: int
+    """A pickled `EncodeTask` in memory that all map; closed by whoever has the processes."""
     samples: Schema
     """Fields of a raw sample."""
     records: Schema
@@ -73,18 +95,38 @@ class Equipment:
     logs: Path
     """Folder of output and stack dumps."""
 
+    @staticmethod
+    def stored(payload: bytes) -> int:
+        """Return a descriptor of memory that holds `payload`.
 
-class Crew:
-    """An `Encoding` on several devices.
+        Raises:
+            ResourceError: There is no memory or descriptor for it.
+        """
+        fd = -1
+        try:
+            fd = anonymous_file("stoker-encoder")
+            with open(fd, "wb", closefd=False) as file:
+                file.write(payload)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            raise ResourceError(
+                f"no memory to hand on an encoder of {len(payload):,} bytes: {error}"
+            ) from error
+        return fd
+
+
+class EncoderProcesses:
+    """An `Encoding` in a process for each device.
 
     Raises:
         ResourceError: Not one process can be started.
     """
 
     def __init__(
-        self, devices: Sequence[str], equipment: Equipment, *, feed: Feed, queue: WorkQueue, ledger: Ledger
+        self, devices: Sequence[str], launch: EncoderLaunch, *, feed: Feed, queue: WorkQueue, ledger: Ledger
     ) -> None:
-        self._equipment = equipment
+        self._launch = launch
         self._feed = feed
         self._queue = queue
         self._ledger = ledger
@@ -94,7 +136,7 @@ class Crew:
         self._tries = Counter[int]()
         self._broken: set[int] = set()
         """Keys of samples whose encoder was lost half-way; what still comes of them is let go."""
-        self.clock = EncodeClock(lanes=len(devices), limit_s=equipment.limit_s)
+        self.clock = EncodeClock(lanes=len(devices), limit_s=launch.limit_s)
         self._devices = [_Device(name, place) for place, name in enumerate(devices)]
         self._last: StokerError | None = None
         self._used_s = 0.0
@@ -141,7 +183,7 @@ class Crew:
         if not free:
             return False
         device = min(free, key=lambda one: len(one.held))
-        device.take(parcel, self._queue.wanted(work), self._equipment.samples)
+        device.take(parcel, self._queue.wanted(work), self._launch.samples)
         self._feed.release(replace(parcel, last=False))  # done with only when its records are here
         self.clock.numbers = work.numbers
         return True
@@ -171,10 +213,11 @@ class Crew:
         self._drain.close()
         if not self._epoll.closed:
             self._epoll.close()
+            os.close(self._launch.task_fd)
 
     def _start(self, device: _Device) -> None:
         try:
-            child = device.start(self._equipment, self._drain)
+            child = device.start(self._launch, self._drain)
         except ResourceError as error:
             self._give_up(device, error)
             return
@@ -209,7 +252,7 @@ class Crew:
             return
         beat = child.heartbeat.look()
         since = beat.time_ns / 1e9 or device.begun
-        limit_s = beat.limit_s if beat.time_ns else self._equipment.start_s
+        limit_s = beat.limit_s if beat.time_ns else self._launch.start_s
         if limit_s and time.monotonic() - since > limit_s:
             child.request_stacks()  # its handler writes them without the interpreter's help
             if not _gone(child, _DUMP_S) and child.heartbeat.look().time_ns == beat.time_ns:
@@ -225,8 +268,8 @@ class Crew:
         self.clock.calls += 1
         if frame["numbers"]:
             shapes = {name: tuple(shape) for name, shape in frame["shapes"].items()}
-            arrays = device.shared[DESKS + frame["desk"]].arrays(self._equipment.records, shapes)
-            self._ready.append(_owned(frame, arrays, self._equipment.records))
+            arrays = device.shared[DESKS + frame["desk"]].arrays(self._launch.records, shapes)
+            self._ready.append(_owned(frame, arrays, self._launch.records))
         if last:
             del device.works[work.key]
             device.failures = 0
@@ -269,7 +312,8 @@ class Crew:
         if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
             self._give_up(device, said)
             return
-        log.warning("%s. Its groups go to devices that have room, and it is started again", said)
+        go = "are read again" if len(self._devices) == 1 else "go to devices that have room"
+        log.warning("%s. Its groups %s, and it is started again", said, go)
         self._start(device)
 
     def _give_up(self, device: _Device, error: StokerError) -> None:
@@ -317,7 +361,7 @@ class _Device:
         """Whether a desk is free."""
         return len(self.held) < DESKS
 
-    def start(self, equipment: Equipment, drain: Drain) -> LoggedChild:
+    def start(self, launch: EncoderLaunch, drain: Drain) -> LoggedChild:
         """Start its process.
 
         Raises:
@@ -326,13 +370,13 @@ class _Device:
         self._starts += 1
         name = f"encoder-{self._place}-{self.name.replace(':', '')}-{self._starts}-{os.getpid()}.txt"
         shared = [Exchange.create() for _ in range(2 * DESKS)]
-        fds = [exchange.fd for exchange in shared]
+        fds = [launch.task_fd, *(exchange.fd for exchange in shared)]
         try:
             child = LoggedChild(
-                "stoker.precompute.device_process:serve",
+                "stoker.precompute.encoder_processes:serve",
                 fds,
                 what=f"a process to encode on {self.name}",
-                log=equipment.logs / name,
+                log=launch.logs / name,
                 drain=drain,
                 death_signal=signal.SIGTERM,
             )
@@ -341,13 +385,7 @@ class _Device:
                 exchange.close()
             raise
         self.child, self.shared, self.ready, self.begun = child, shared, False, time.monotonic()
-        frame = {
-            "kind": "start",
-            "threads": torch.get_num_threads(),
-            "device": self.name,
-            "limit_s": equipment.limit_s,
-        }
-        child.channel.send(frame, equipment.payload)
+        child.channel.send({"kind": "start", "device": self.name, "limit_s": launch.limit_s})
         return child
 
     def stop(self, *, keep_log: bool) -> None:
@@ -413,255 +451,105 @@ def _owned(frame: Frame, arrays: Sample, schema: Schema) -> Encoded:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Calls the encoder in a thread, so that one that hangs can be left behind and a signal ends the run.
-#
-# The encoder runs in the caller's own process, where nothing can end a call of it. Past its deadline the
-# stacks of all threads go to a file, and the caller gets a `StalledError`; with `on_hang="exit"` the
-# process ends with the exit code for a stall. What was encoded before is kept either way. A process under a
-# guardian is killed by that, also while the interpreter's lock is held, which no thread of ours could
-# notice: it needs no thread.
+# The child's side: takes groups, gives records, and says on its heartbeat page where it stands.
 
 
-T = TypeVar("T")
-
-GRACE_S = 3.0
-"""How long a call of the encoder may go on after a signal, so that its group is not lost."""
-_LOOK_S = 0.25
-
-
-class EncodeWatchdog:
-    """Makes calls on an encoder, one at a time, and waits for each no longer than its deadline.
-
-    Args:
-        clock: Of the encoder; a call counts from when it last began.
-        deadline_s: Seconds that a call may take.
-        logs: Folder for stacks.
-        exit_on_hang: End this process at a hang.
-        interrupts: A signal ends a wait, `GRACE_S` later.
-    """
-
-    def __init__(
-        self, clock: EncodeClock, *, deadline_s: float, logs: Path, exit_on_hang: bool, interrupts: Interrupts
-    ) -> None:
-        self._clock = clock
-        self._deadline_s = deadline_s
-        self._logs = logs
-        self._exit = exit_on_hang
-        self._interrupts = interrupts
-        self._pool = Pool(1, "stoker-encode")
-        self._enter = _state_of_caller()
-
-    @classmethod
-    def of_settings(
-        cls,
-        settings: PrecomputeSettings,
-        logs: Path,
-        *,
-        clock: EncodeClock | None = None,
-        interrupts: Interrupts | None = None,
-    ) -> EncodeWatchdog:
-        """Return one with the deadline of `settings`; without a clock, with one of its own."""
-        return cls(
-            clock or EncodeClock(),
-            deadline_s=settings.deadlines.encode,
-            logs=logs,
-            exit_on_hang=settings.on_hang == "exit",
-            interrupts=interrupts or Interrupts(),
-        )
-
-    def ask(self, work: Callable[[], T], what: str = "at a sample of zeros") -> T:
-        """As `run`, of work that is one call by itself."""
-        with self._clock.starting(self._deadline_s):
-            return self.run(work, what)
-
-    def run(self, work: Callable[[], T], what: str = "") -> T:
-        """Return what `work` does; its errors are raised here.
-
-        Args:
-            work: Calls the encoder.
-            what: Where the encoder is meanwhile, in words; empty: at the samples of the clock.
-
-        Raises:
-            StalledError: A call of the encoder passed the deadline. Its thread is left behind.
-            Interrupted: A signal came, and the call did not end within `GRACE_S`. Likewise.
-        """
-        if guard_page() is not None:
-            return work()
-        threads = torch.get_num_threads()
-        ticket = self._pool.submit(partial(self._enter, threads, work))
-        until = float("inf")
-        try:
-            while not ticket.done():
-                ticket.wait(min(_LOOK_S, self._deadline_s / 4))
-                now, begun = time.monotonic(), self._clock.begun
-                if ticket.done():
-                    break
-                if begun is not None and now - begun > self._deadline_s:
-                    raise self._stalled(what)
-                if self._interrupts.signal is not None:
-                    until = min(until, now + GRACE_S)
-                    if now >= until:
-                        raise Interrupted("stopped while the encoder was at work; its group is lost")
-        except BaseException:  # a KeyboardInterrupt too, where signals are the caller's
-            self._clock.give_up()
-            raise
-        return ticket.result(0.0, "the encoder")
-
-    def _stalled(self, what: str) -> StalledError:
-        self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._logs / f"encoder-{os.getpid()}.txt"
-        with path.open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-        numbers = self._clock.numbers
-        where = what or f"at samples {numbers.start}-{numbers.stop - 1}"
-        said = (
-            f"the encoder has been {where} for more than {self._deadline_s:g} s; "
-            f"stacks of all threads: {path}"
-        )
-        if self._exit:
-            log.error("%s. This process ends (on_hang=exit)", said)
-            os._exit(StalledError.exit_code)
-        return StalledError(
-            f"{said}. Its call is left behind in a thread of this process. What was encoded is kept; run "
-            "it again to encode the rest. For an encoder that is only slow, give deadlines={'encode': "
-            f"{10 * self._deadline_s:g}}}"
-        )
+def serve(connection: Connection) -> int:
+    """Encode until the caller closes its end."""
+    keep_freed_memory()  # before there are threads
+    channel = ReaderChannel(connection.socket)
+    try:
+        start = channel.next()
+        if start is not None:
+            _work(channel, start, connection)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the caller is gone
+    except StokerError as error:
+        kind = next((kind for kind in OWN_FAULTS if isinstance(error, kind)), type(error))
+        channel.send({"kind": "failed", "error": kind.__name__, "message": error.marked})
+        return 1
+    except Exception as error:  # noqa: BLE001  a process edge: the caller decides what becomes of it
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"
+        channel.send({"kind": "failed", "error": "StokerError", "message": message})
+        return 1
+    return 0
 
 
-def _state_of_caller() -> Callable[[int, Callable[[], Any]], Any]:
-    """Return a function that does work in another thread as the calling thread, now, would do it.
-
-    What torch keeps for each thread (autocast, the default device, the CUDA device and stream) is not that of
-    a new thread, and the bits of a record may depend on it. Whether denormals are flushed is inherited from
-    the thread that starts another, which is the caller.
-    """
-    context = copy_context()  # numpy's and decimal's handling of errors
-    states: list[Callable[[], AbstractContextManager[object]]] = []
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            dtype, cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-            states.append(partial(torch.autocast, kind, dtype, cache_enabled=cached))
-    if (default := torch.get_default_device()).type != "cpu":
-        states.append(lambda: default)
-    if torch.cuda.is_initialized():
-        states.append(partial(torch.cuda.device, torch.cuda.current_device()))
-        if (stream := torch.cuda.current_stream()) != torch.cuda.default_stream():
-            states.append(partial(torch.cuda.stream, stream))
-    graphs = _graphs_of_caller()
-
-    def enter(threads: int, work: Callable[[], Any]) -> Any:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # OpenMP counts for each thread by itself
-        for name, value in graphs.items():
-            torch._C._stash_obj_in_tls(name, value)  # pyright: ignore[reportPrivateUsage]
-        with ExitStack() as entered:
-            for state in states:
-                entered.enter_context(state())
-            return context.run(work)
-
-    return enter
+def _work(channel: ReaderChannel, start: Frame, connection: Connection) -> None:
+    task_fd, *desks = connection.shared
+    task = _task(task_fd)
+    shared = [Exchange(fd) for fd in desks]
+    device = torch.device(start["device"])
+    clock = EncodeClock(page=connection.heartbeat)
+    encoder = GroupEncoder(
+        task.encoder, task.recipe, task.schema, device=str(device), nan=task.nan, clock=clock
+    )
+    encoder.compare_first = task.compare_first
+    with task.state.entered(), full_precision():
+        with clock.starting(start["limit_s"]):
+            try:
+                use_device(device)
+                task.encoder.to(device)
+            except Exception as error:
+                raise DeviceError(f"{type(error).__name__}: {error}") from error
+        clock.limit_s = start["limit_s"]
+        channel.send({"kind": "ready"})
+        while (frame := channel.next()) is not None:
+            if frame["kind"] == "forget":
+                encoder.forget(frame["key"])
+                continue
+            channel.send(_encoded(encoder, task, frame, shared))
 
 
-def _graphs_of_caller() -> dict[str, Any]:
-    """CUDA graphs that `torch.compile(mode="reduce-overhead")` recorded in this thread, for another one."""
-    module = sys.modules.get("torch._inductor.cudagraph_trees")
-    local = getattr(module, "local", None)
-    names = ("tree_manager_containers", "tree_manager_locks")
-    return {name: getattr(local, name) for name in names if hasattr(local, name)}
+def _task(fd: int) -> EncodeTask:
+    """Unpickle straight from the memory that all encoder processes map."""
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+        task: EncodeTask = cloudpickle.loads(mapped)
+    os.close(fd)
+    return task
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Who encodes the parcels of a run: this process, or one process for each of several devices (`crew.py`).
+def _encoded(encoder: GroupEncoder, task: EncodeTask, frame: Frame, shared: list[Exchange]) -> Frame:
+    """Encode the group on one desk and lay the records beside it; return what to tell."""
+    faults: list[SampleFault] = []
+
+    def fault(reason: SampleFault) -> bool:
+        faults.append(reason)
+        return False
+
+    desk, before = frame["desk"], encoder.clock.seconds
+    numbers = range(frame["first"], frame["first"] + frame["count"])
+    parcel = Parcel(
+        work=GroupWork(key=frame["key"], part=frame["part"], numbers=numbers),
+        arrays=shared[desk].arrays(task.schema, frame["shapes"]),
+        start=frame["start"],
+        last=frame["last"],
+    )
+    encoded = encoder.encode(parcel, frame["wanted"], fault)
+    encoder.clock.alive(bounded=False)  # it may wait for the next group as long as it takes
+    answer: Frame = {"numbers": [], "marked": [], "shapes": {}}
+    if encoded is not None:
+        shapes = put_records(shared[DESKS + desk], task.recipe.encoded, encoded.records)
+        answer = {"numbers": encoded.numbers, "marked": encoded.marked, "shapes": shapes}
+    return {
+        "kind": "encoded",
+        "desk": desk,
+        "faults": [asdict(one) for one in faults],
+        "seconds": encoder.clock.seconds - before,
+        **answer,
+    }
 
 
-class Encoding(Protocol):
-    """Takes parcels and gives records, in whatever order. Called by one thread."""
-
-    clock: EncodeClock
-    """Time inside the encoder, on all devices."""
-
-    @property
-    def hungry(self) -> bool:
-        """Some encoder has nothing to do."""
-        ...
-
-    def take(self, parcel: Parcel) -> bool:
-        """Have a parcel encoded; False when there is no room for it now.
-
-        From then on it is this object that gives it back to its feed.
-
-        Raises:
-            StokerError: No other sample, and no other device, would mend what went wrong.
-        """
-        ...
-
-    def results(self) -> list[Encoded]:
-        """What has been encoded since the last call. Errors as `take`."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when there may be results or room, or after `timeout_s`."""
-        ...
-
-    def processor_s(self) -> float:
-        """Processor time that processes of its own have used."""
-        ...
-
-    def close(self) -> None:
-        """End the processes that it started; safe to call twice."""
-        ...
-
-
-class InPlace:
-    """An `Encoding` in this process: what is taken is encoded at once, while `take` waits."""
-
-    def __init__(
-        self, encoder: GroupEncoder, watchdog: EncodeWatchdog, feed: Feed, queue: WorkQueue, ledger: Ledger
-    ) -> None:
-        self._encoder = encoder
-        self._watchdog = watchdog
-        self._feed = feed
-        self._queue = queue
-        self._ledger = ledger
-        self._ready: list[Encoded] = []
-        self.clock = encoder.clock
-
-    @property
-    def hungry(self) -> bool:
-        """See `Encoding`."""
-        return True
-
-    def take(self, parcel: Parcel) -> bool:
-        """See `Encoding`."""
-        if self._ready:
-            return False
-        # Noted, and told here: a call that was given up must not write to the folder later on, and must not
-        # keep it, with its lock, in memory.
-        faults: list[SampleFault] = []
-        wanted = self._queue.wanted(parcel.work)
-        try:
-            encoded = self._watchdog.run(lambda: self._encoder.encode(parcel, wanted, faults.append))
-        except Interrupted:
-            return True  # the loop that calls looks at signals itself
-        finally:
-            for fault in [*faults]:
-                self._ledger.fault(fault)
-        self._feed.release(parcel)
-        if encoded is not None:
-            self._ready.append(encoded)
-        return True
-
-    def results(self) -> list[Encoded]:
-        """See `Encoding`."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wait(self, timeout_s: float) -> None:
-        """Nothing goes on here."""
-
-    def processor_s(self) -> float:
-        """There are no such processes."""
-        return 0.0
-
-    def close(self) -> None:
-        """Nothing to end."""
+def put_records(
+    exchange: Exchange, schema: Schema, records: dict[str, Tensor | list[Tensor]]
+) -> dict[str, list[int]]:
+    """Copy records, `(n, *shape)` or a list of them by field, into shared memory; their shapes."""
+    whole = {
+        name: torch.stack(value) if isinstance(value, list) else value for name, value in records.items()
+    }
+    arrays = exchange.arrays(schema, {name: tuple(value.shape) for name, value in whole.items()})
+    for name, value in whole.items():
+        if value.numel():
+            np.copyto(arrays[name].reshape(-1).view(np.uint8), np.asarray(view_bytes(value.reshape(-1))))
+    return {name: list(value.shape) for name, value in whole.items()}

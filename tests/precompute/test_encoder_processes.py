@@ -1,4 +1,4 @@
-"""Encoders on several devices: the records of one, near its speed times their number, whoever is lost."""
+"""Encoders in child processes, one for each device: the records of this process, whoever is lost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,15 +20,25 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
-from stoker.precompute import Deadlines, PrecomputeReport, precompute
+from stoker.plan.resources import probe
+from stoker.precompute import Deadlines, PrecomputeReport, precompute, stages
+from stoker.units import MIB
 from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import assert_same, records, run
 
 TWO = {"devices": ("cpu", "cpu")}
+ONE = {"devices": ()}
+MANY = 4 * stages.FEW_GROUPS + 4
+"""Samples of more groups of four than this process encodes by itself."""
 AT = 17
 """The sample at which encoders misbehave; in the fifth group of four."""
+
+
+@pytest.fixture(autouse=True)
+def child_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "CHILD_FOR_ONE_DEVICE", True)
 
 
 class Misbehaving(FakeEncoder):
@@ -60,7 +73,7 @@ def encoders_of(process: psutil.Process) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for child in process.children(recursive=True):
         with suppress(psutil.Error):
-            if "stoker.precompute.device_process" in child.cmdline():
+            if "stoker.precompute.encoder_processes" in child.cmdline():
                 found.append(child)
     return found
 
@@ -90,7 +103,133 @@ def test_devices_that_are_none_are_refused(tmp_path: Path) -> None:
             precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", device=device)
 
 
+class Noting(FakeEncoder):
+    """Notes in which process it encodes, and how torch and numpy are set there."""
+
+    def __init__(self, noted: Path, **settings: object) -> None:
+        super().__init__(**settings)
+        self.noted = noted
+
+    def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        (self.noted / str(os.getpid())).write_text(repr(program_state()))
+        with torch.autocast("cpu", enabled=False):  # a record keeps its dtype
+            return super().encode(batch)
+
+
+def program_state() -> tuple[object, ...]:
+    """What the bits of a record may depend on, but for products of float32."""
+    return (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        (torch.tensor([1e-40], dtype=torch.float32, device="cpu") * 1.0).item(),
+        np.geterr(),
+    )
+
+
+def test_one_device_has_a_child_too_and_few_groups_have_none(tmp_path: Path, marker: Path) -> None:
+    """The records are the same, also where a run goes on with what another one left."""
+    source, encoder = FakeSource((MANY,)), Noting(marker, by_shape=True)
+    whole = run(source, encoder, tmp_path / "child")
+    (child,) = marker.iterdir()
+    assert child.name != str(os.getpid())
+    assert without_leftovers()
+    assert not encoder.calls
+
+    few = run(FakeSource((MANY - 4,)), encoder, tmp_path / "few")
+    assert {path.name for path in marker.iterdir()} == {child.name, str(os.getpid())}
+    found = records(few.cache)
+    assert_same(found, {number: record for number, record in records(whole.cache).items() if number in found})
+
+
+def test_a_child_computes_as_its_caller(tmp_path: Path, marker: Path) -> None:
+    """Settings of the program that bits may depend on hold in the child, and stay as they are here."""
+    threads = torch.get_num_threads()
+    plain, encoder = program_state(), Noting(marker)
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.mkldnn.enabled = False
+        torch.backends.cuda.enable_flash_sdp(False)
+        flushes = torch.set_flush_denormal(True)
+        with torch.autocast("cpu", torch.float16), torch.device("meta"), np.errstate(over="raise"):
+            wanted = program_state()
+            run(FakeSource((MANY,)), encoder, tmp_path / "c")
+            assert program_state() == wanted
+    finally:
+        torch.set_flush_denormal(False)
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.mkldnn.enabled = True
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+
+    (child,) = marker.iterdir()
+    assert child.name != str(os.getpid())
+    assert child.read_text() == repr(wanted)
+    differ = [place for place, (a, b) in enumerate(zip(plain, wanted, strict=True)) if a != b]
+    assert flushes
+    assert differ == [*range(len(plain))]
+
+
+class Watches:
+    """A `ProgressSink` that notes how this process multiplies meanwhile."""
+
+    interval_s = 0.0
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def update(self, _: object) -> None:
+        self.seen.add(torch.get_float32_matmul_precision())
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_switches_of_the_program_are_left_alone_while_a_child_encodes(tmp_path: Path) -> None:
+    sink = Watches()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        run(FakeSource((MANY,)), FakeEncoder(), tmp_path, progress=sink)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert sink.seen == {"medium"}
+
+
+def test_an_encoder_that_cannot_be_sent_encodes_here_and_one_line_says_so(
+    tmp_path: Path, marker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = Noting(marker, by_shape=True)
+    encoder.lock = threading.Lock()
+    here = run(FakeSource((MANY,)), encoder, tmp_path / "here")
+
+    assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
+    (line,) = [message for message in caplog.messages if "in this process" in message]
+    assert "lock" in line
+    whole = run(FakeSource((MANY,)), FakeEncoder(by_shape=True), tmp_path / "child")
+    assert_same(records(here.cache), records(whole.cache))
+
+
+def test_little_memory_is_not_spent_on_another_torch(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = probe()
+    monkeypatch.setattr(stages, "probe", lambda **_: replace(found, host_bytes=400 * MIB))
+    run(FakeSource((MANY,)), Noting(marker), tmp_path / "c")
+    assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("devices", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -101,14 +240,18 @@ def test_devices_that_are_none_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_that_is_lost_costs_no_record_and_no_other_device(
-    how: str, said: str, tmp_path: Path, marker: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    how: str, said: str, devices: Any, tmp_path: Path, marker: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if how == "memory" and devices is ONE:
+        pytest.skip("no device is left then")
     source = FakeSource((41,))
     whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
+    monkeypatch.setattr(stages, "FEW_GROUPS", 0)
     # Out of memory ends a device when halving a group down to one sample has not helped.
     encoder = Misbehaving(how, marker, times=6 if how == "memory" else 1, sleep_s=0.05)
 
-    shared = run(source, encoder, tmp_path / "two", deadlines=Deadlines(encode=2.0), **TWO)
+    shared = run(source, encoder, tmp_path / "two", deadlines=Deadlines(encode=2.0), **devices)
 
     assert (shared.encoded, shared.quarantined) == (41, 0), "nothing is encoded twice"
     assert sum(shard.rows for shard in shared.cache.index.shards) == 41
