@@ -84,6 +84,17 @@ def test_dead_links_are_found_and_living_ones_are_not(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_map_that_does_not_match_its_folder_is_found(tmp_path: Path) -> None:
+    for name in ("__init__.py", "a.py", "b.py", "new.py"):
+        (tmp_path / name).touch()
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "`c.py` is said to be gone.\n\n| file | x |\n|---|---|\n| `a.py`, `b.py` | `d.py` |\n| `old.py` | |\n"
+    )
+
+    assert [*check.map_errors(readme)] == ["new.py is not in the map", "old.py: no such file"]
+
+
 def test_a_fault_without_a_test_and_a_test_that_is_gone_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def test_there(): ...\n")
     table = "| one | x | `a:there` |\n" * 41
@@ -114,5 +125,6 @@ def test_the_repository_is_looked_through(tmp_path: Path) -> None:
     ]  # pages link to what was not copied
 
     assert {line.split(":")[0] for line in found} == {
-        "src/stoker/runtime/bad.py", "docs/bad.md", "docs/reliability-matrix.md", "tests/test_guarantees.py",
+        "src/stoker/runtime/bad.py", "src/stoker/runtime/README.md", "docs/bad.md", "docs/reliability-matrix.md",
+        "tests/test_guarantees.py",
     }  # fmt: skip

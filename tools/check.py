@@ -49,6 +49,8 @@ GUARANTEES = (
 
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LISTED = re.compile(r"^\| (`[^|]*) \|", re.MULTILINE)
+NAMED_FILE = re.compile(r"`(\w+\.py)`")
 NAMED_TEST = re.compile(r"`([\w/]+):(\w+)`")
 
 
@@ -129,6 +131,14 @@ def dead_links(path: Path) -> Iterator[str]:
             yield f"{match['target']}: no such heading"
 
 
+def map_errors(readme: Path) -> Iterator[str]:
+    """Yield the modules that the map of a folder lacks, and those it lists that are gone."""
+    listed = {name for row in LISTED.findall(readme.read_text()) for name in NAMED_FILE.findall(row)}
+    there = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+    yield from (f"{name} is not in the map" for name in sorted(there - listed))
+    yield from (f"{name}: no such file" for name in sorted(listed - there))
+
+
 def missing_tests(table: str, tests: Path) -> Iterator[str]:
     """Yield the faults in the table of docs/reliability-matrix.md without a test, and tests that are gone."""
     for path, name in sorted(set(NAMED_TEST.findall(table)) - {("path", "name")}):
@@ -147,7 +157,9 @@ def violations(root: Path = ROOT) -> Iterator[str]:
     for path in sorted(source.rglob("*.py")):
         for line in source_violations(path.relative_to(source), path.read_text()):
             yield f"{path.relative_to(root)}: {line}"
-    for path in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
+    for path in sorted(source.rglob("README.md")):
+        yield from (f"{path.relative_to(root)}: {line}" for line in map_errors(path))
+    for path in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *source.rglob("README.md")]):
         yield from (f"{path.relative_to(root)}: {line}" for line in dead_links(path))
     matrix = root / "docs" / "reliability-matrix.md"
     for line in missing_tests(matrix.read_text(), root / "tests"):

@@ -1,15 +1,6 @@
 """Where records should live, and why: limits of this machine, and the arithmetic on them.
 
-cgroups.py     limits of control groups, version 1 and 2
-resources.py   what this process may use; the only module that asks the machine
-rates.py       how fast it copies and reads, when timed
-elsewhere.py   what an epoch fetches of a set that lies on an object store
-tiers.py       records per tier, seconds per batch, stall: arithmetic
-words.py       the reason in words
-gpus.py        what the memory of GPUs would hold
-ledger.py      what the loaders of one process hold together
-moves.py       when what is held should change, and when it had better stay
-mounts.py      what kind of storage a path lies on
+README.md has the map of this folder.
 """
 
 from stoker.plan.placement import LEDGER, Ledger, Reservation

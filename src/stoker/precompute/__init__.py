@@ -1,18 +1,6 @@
 """Source and encoder in, cache out: supervised readers, the encoder in this process, one writer.
 
-The path of a sample:
-
-    reader.py      a child reads a group into a slot of its arena  (reading, arena)
-    workers.py     hands out work, enforces timeouts, replaces readers  (queue, runtime/processes)
-    encode.py      the encoder, on fixed groups
-    encoder_processes.py  calls it in a child for each device;  in_process.py  in the calling process
-    run.py         the loop over the stages, and the writer: converts, checksums, seals  (progress, space)
-
-`engine.py` has what is missing encoded when it is its turn (share); `stages.py` builds the stages and encodes
-on this machine. `heartbeat.py` says where the encoder stands, to a guardian or to the owner of the child.
-`measure.py` times the stages on a few samples, tries an encoder on zeros, and measures encode batches.
-`background.py` encodes single groups for a loader, compares some with what is stored, and runs all of it in
-`fill_process.py` while a training serves what is there.
+README.md has the map of this folder.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
 """

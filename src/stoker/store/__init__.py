@@ -1,24 +1,6 @@
 """The cache on disk: formats 1 to 3, described in docs/format.md.
 
-recipe.py      what determines the bytes; why.py says how two recipes differ, digests.py digests source files
-folder.py      one fingerprint's folder being filled: missing, adopt, quarantine, finish
-writer.py      records -> shards (convert.py, shard_write.py, statistics.py, sums.py)
-cache.py       shards -> records (index.py, shard_read.py, field_read.py, blocks.py, header.py, columns.py);
-               verify.py reads them all, lost.py says which shards are gone
-open_shards.py which shards a process has open, and what is known of the others (shard_facts.py, offsets.py)
-catalog.py     what shards there are, and the index made from them (rows.py says which rows serve);
-               adopt.py takes over a sibling's, same_samples.py finds single records in other caches,
-               copies.py copies them
-compressed.py  compressed shards, read as if they were ordinary ones
-layout.py      where columns lie, pure arithmetic
-compact.py     short shards into full ones; repair.py sets damaged ones aside
-growing.py     what is there of a cache that is being filled, and in which order that is done
-gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder and who
-               changes it
-local.py       a folder of files; failures.py
-mirror/        a local folder that stands for caches at an address: blocks are fetched when they are read;
-               push and pull. remote/ is what is there
-protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
+README.md has the map of this folder.
 """
 
 from stoker.store.cache import BadRecord, Cache, VerifyReport, open_cache
