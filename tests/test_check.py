@@ -125,6 +125,9 @@ def test_the_repository_is_looked_through(tmp_path: Path) -> None:
     ]  # pages link to what was not copied
 
     assert {line.split(":")[0] for line in found} == {
-        "src/stoker/runtime/bad.py", "src/stoker/runtime/README.md", "docs/bad.md", "docs/reliability-matrix.md",
+        "src/stoker/runtime/bad.py",
+        "src/stoker/runtime/README.md",
+        "docs/bad.md",
+        "docs/reliability-matrix.md",
         "tests/test_guarantees.py",
-    }  # fmt: skip
+    }

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +57,9 @@ def stoker(
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, installed with pip into a folder of its own."""
-    for needed in ("pip", "setuptools"):
-        pytest.importorskip(needed)
+    for needed in ("pip", "setuptools"):  # not imported: setuptools refuses where distutils was loaded before
+        if find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(ROOT / "examples" / "plugin", folder / "source")  # pip builds in the folder it is given
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]

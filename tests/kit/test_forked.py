@@ -147,6 +147,7 @@ def test_what_is_loaded_before_a_fork_is_there() -> None:
 
 
 def test_the_usual_is_forked() -> None:
-    with forked.Popen([sys.executable, "-c", "pass"]) as process:
+    others = {name: value for name, value in os.environ.items() if not name.startswith(forked.READ_AT_START)}
+    with forked.Popen([sys.executable, "-c", "pass"], env={**others, **forked.AT_START}) as process:
         assert process.child is not None
     assert process.returncode == 0
