@@ -35,9 +35,10 @@ class Sampling(nn.Module):
         if self.way == "dropout":
             return F.dropout(x)
         if self.way == "own numpy":
-            return x + float(np.random.default_rng().random())
+            # One number for all could be within the tolerance of the next one.
+            return x + torch.from_numpy(np.random.default_rng().random(x.shape)).to(x.dtype)
         if self.way == "own random":
-            return x + random.Random().random()
+            return x + torch.tensor([random.Random().random() for _ in range(x.shape[-1])])
         if self.way == "own torch":
             return x + torch.randn(x.shape, generator=self.generator)
         if self.way == "counter":
