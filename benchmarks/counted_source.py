@@ -1,6 +1,6 @@
-"""An HDF5 source that notes how many bytes each reader process has read; for `precompute_wall.py`.
+"""An HDF5 source that notes how many bytes each worker process has read; for `precompute_wall.py`.
 
-In a module of its own without torch, since readers import it.
+In a module of its own without torch, since workers import it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Question: how fast are JPEGs decoded and resized into a cache, against a plain DataLoader of two workers?
 
-All contenders read the same files and give uint8 images of 3 x 224 x 224: `precompute` with as many readers as it
+All contenders read the same files and give uint8 images of 3 x 224 x 224: `precompute` with as many workers as it
 chooses or with two, which also digests, checks and stores them (whole call, into a fresh folder each time), and a torch
 DataLoader with two worker processes over a Dataset that opens, decodes and resizes with Pillow (one epoch, batches of 64). Both with Pillow's
 reduced decoding of JPEG (`draft`) and without. Then a second epoch: batches of the cache, against the DataLoader
@@ -76,11 +76,11 @@ def main() -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     files = prepare(folder / "images", arguments.folder, arguments.count)
 
-    def fill(reduced: bool, readers: int | None) -> float:
+    def fill(reduced: bool, workers: int | None) -> float:
         shutil.rmtree(folder / "cache", ignore_errors=True)
         begin = time.perf_counter()
         source = stoker.ImageSource(folder / "images", size=(SIZE, SIZE), reduced=reduced)
-        cache = stoker.precompute(source, None, folder / "cache", name="c", readers=readers)
+        cache = stoker.precompute(source, None, folder / "cache", name="c", workers=workers)
         took = time.perf_counter() - begin
         assert len(cache) == len(files)
         return took
@@ -101,7 +101,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     taken = medians(
         {
             "precompute": lambda: fill(True, None),
-            "precompute, two readers": lambda: fill(True, 2),
+            "precompute, two workers": lambda: fill(True, 2),
             "DataLoader": lambda: load(False),
             "precompute, full decoding": lambda: fill(False, None),
             "DataLoader with draft": lambda: load(True),

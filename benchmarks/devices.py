@@ -1,4 +1,4 @@
-"""Question: do several encoders fed by the same readers take the time of one, divided by their number?
+"""Question: do several encoders fed by the same workers take the time of one, divided by their number?
 
 The encoder waits, as a caller waits for a kernel on a GPU: 40 ms a group. Encoders share two cores here, so
 what is measured is all that lies around them: reading, the copy to their processes and back, the writer. Three
@@ -125,7 +125,7 @@ class Times:
 def group_s(devices: int, width: int, folder: Path) -> float:
     """Seconds a group with so many encoders."""
     times = Times()
-    settings = PrecomputeSettings(devices=("cpu",) * devices, progress=times, readers=1)
+    settings = PrecomputeSettings(devices=("cpu",) * devices, progress=times, workers=1)
     source = Rows(GROUPS * devices * GROUP, width)
     run_precompute(source, Waiting(), folder, name="rows", settings=settings)
     shutil.rmtree(folder)

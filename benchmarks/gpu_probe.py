@@ -231,7 +231,7 @@ def encoder_there(probe: Probe) -> None:
         stoker.ModuleEncoder(module, field="0"),
         probe.new_folder(),
         name="e",
-        readers=0,
+        workers=0,
         progress=False,
     )
     found = next(module.parameters()).device

@@ -70,7 +70,7 @@ def main() -> None:
         source = stoker.HDF5Source(path)
         ways = {
             "in place": lambda where: stoker.index_in_place(source, where, name="a"),
-            "stored": lambda where: stoker.precompute(source, None, where, name="a", readers=0),
+            "stored": lambda where: stoker.precompute(source, None, where, name="a", workers=0),
         }
         making = interleaved({k: partial(made, how, folder / k) for k, how in ways.items()}, rounds=3)
         caches = {k: stoker.open_cache(folder / k / "a") for k in ways}

@@ -77,7 +77,7 @@ def index_costs(path: Path) -> dict[str, float]:
     """Run in a process of its own."""
     import stoker.loader.design  # noqa: F401 - what is imported once is no cost of the shards
     from stoker.loader import Loader, Windows
-    from stoker.pipeline.caches import inspect_cache
+    from stoker.run.caches import inspect_cache
     from stoker.store import open_cache
 
     torch.set_num_threads(1)

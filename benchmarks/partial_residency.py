@@ -27,9 +27,9 @@ from plan_stall import alone, multiplying, sleeping
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
-from stoker.pipeline.plan import Step, served_loads
 from stoker.plan import Demand, Plan, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
+from stoker.run.plan import Step, served_loads
 
 RECORDS, BATCH, ROUNDS = 2_000, 32, 3
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)

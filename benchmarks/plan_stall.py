@@ -31,9 +31,9 @@ from measure import publish
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
-from stoker.pipeline.plan import Step, served_loads
 from stoker.plan import Demand, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
+from stoker.run.plan import Step, served_loads
 
 WINDOWS = stoker.Windows()
 TRAJECTORIES, STEPS = 4_000, 101

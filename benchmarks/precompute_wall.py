@@ -13,7 +13,7 @@ default chunks. Everything that is timed runs in a process of its own with the s
 - `floor_s`: for gzip (encoder + reading) / cores, in core seconds, or the encoder if that is longer.
 - `others_s`: CPU seconds that other processes used during the timed run (kernel threads included): where this is
   not small beside `wall_s`, the row says little.
-- `bytes_read_over_stored`: bytes that all readers together read from the file, over the data's size in it.
+- `bytes_read_over_stored`: bytes that all workers together read from the file, over the data's size in it.
 
     python benchmarks/precompute_wall.py [--save] [--quick] [--samples 3000] [--gzip-samples 1000]
 """
@@ -124,7 +124,7 @@ class FirstCall:
         return self._inner.encode(batch)
 
 
-def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str, float]:
+def run_precompute(path: str, kind: str, target: str, workers: str) -> dict[str, float]:
     """One whole call, with what it spent before the first call of the encoder."""
     from stoker.precompute import PrecomputeSettings, engine
     from stoker.store import recipe
@@ -143,7 +143,7 @@ def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str,
     source.log = target + ".log"
     encoder.group(source.schema())
     settings = PrecomputeSettings(
-        dtype="float16", readers=None if readers == "auto" else int(readers), progress=None
+        dtype="float16", workers=None if workers == "auto" else int(workers), progress=None
     )
     begin = time.perf_counter()
     report = engine.run_precompute(source, encoder, target, name="bench", settings=settings)
@@ -151,7 +151,7 @@ def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str,
     digest_s = marks.get("digest_s", 0.0)
     return {
         "wall_s": wall, "digest_s": digest_s, "start_s": marks["first"] - begin - digest_s,
-        "in_encoder_s": report.encode_seconds, "readers_at_end": report.readers, "records": report.records,
+        "in_encoder_s": report.encode_seconds, "workers_at_end": report.workers, "records": report.records,
     }  # fmt: skip
 
 
@@ -247,14 +247,14 @@ def measure(
     own = [alone("encoder", threads, path, kind, probe)["sample_s"]]
     taken: dict[str, list[dict[str, float]]] = {}
     for _ in range(turns):
-        for readers in ("auto",) if layout == "contiguous" else ("auto", "1", "2"):
+        for workers in ("auto",) if layout == "contiguous" else ("auto", "1", "2"):
             target = folder / "cache"
-            result = alone("precompute", threads, path, kind, target, readers)
+            result = alone("precompute", threads, path, kind, target, workers)
             assert result["records"] == count
             log = Path(f"{target}.log")
             result["bytes_read_over_stored"] = total_read(log) / stored
             log.unlink(missing_ok=True)
-            taken.setdefault(readers, []).append(result)
+            taken.setdefault(workers, []).append(result)
             shutil.rmtree(target)
         own.append(alone("encoder", threads, path, kind, probe)["sample_s"])
     loop = alone("loop", threads, path, kind, folder / "loop")["sample_s"] * count
@@ -267,12 +267,12 @@ def measure(
         encoder if layout == "contiguous" else max(encoder, (encoder * min(threads, cores) + reading) / cores)
     )
     rows: list[dict[str, Any]] = []
-    for readers, results in taken.items():
+    for workers, results in taken.items():
         best = min(results, key=lambda result: result["wall_s"])
         wall = best["wall_s"]
         rows.append(
             {
-                "layout": layout, "encoder": kind, "threads": threads, "samples": count, "readers": readers,
+                "layout": layout, "encoder": kind, "threads": threads, "samples": count, "workers": workers,
                 "encoder_s": round(encoder, 2), "reading_s": round(reading, 2), "floor_s": round(floor, 2),
                 "wall_s": round(wall, 2), "loop_s": round(loop, 2), "workers_s": round(workers, 2),
                 "times_faster_than_workers": round(workers / wall, 2),
@@ -280,7 +280,7 @@ def measure(
                 "without_digest": round((wall - best["digest_s"]) / encoder, 3),
                 "floor_over_wall": round(floor / wall, 3), "times_faster_than_loop": round(loop / wall, 2),
                 **{name: round(best[name], 3) for name in ("digest_s", "start_s", "in_encoder_s", "bytes_read_over_stored", "others_s")},
-                "readers_at_end": best["readers_at_end"],
+                "workers_at_end": best["workers_at_end"],
             }
         )  # fmt: skip
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

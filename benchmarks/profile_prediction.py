@@ -27,16 +27,16 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from measure import publish
 from stoker.config import load_config
-from stoker.pipeline.build import build_jobs
-from stoker.pipeline.caches import locate
-from stoker.pipeline.context import Run
-from stoker.pipeline.demo import BurgersSpec, write_burgers
-from stoker.pipeline.loaders import make_loader
-from stoker.pipeline.precompute import fill_caches
-from stoker.pipeline.profile import profile_config
-from stoker.pipeline.train import loop_settings
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
+from stoker.run.build import build_jobs
+from stoker.run.caches import locate
+from stoker.run.context import Run
+from stoker.run.demo import BurgersSpec, write_burgers
+from stoker.run.loaders import make_loader
+from stoker.run.precompute import fill_caches
+from stoker.run.profile import profile_config
+from stoker.run.train import loop_settings
 from stoker.train.run import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
@@ -125,7 +125,7 @@ def of_a_loader(make: type, folder: Path) -> tuple[Callable[[], Profile], dict[s
     loaders = {
         tier: stoker.cached(
             Held(data), cache_dir=folder / "cache", batch_size=BATCH, tier=tier, identity="held",
-            precompute={"readers": 0},
+            precompute={"workers": 0},
         )
         for tier in ("host", "disk")
     }  # fmt: skip

@@ -62,7 +62,9 @@ def chunks(count: int) -> Any:
         lengths={},
     )
     order = Order(kind=OrderKind(kind="full"), count=count, seed=0, global_batch=BATCH)
-    share = RankShare(positions=count, batch_size=BATCH, rank=0, world=1, drop_last=True, contiguous=False)
+    share = RankShare(
+        positions=count, batch_size=BATCH, rank=0, world_size=1, drop_last=True, contiguous=False
+    )
     return Chunks(order, share, locator, torch.device("cpu"), lambda: None)
 
 

@@ -40,7 +40,7 @@ from stoker.extras.radio.demo import (
 )
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import fit, one_thread
+from stoker.run.fitting import fit, one_thread
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
 from stoker.train.config import TrainConfig

@@ -49,7 +49,7 @@ FEATURES, HELD_BACK = 32, 4000
 
 def epoch_of(kind: str, seed: int, epoch: int) -> NDArray[np.int64]:
     """The examples of an epoch, in order; whole batches."""
-    parsed = parse_order(kind, world=WORLD, example_bytes=4)
+    parsed = parse_order(kind, world_size=WORLD, example_bytes=4)
     order = Order(kind=parsed, count=COUNT, seed=seed, global_batch=BATCH)
     return np.asarray(order.epoch(epoch)(0, order.positions // BATCH * BATCH))
 
@@ -108,7 +108,7 @@ def accuracy(kind: str, seed: int, epochs: int) -> float:
 
 def demo(kind: str, seeds: int = 2) -> dict[str, Any]:
     """The demo's error with trajectories sorted by energy."""
-    from stoker.pipeline.demo import DATA, _make_data, demo_config, run_demo
+    from stoker.run.demo import DATA, _make_data, demo_config, run_demo
 
     config = demo_config([])
     if not Path(DATA).exists():

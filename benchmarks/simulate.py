@@ -10,7 +10,7 @@ nothing waits for anything (steps alone; of precompute the encoder alone), so th
 - serve: W2-like windows (batch 256) from host memory and from the disk tier (page cache), steps that sleep 2, 5, 20 ms.
 - partial: whole records of 103 KiB, a part of them in host memory, the rest from disk; steps of 5 ms.
 - encode: every sample read and encoded for each batch in the same process, steps of 2 and 20 ms.
-- precompute: a cheap and a dear encoder, gzip HDF5, 1 and 2 readers, fresh processes.
+- precompute: a cheap and a dear encoder, gzip HDF5, 1 and 2 workers, fresh processes.
 - ranks: 1, 2, 4 ranks under torchrun on the same cores; steps multiply matrices, then sum 1 MiB of gradients (gloo).
 - store: 1 and 2 nodes (processes in step) read from one throttled store: fixed rate and latency.
 - filling: the first epoch beside the encoding (`wait=False`), cheap and dear encoder.
@@ -48,10 +48,10 @@ from serve_memory import Records, cache_of
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import Scenario
 from stoker.loader.outputs import make_outputs
-from stoker.pipeline.plan import served_loads
 from stoker.plan import BatchLoad, probe
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.measure import Trial, try_stages
+from stoker.run.plan import served_loads
 from stoker.store import make_recipe
 
 Found = tuple[float, float, float]
@@ -168,7 +168,7 @@ def stages(source: Any, encoder: Any, folder: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         try_stages(source, encoder, (Path(place), "trial", recipe), settings, trial)
     begin = time.perf_counter()
-    count = min(len(source), 64)  # neighbours, as readers have them
+    count = min(len(source), 64)  # neighbours, as workers have them
     for number in range(count):
         source.read(number)
     read_s = (time.perf_counter() - begin) / count
@@ -200,7 +200,7 @@ def encode(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         tried.append(stages(some, encoder, folder))
         step_s, made = statistics.fmean(steps), {n: statistics.fmean(t[n] for t in tried) for n in tried[0]}
         scenario = Scenario(
-            records=SAMPLES, record_bytes=101 * 16 * 32 * 2, batch=8, step_s=step_s, step_cpus=0.0, readers=0,
+            records=SAMPLES, record_bytes=101 * 16 * 32 * 2, batch=8, step_s=step_s, step_cpus=0.0, workers=0,
             host_memory_bytes=probe().host_bytes, cores=2, disk_bytes_s=1e12, **made,
         )  # fmt: skip
         return simulate(scenario).way("encode").epoch_s, measured, scenario.batches * step_s
@@ -214,29 +214,29 @@ def precompute(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     for file, count in ((path, SAMPLES), (small, 8), (tried, TRIED)):
         write(file, count, "gzip")
 
-    def once(kind: str, readers: int) -> Found:
+    def once(kind: str, workers: int) -> Found:
         before, few = child("stages", tried, kind, folder), wall(small, kind, 1)
-        measured = wall(path, kind, readers)
+        measured = wall(path, kind, workers)
         after = child("stages", tried, kind, folder)
         made = {name: (before[name] + after[name]) / 2 for name in before}
         start_s = max(0.0, few - 8 * sum(made.values()))
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=1, step_s=1.0, host_memory_bytes=1, cores=2, disk_bytes_s=1e12,
-            readers=readers, start_s=start_s, **made,
+            workers=workers, start_s=start_s, **made,
         )  # fmt: skip
         return simulate(scenario).encoding.seconds, measured, SAMPLES * made["encode_s"]
 
-    def wall(data: Path, kind: str, readers: int) -> float:
+    def wall(data: Path, kind: str, workers: int) -> float:
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            found = alone_process("precompute", 1, data, kind, Path(place) / "cache", readers)
+            found = alone_process("precompute", 1, data, kind, Path(place) / "cache", workers)
         return found["wall_s"] - found["digest_s"]
 
     for kind in ("grid", "mlp"):
-        for readers in (1, 2):
+        for workers in (1, 2):
             name = {"grid": "cheap", "mlp": "dear"}[kind]
             yield (
-                f"{name} encoder, {readers} reader{'s' * (readers > 1)}",
-                lambda k=kind, r=readers: once(k, r),
+                f"{name} encoder, {workers} reader{'s' * (workers > 1)}",
+                lambda k=kind, r=workers: once(k, r),
             )
 
 
@@ -339,7 +339,7 @@ def said(found: dict[str, float]) -> dict[str, float]:
 
 
 def child_rank(path: str) -> dict[str, float]:
-    rank, world = joined()
+    rank, world_size = joined()
     gradients = torch.zeros(RANK_GRADIENTS)
     loader = stoker.Loader(
         stoker.open_cache(path),
@@ -347,14 +347,14 @@ def child_rank(path: str) -> dict[str, float]:
         windows=WINDOWS,
         tier="host",
         rank=rank,
-        world=world,
+        world_size=world_size,
         drop_last=True,
     )
     product = products()
 
     def step() -> None:
         product()
-        if world > 1:
+        if world_size > 1:
             dist.all_reduce(gradients)
 
     return said({"epoch_s": epoch_of(loader, step)})
@@ -411,15 +411,15 @@ def store(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 
 def child_store(path: str, throttle: str, length_s: str) -> dict[str, float]:
-    rank, world = joined()
+    rank, world_size = joined()
     cache = stoker.open_cache(path)
-    loader = stoker.Loader(cache, STORE_BATCH, tier="disk", rank=rank, world=world, drop_last=True)
+    loader = stoker.Loader(cache, STORE_BATCH, tier="disk", rank=rank, world_size=world_size, drop_last=True)
     throttled(Path(throttle))
     gradients = torch.zeros(RANK_GRADIENTS)
 
     def step() -> None:
         time.sleep(float(length_s))
-        if world > 1:
+        if world_size > 1:
             dist.all_reduce(gradients)
 
     begin = time.perf_counter()
@@ -462,7 +462,7 @@ def child_beside(path: str, kind: str, place: str, length_s: str, batch: str) ->
     step = sleeping(float(length_s))
     begin = time.perf_counter()
     cache = stoker.precompute(
-        source, encoder, Path(place), name="bench", dtype="float16", readers=1, wait=False, progress=None
+        source, encoder, Path(place), name="bench", dtype="float16", workers=1, wait=False, progress=None
     )
     for _ in stoker.Loader(cache, int(batch)):
         step()

@@ -5,7 +5,7 @@
 Two tables: seven numbers a row, and radio rows with 8 kB of nested JSON. Two questions to each.
 
 Read: from no connection to all rows at hand. The bulk read includes connection, order, digest, check of keys
-and the file that readers map; of JSON it brings the values that rules use. The rival has one open connection
+and the file that workers map; of JSON it brings the values that rules use. The rival has one open connection
 and asks for one row after another by its key with a prepared statement, in binary; JSON is parsed as the driver does it
 (of SQLite, by `json.loads`), since nothing can be done with it before.
 
@@ -184,10 +184,10 @@ class Table:
         finally:
             engine.dispose()
 
-    def first_epoch(self, readers: int | None) -> int:
+    def first_epoch(self, workers: int | None) -> int:
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         stoker.precompute(
-            self.source(), None, self.folder / "cache", name="c", readers=readers, progress=False
+            self.source(), None, self.folder / "cache", name="c", workers=workers, progress=False
         )
         return self.later_epoch()
 
@@ -204,7 +204,7 @@ def question(table: Table, rounds: int) -> dict[str, Any]:
         "tensors": table.tensors,
         "tensors, query a row": table.tensors_of_queries,
         "tensors, SQLAlchemy": table.tensors_of_sessions,
-        "first epoch, no readers": partial(table.first_epoch, 0),
+        "first epoch, no workers": partial(table.first_epoch, 0),
         "first epoch": partial(table.first_epoch, None),
         "later epoch": table.later_epoch,
     }

@@ -39,7 +39,7 @@ DECLARED_SAMPLES = 10_000
 PARTS = ("fetch", "validate", "precompute", "program start", "first batch")
 IMPORTS = {
     "stoker.cli.process", "typer", "rich.console", "h5py", "numpy", "omegaconf", "stoker.config", "torch",
-    "stoker.pipeline.demo", "torch._dynamo", "matplotlib.figure",
+    "stoker.run.demo", "torch._dynamo", "matplotlib.figure",
 }  # fmt: skip
 """What is loaded for a start, and after it."""
 

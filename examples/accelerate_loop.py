@@ -20,7 +20,7 @@ def train(accelerator: Accelerator, *, epochs: int, resume: bool) -> stoker.Load
         batch_size=50,
         device=accelerator.device,
         rank=accelerator.process_index,
-        world=accelerator.num_processes,
+        world_size=accelerator.num_processes,
     )
     model = torch.nn.Linear(32, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))

@@ -31,7 +31,7 @@ class CachedTrainer(Trainer):
             cache_dir=FOLDER / "cache",
             batch_size=self.args.per_device_train_batch_size,
             rank=self.args.process_index,
-            world=self.args.world_size,
+            world_size=self.args.world_size,
             transforms=[lambda batch, keys: {"x": batch["0"], "y": batch["1"]}],  # names of `forward`
         )
         return as_dataloader(loader)  # on a resume the Trainer skips batches by their number

@@ -22,8 +22,10 @@ class Model(L.LightningModule):
         x = torch.randn(1_000, 32)
         dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
         # Each rank takes its part of every batch; Lightning calls set_epoch and saves the state.
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        return stoker.cached(dataset, cache_dir=FOLDER / "cache", batch_size=50, rank=rank, world=world)
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        return stoker.cached(
+            dataset, cache_dir=FOLDER / "cache", batch_size=50, rank=rank, world_size=world_size
+        )
 
     def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         return (self.layer(batch["0"]) - batch["1"]).square().mean()

@@ -15,7 +15,7 @@ from stoker.extras.radio.demo import (
     radio_columns,
     write_radio,
 )
-from stoker.pipeline.fitting import fit, one_thread
+from stoker.run.fitting import fit, one_thread
 from stoker.train.config import TrainConfig
 
 
@@ -32,8 +32,8 @@ def main(folder: Path) -> None:
         split="train",
         splits={"train": 0.8, "val": 0.2},
     )
-    cache = stoker.precompute(rows, None, folder / "cache", name="radio_train", readers=1)
-    held_out = stoker.precompute(rows.for_split("val"), None, folder / "cache", name="radio_val", readers=1)
+    cache = stoker.precompute(rows, None, folder / "cache", name="radio_train", workers=1)
+    held_out = stoker.precompute(rows.for_split("val"), None, folder / "cache", name="radio_val", workers=1)
 
     train = stoker.Loader(cache, batch_size=64, tier="device")
     val = stoker.Loader(held_out, batch_size=64, order="sequential")

@@ -34,8 +34,8 @@ def cached(folder: Path, dataset: Any = None, encoder: Any = None, **changes: An
     return stoker.cached(Rows() if dataset is None else dataset, encoder, **settings)
 
 
-def test_storage_dtype_and_readers_reach_precompute_and_dtype_the_loader(tmp_path: Path) -> None:
-    loader = cached(tmp_path, precompute={"dtype": "float16", "readers": 0}, dtype="float32")
+def test_storage_dtype_and_workers_reach_precompute_and_dtype_the_loader(tmp_path: Path) -> None:
+    loader = cached(tmp_path, precompute={"dtype": "float16", "workers": 0}, dtype="float32")
 
     assert loader.dataset.schema["data"].dtype == "float16"
     assert next(iter(loader))["data"].dtype == torch.float32
@@ -43,20 +43,20 @@ def test_storage_dtype_and_readers_reach_precompute_and_dtype_the_loader(tmp_pat
 
 def test_a_broken_sample_is_an_error_until_a_part_may_be_quarantined(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="39 of 40 samples stored, 1 quarantined") as raised:
-        cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0})
+        cached(tmp_path, Rows(40, broken=(17,)), precompute={"workers": 0})
     assert "cached: precompute={'nan': 'allow', 'retry_quarantined': True}" in str(raised.value)
     assert "cached: precompute={'max_quarantined': 0.05}" in str(raised.value)
 
-    allowed = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "max_quarantined": 0.1})
+    allowed = cached(tmp_path, Rows(40, broken=(17,)), precompute={"workers": 0, "max_quarantined": 0.1})
 
     assert torch.cat([batch["index"] for batch in allowed]).tolist() == [i for i in range(40) if i != 17]
 
-    stored = {"readers": 0, "nan": "allow", "retry_quarantined": True}
+    stored = {"workers": 0, "nan": "allow", "retry_quarantined": True}
     assert len(cached(tmp_path, Rows(40, broken=(17,)), precompute=stored).dataset) == 40
 
 
 def test_nan_is_stored_where_it_is_allowed(tmp_path: Path) -> None:
-    loader = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "nan": "allow"})
+    loader = cached(tmp_path, Rows(40, broken=(17,)), precompute={"workers": 0, "nan": "allow"})
 
     values = torch.cat([batch["data"] for batch in loader])
 
@@ -89,7 +89,7 @@ def test_what_is_no_encoder_is_told_what_one_is(tmp_path: Path, encoder: Any) ->
 
 
 def test_a_bare_module_is_an_encoder(tmp_path: Path) -> None:
-    loader = cached(tmp_path, encoder=nn.Linear(3, 2), precompute={"readers": 0})
+    loader = cached(tmp_path, encoder=nn.Linear(3, 2), precompute={"workers": 0})
 
     assert next(iter(loader))["latent"].shape == (20, 2)
 
@@ -98,7 +98,7 @@ def test_a_bare_module_takes_the_only_field_there_is(tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(12.0).reshape(4, 3))
     module = nn.Linear(3, 2)
 
-    loader = stoker.cached(data, module, cache_dir=tmp_path, precompute={"readers": 0}, shuffle=False)
+    loader = stoker.cached(data, module, cache_dir=tmp_path, precompute={"workers": 0}, shuffle=False)
 
     assert torch.allclose(next(iter(loader))["latent"], module(data.tensors[0]), atol=1e-6)
 
@@ -106,12 +106,12 @@ def test_a_bare_module_takes_the_only_field_there_is(tmp_path: Path) -> None:
 def test_of_several_fields_the_hint_names_one_and_works_as_it_is_written(tmp_path: Path) -> None:
     data, module = TensorDataset(torch.arange(4), torch.ones(4, 3)), nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=r"'0', '1'") as raised:
-        stoker.cached(data, module, cache_dir=tmp_path, precompute={"readers": 0})
+        stoker.cached(data, module, cache_dir=tmp_path, precompute={"workers": 0})
 
     hint = re.search(r"encoder=(stoker\.ModuleEncoder\(.*\))", str(raised.value))
     assert hint is not None
     encoder = eval(hint[1], {"stoker": stoker, "module": module})
-    loader = stoker.cached(data, encoder, cache_dir=tmp_path, precompute={"readers": 0})
+    loader = stoker.cached(data, encoder, cache_dir=tmp_path, precompute={"workers": 0})
     assert next(iter(loader))["latent"].shape == (4, 2)
 
 
@@ -132,12 +132,12 @@ def test_of_several_fields_the_hint_names_one_and_works_as_it_is_written(tmp_pat
         ({"shufle": True}, r"argument 'shufle'\. Did you mean shuffle\?"),
         ({"zzz": True}, r"argument 'zzz'$"),
         ({"dtype": "float12"}, r"dtype 'float12' cannot be served"),
-        ({"precompute": {"deadlines": {"reed": 4}}}, r"\{'reed': 4\}.*the stages are start, open, read"),
-        ({"precompute": {"deadlines": {"read": "4"}}}, r"deadlines.read must be above 0 seconds, got '4'"),
-        ({"precompute": {"deadlines": 4}}, r"deadlines is 4\. Expected seconds by stage"),
-        ({"readers": 4}, r"readers= is a setting of precompute.*precompute=\{'readers': \.\.\.\}"),
-        ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean readers\?"),
-        ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*readers"),
+        ({"precompute": {"timeouts": {"reed": 4}}}, r"\{'reed': 4\}.*the stages are start, open, read"),
+        ({"precompute": {"timeouts": {"read": "4"}}}, r"timeouts.read must be above 0 seconds, got '4'"),
+        ({"precompute": {"timeouts": 4}}, r"timeouts is 4\. Expected seconds by stage"),
+        ({"workers": 4}, r"workers= is a setting of precompute.*precompute=\{'workers': \.\.\.\}"),
+        ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean workers\?"),
+        ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*workers"),
         ({"precompute": {"name": "mine"}}, r"'name'.*not a setting"),
         ({"device": "all"}, r"device is 'all'.*precompute=\{'device': 'all'\}"),
         ({"precompute": 4}, r"precompute is 4\. Expected its settings by name"),
@@ -163,23 +163,23 @@ def test_a_field_named_index_is_refused_before_anything_is_encoded(tmp_path: Pat
             return {"index": index, "data": super().__getitem__(index)}
 
     with pytest.raises(ConfigError, match="records have a field 'index'"):
-        cached(tmp_path, Named(), encoder, precompute={"readers": 0})
+        cached(tmp_path, Named(), encoder, precompute={"workers": 0})
     assert not list(tmp_path.iterdir())
 
 
 def test_deadlines_by_name(tmp_path: Path) -> None:
-    assert len(cached(tmp_path, precompute={"readers": 0, "deadlines": {"read": 4}})) == 1
+    assert len(cached(tmp_path, precompute={"workers": 0, "timeouts": {"read": 4}})) == 1
 
 
 def test_a_value_changed_in_place_is_encoded_again(tmp_path: Path) -> None:
     values = torch.zeros(2000, 4)
     dataset = torch.utils.data.TensorDataset(values)
-    first = cached(tmp_path, dataset, precompute={"readers": 0}, batch_size=2000)
+    first = cached(tmp_path, dataset, precompute={"workers": 0}, batch_size=2000)
     assert cached(tmp_path, dataset).dataset.path == first.dataset.path
 
     values[777] = 5
 
-    again = cached(tmp_path, dataset, precompute={"readers": 0}, batch_size=2000)
+    again = cached(tmp_path, dataset, precompute={"workers": 0}, batch_size=2000)
     assert next(iter(again))["0"][777].tolist() == [5, 5, 5, 5]
 
 
@@ -198,7 +198,7 @@ def test_too_many_broken_samples_are_listed_once_with_the_cures(tmp_path: Path) 
         def close(self) -> None: ...
 
     sink = Sink()
-    settings = {"readers": 0, "progress": sink}
+    settings = {"workers": 0, "progress": sink}
     with pytest.raises(IncompleteError) as caught:
         cached(tmp_path, Rows(40, broken=(17,)), precompute=settings)
 

@@ -103,7 +103,7 @@ def whole(dataset: Dataset[Any], folder: Path, **settings: Any) -> dict[str, Ten
         device="cpu",
         batch_size=len(dataset),  # type: ignore[arg-type]
         order="sequential",
-        precompute={"readers": 0},
+        precompute={"workers": 0},
         **settings,
     )
     return next(iter(loader))
@@ -173,7 +173,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 def trained(folder: Path) -> tuple[float, Tensor]:
     loader = stoker.cached(
         Augmented(noisy=False), cache_dir=folder, device="cpu", batch_size=20, seed=3,
-        transforms=[Noise(std=1 / 50, fields=["0"])], precompute={"readers": 0},
+        transforms=[Noise(std=1 / 50, fields=["0"])], precompute={"workers": 0},
     )  # fmt: skip
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

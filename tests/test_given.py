@@ -45,7 +45,7 @@ def test_the_hint_for_an_hdf5_file_works_as_it_is_written(
         stoker.cached(as_path(burgers), cache_dir=tmp_path / "c")
 
     made = evaluated(r"stoker\.HDF5Source\('.*?'\)", str(raised.value))
-    assert len(stoker.cached(made, cache_dir=tmp_path / "c", precompute={"readers": 0}).dataset) == 12
+    assert len(stoker.cached(made, cache_dir=tmp_path / "c", precompute={"workers": 0}).dataset) == 12
 
 
 def test_the_hint_for_a_dict_of_arrays_works_as_it_is_written(tmp_path: Path) -> None:
@@ -55,12 +55,12 @@ def test_the_hint_for_a_dict_of_arrays_works_as_it_is_written(tmp_path: Path) ->
 
     assert "torch.utils.data.StackDataset(**dataset)" in str(raised.value)
     stacked: Any = StackDataset(**dataset)  # pyright: ignore[reportArgumentType]
-    cache = stoker.cached(stacked, cache_dir=tmp_path, precompute={"readers": 0}).dataset
+    cache = stoker.cached(stacked, cache_dir=tmp_path, precompute={"workers": 0}).dataset
     assert {*cache.schema} == {"u", "v"}
 
 
 def test_the_hint_for_a_cache_by_its_path_works_as_it_is_written(tmp_path: Path) -> None:
-    path = stoker.precompute(stoker.TorchSource(torch.zeros(4, 3)), None, tmp_path, name="x", readers=0).path
+    path = stoker.precompute(stoker.TorchSource(torch.zeros(4, 3)), None, tmp_path, name="x", workers=0).path
     with pytest.raises(ConfigError) as raised:
         stoker.Loader(path)  # pyright: ignore[reportArgumentType]
 
@@ -74,7 +74,7 @@ def test_the_hint_for_a_dataset_names_what_takes_one(tmp_path: Path, taker: str)
 
 
 def test_a_dict_by_number_is_a_dataset(tmp_path: Path) -> None:
-    loader = stoker.cached({0: 1.0, 1: 2.0}, cache_dir=tmp_path, precompute={"readers": 0})  # pyright: ignore[reportArgumentType]
+    loader = stoker.cached({0: 1.0, 1: 2.0}, cache_dir=tmp_path, precompute={"workers": 0})  # pyright: ignore[reportArgumentType]
 
     assert len(loader.dataset) == 2
 

@@ -17,7 +17,7 @@ import torch
 
 import stoker
 from stoker.errors import IncompleteError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.schema import Field
 from stoker.sources.protocol import Part, SourceIdentity
 from tests.conftest import write_burgers
@@ -79,9 +79,9 @@ def test_same_bytes_everywhere(burgers: Path, tmp_path: Path) -> None:
     source = stoker.HDF5Source(burgers, preset="pdebench")
     caches = [
         stoker.precompute(
-            source, grid_encoder(), tmp_path / str(readers), name="b", dtype="float16", readers=readers
+            source, grid_encoder(), tmp_path / str(workers), name="b", dtype="float16", workers=workers
         )
-        for readers in (0, 2)
+        for workers in (0, 2)
     ]
     windows = stoker.Windows(stride=2, horizon=2)
 
@@ -98,14 +98,16 @@ def test_same_bytes_everywhere(burgers: Path, tmp_path: Path) -> None:
     resumed = loader(caches[1], tier="disk")
     resumed.load_state_dict(stopped.state_dict())
     assert same(everything(head) + everything(resumed), expected)
-    ranks = [list(loader(caches[0], batch_size=4, rank=rank, world=2, drop_last=True)) for rank in (0, 1)]
+    ranks = [
+        list(loader(caches[0], batch_size=4, rank=rank, world_size=2, drop_last=True)) for rank in (0, 1)
+    ]
     for whole, *halves in zip(loader(caches[0], drop_last=True), *ranks, strict=True):
         assert torch.equal(torch.cat([half.z0 for half in halves]), whole.z0)
 
 
 def test_a_cache_is_complete_and_verified_or_says_what_is_missing(burgers: Path, tmp_path: Path) -> None:
     source = stoker.HDF5Source(burgers, preset="pdebench")
-    cache = stoker.precompute(source, grid_encoder(), tmp_path / "cache", name="b", readers=0)
+    cache = stoker.precompute(source, grid_encoder(), tmp_path / "cache", name="b", workers=0)
     assert len(cache) == len(source)
     assert cache.verify().ok
     shard = next(cache.path.glob("shard-*.safetensors"))
@@ -126,7 +128,7 @@ def test_a_cache_is_complete_and_verified_or_says_what_is_missing(burgers: Path,
 
 @pytest.mark.chaos
 def test_no_wait_without_a_deadline(tmp_path: Path) -> None:
-    settings = PrecomputeSettings(readers=2, deadlines=Deadlines(read=1.0), max_quarantined=0.5)
+    settings = PrecomputeSettings(workers=2, timeouts=Timeouts(read=1.0), max_quarantined=0.5)
     begin = time.monotonic()
 
     report = run_precompute(Faulty({7: "hang"}), None, tmp_path, name="f", settings=settings)
@@ -138,7 +140,7 @@ def test_no_wait_without_a_deadline(tmp_path: Path) -> None:
 
 
 def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
-    settings = PrecomputeSettings(readers=1, max_quarantined=0.5)
+    settings = PrecomputeSettings(workers=1, max_quarantined=0.5)
 
     cache = run_precompute(Faulty({3: "raise", 11: "nan"}), None, tmp_path, name="f", settings=settings).cache
 
@@ -186,7 +188,7 @@ def shared_and_private_bytes(pid: int, folder: Path) -> tuple[int, int]:
 def test_one_copy_of_the_cached_bytes_per_node(tmp_path: Path) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(6000, 16, 256))
     cache = stoker.precompute(
-        stoker.TorchSource(dataset, identity="random"), None, tmp_path, name="r", readers=0
+        stoker.TorchSource(dataset, identity="random"), None, tmp_path, name="r", workers=0
     )
     size = 6000 * 16 * 256 * 4
     children = [
@@ -213,7 +215,7 @@ def test_one_copy_of_the_cached_bytes_per_node(tmp_path: Path) -> None:
 
 def test_no_code_in_data(burgers: Path, tmp_path: Path) -> None:
     cache = stoker.precompute(
-        stoker.HDF5Source(burgers, preset="pdebench"), grid_encoder(), tmp_path / "cache", name="b", readers=1
+        stoker.HDF5Source(burgers, preset="pdebench"), grid_encoder(), tmp_path / "cache", name="b", workers=1
     )
 
     for path in (tmp_path / "cache").rglob("*"):
@@ -231,7 +233,7 @@ def test_the_key_is_right_and_explains_itself(burgers: Path, tmp_path: Path) -> 
     def make(path: Path = burgers, encoder: Any = None, **changes: Any) -> stoker.Cache:
         source = stoker.HDF5Source(path, preset="pdebench")
         return stoker.precompute(
-            source, encoder or grid_encoder(), tmp_path / "cache", name="b", readers=0, **changes
+            source, encoder or grid_encoder(), tmp_path / "cache", name="b", workers=0, **changes
         )
 
     base = make()
@@ -259,7 +261,7 @@ KILL_CHILD = """
 import sys, stoker
 source = stoker.HDF5Source(sys.argv[1], preset="pdebench")
 encoder = stoker.GridEncoder(channels=1, grid=(1, 32), patch=(1, 4), tokens=8, dim=4, seed=0)
-stoker.precompute(source, encoder, sys.argv[2], name="b", readers=2)
+stoker.precompute(source, encoder, sys.argv[2], name="b", workers=2)
 """
 
 
@@ -267,7 +269,7 @@ stoker.precompute(source, encoder, sys.argv[2], name="b", readers=2)
 def test_killed_at_any_instant_nothing_is_lost(tmp_path: Path) -> None:
     path = write_burgers(tmp_path / "b_Nu0.01.hdf5", samples=400)
     whole = stoker.precompute(
-        stoker.HDF5Source(path, preset="pdebench"), grid_encoder(), tmp_path / "whole", name="b", readers=0
+        stoker.HDF5Source(path, preset="pdebench"), grid_encoder(), tmp_path / "whole", name="b", workers=0
     )
     chance = random.Random(0)
 

@@ -18,8 +18,8 @@ from tests.cli.commands import run
 DATA: Any = torch.zeros(4, 3)
 SOURCE = stoker.TorchSource(DATA)
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "cached": lambda folder: stoker.cached(DATA, cache_dir=folder, precompute={"readers": 0}),
-    "precompute": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", readers=0),
+    "cached": lambda folder: stoker.cached(DATA, cache_dir=folder, precompute={"workers": 0}),
+    "precompute": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", workers=0),
     "background": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", wait=False),
     "fetch": lambda folder: fetch_files([], folder),
     "pull": lambda folder: pull("file:///nowhere", folder),
@@ -46,7 +46,7 @@ def test_a_file_in_the_way_of_a_folder_is_named_with_the_folder(file: Path, writ
 @pytest.mark.parametrize("given", ["", 3, None, b"x", "a\0b"])
 def test_what_is_no_path_is_refused_as_a_cache_folder(given: Any) -> None:
     with pytest.raises(ConfigError, match="path"):
-        stoker.precompute(SOURCE, None, given, name="x", readers=0)
+        stoker.precompute(SOURCE, None, given, name="x", workers=0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ data: {kind: csv, root: data, task: waves, options: {delimiter: ";"}, splits: {t
 latent: {dim: 16, tokens: 4}
 encoder: {kind: grid, patch_size: 8}
 model: {width: 16, depth: 1, heads: 2}
-precompute: {engine: timed, readers: 0}
+precompute: {engine: timed, workers: 0}
 training: {epochs: 1, batch_size: 4, trackers: [jsonl], device: cpu}
 """
 

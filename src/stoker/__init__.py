@@ -10,7 +10,7 @@ transforms/   changes to a batch on its device, random by example
 integrations  adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
-config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
+config/       settings files;  run/, cli/   whole runs, and the `stoker` command
 plugins.py    what packages add: sources, engines, exporters, commands, trackers
 extras/       what the core does without; compat/ and export.py are public names of two of them
 """

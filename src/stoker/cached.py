@@ -70,8 +70,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
             `cache_dir` of None: in memory, gone with the loader.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
-        precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
-            `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `compression`, `dtype` (of
+        precompute: How to fill the cache, by the names of `stoker.precompute`: `workers`, `nan`,
+            `max_quarantined`, `retry_quarantined`, `timeouts`, `max_error`, `compression`, `dtype` (of
             storage), ...
         wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
         identity, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
@@ -102,8 +102,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 
 
 def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
-    """Start to import what readers need, unless this process is to read by itself."""
-    if encoding.get("readers") != 0:
+    """Start to import what workers need, unless this process is to read by itself."""
+    if encoding.get("workers") != 0:
         preload(TORCH if isinstance(source, TorchSource) else LIGHT)
 
 
@@ -184,7 +184,7 @@ def _field_of(schema: Schema) -> str:
 def _known(settings: object) -> Mapping[str, Any]:
     """`settings`, if it holds nothing but settings of `precompute`."""
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"precompute is {settings!r}. Expected its settings by name, as {{'readers': 4}}")
+        raise ConfigError(f"precompute is {settings!r}. Expected its settings by name, as {{'workers': 4}}")
     given, names = cast("Mapping[str, Any]", settings), _precompute_names()
     for name in given:
         if name not in names:

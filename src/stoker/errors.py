@@ -18,7 +18,7 @@ StokerError
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
-│   └── ReaderError        reader processes died or hung more often than allowed
+│   └── ReaderError        worker processes died or hung more often than allowed
 ├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
@@ -265,7 +265,7 @@ class StalledError(StokerError):
 
 
 class ReaderError(StalledError):
-    """Reader processes died or hung more often than allowed."""
+    """Worker processes died or hung more often than allowed."""
 
 
 class ResourceError(StokerError):

@@ -84,7 +84,7 @@ class _Batches(Dataset[Any]):
                 raise ConfigError(
                     f"batch {number} was asked for instead of the next one, so something shares the batches "
                     "out among ranks. A loader gives the batches of its own rank: make it with rank= and "
-                    "world=, and leave it out of `prepare`"
+                    "world_size=, and leave it out of `prepare`"
                 )
             loader.load_state_dict(loader.state_dict(place))
             self._pass = iter(loader)

@@ -45,8 +45,8 @@ class Promises:
 
 
 def broken(scenario: Scenario, root: Path, promises: Promises) -> list[str]:
-    """What is wrong with a folder as a fault left it: each as `kind: what`. Readers may mend the index."""
-    # Readers come last: they make a lost index anew, and it may have been promised.
+    """What is wrong with a folder as a fault left it: each as `kind: what`. Workers may mend the index."""
+    # Workers come last: they make a lost index anew, and it may have been promised.
     return [
         *torn_files(root, scenario.damaged),
         *broken_promises(scenario, root, promises),

@@ -2,7 +2,7 @@
 
 `python -m tests.chaos.hang_run --samples 1000 --each 6 --special 4 --deadline 1`
 
-Mounts its own file system. It ends with this process, and frees the readers that could not be killed.
+Mounts its own file system. It ends with this process, and frees the workers that could not be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from stoker.encoders.protocol import Group
 from stoker.errors import StokerError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute, workers
+from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute, workers
 from stoker.precompute import workers as supervisor_module
 from stoker.precompute.queue import describe_failures
 from stoker.store import open_cache
@@ -124,7 +124,7 @@ def main():
     words.add_argument("--samples", type=int, default=1000)
     words.add_argument("--each", type=int, default=6, help="samples of each killable kind")
     words.add_argument("--special", type=int, default=4, help="samples of each FUSE part; 0: no FUSE")
-    words.add_argument("--readers", type=int, default=4)
+    words.add_argument("--workers", type=int, default=4)
     words.add_argument("--deadline", type=float, default=1.0)
     asked = words.parse_args()
     workers.Worker = Recorded
@@ -144,8 +144,8 @@ def print_result(folder, asked):
     bad = plan(asked.samples, asked.each, special)
     source = HangSource(asked.samples, bad=bad, special=special, folder=folder)
     settings = PrecomputeSettings(
-        readers=asked.readers,
-        deadlines=Deadlines(start=30, open=asked.deadline, read=asked.deadline),
+        workers=asked.workers,
+        timeouts=Timeouts(start=30, open=asked.deadline, read=asked.deadline),
         max_quarantined=1,
         progress=None,
     )
@@ -187,8 +187,8 @@ def figures(source, report, folder):
         "failures": {str(n): dataclasses.asdict(failure) for n, failure in failures.items()},
         "listed": {str(n): describe_failures({n: failure})[0] for n, failure in failures.items()},
         "said": Lines.said,
-        "readers_lost": report.lost_readers,
-        "readers_abandoned": report.abandoned_readers,
+        "workers_lost": report.lost_workers,
+        "workers_abandoned": report.abandoned_workers,
         "hangs": len(hung_at),
         "killed_after_s": killed,
         "replaced_after_s": replaced,

@@ -1,4 +1,4 @@
-"""Samples some of which hang when they are read, in ten ways; reader processes import this module."""
+"""Samples some of which hang when they are read, in ten ways; worker processes import this module."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def lose_index(source: FakeSource, root: Path) -> None:
 def whole_precompute(source: FakeSource, root: Path, promise: Promise) -> None:
     """The engine itself, reading in its own process."""
     small_shards()
-    settings = PrecomputeSettings(readers=0, progress=None)
+    settings = PrecomputeSettings(workers=0, progress=None)
     run_precompute(source, None, root / "caches", name=NAME, settings=settings)
     promise("complete", [])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ReaderError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import workers as workers_module
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, FreezesItself
 
@@ -28,7 +28,7 @@ DUMP_S, REPLACE_S, EXIT_S = 0.5, 2.0, 5.0
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reader processes need Linux"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="worker processes need Linux"),
 ]
 
 
@@ -71,11 +71,11 @@ def wait_until(condition, limit_s):
         time.sleep(0.02)
 
 
-def bound_s(found, readers=4):
-    """What the run may take: every hang noticed and replaced, shared by the readers, and the graces."""
+def bound_s(found, workers=4):
+    """What the run may take: every hang noticed and replaced, shared by the workers, and the graces."""
     each = found["deadline_s"] + DUMP_S + REPLACE_S
     special = len(UNKILLABLE) * GRACE_S + found["special"] * 2 if found["special"] else 0
-    return found["hangs"] * each / readers + special + 20
+    return found["hangs"] * each / workers + special + 20
 
 
 def check_outcome(found):
@@ -87,9 +87,9 @@ def check_outcome(found):
     kinds = {*KINDS, *(UNKILLABLE if found["special"] else ())}
     assert set(found["expected"].values()) == kinds
     killable = sum(kind in KINDS for kind in found["expected"].values())
-    assert found["readers_lost"] == found["hangs"] >= 2 * killable
+    assert found["workers_lost"] == found["hangs"] >= 2 * killable
     assert not [line for line in found["said"] if SLOW in line]
-    assert found["readers_abandoned"] == (2 * len(UNKILLABLE) if found["special"] else 0)
+    assert found["workers_abandoned"] == (2 * len(UNKILLABLE) if found["special"] else 0)
 
 
 def check_messages(found):
@@ -122,11 +122,11 @@ def test_every_hang_is_told_with_path_sample_stage_and_attempt(few):
     check_messages(few)
 
 
-def test_the_process_ends_although_readers_cannot_be_killed(few):
+def test_the_process_ends_although_workers_cannot_be_killed(few):
     if not few["special"]:
         pytest.skip("FUSE cannot be mounted by this user")
     left = [line for line in few["said"] if "cannot be ended; left behind" in line]
-    assert len(left) == few["readers_abandoned"]
+    assert len(left) == few["workers_abandoned"]
     assert few["exit_s"] < 30
 
 
@@ -175,14 +175,14 @@ def spawned(monkeypatch, freezer):
     wait_until(lambda: all(one.reap() for one in workers), 10)
 
 
-def run(source, folder, readers=2):
+def run(source, folder, workers=2):
     settings = PrecomputeSettings(
-        readers=readers, progress=None, max_quarantined=1, deadlines=Deadlines(start=20, open=0.5, read=0.5)
+        workers=workers, progress=None, max_quarantined=1, timeouts=Timeouts(start=20, open=0.5, read=0.5)
     )
     return run_precompute(source, None, folder, name="c", settings=settings)
 
 
-def test_a_part_that_answered_and_then_holds_two_readers_is_read_no_more(tmp_path, spawned, freezer):
+def test_a_part_that_answered_and_then_holds_two_workers_is_read_no_more(tmp_path, spawned, freezer):
     source = FreezesItself((400, 400), frozen=range(300, 400), group=freezer)
 
     report = run(source, tmp_path)
@@ -190,12 +190,12 @@ def test_a_part_that_answered_and_then_holds_two_readers_is_read_no_more(tmp_pat
     assert report.cache.numbers.tolist()[-400:] == list(range(400, 800))
     assert set(report.cache.quarantined) >= set(range(300, 400))
     assert report.records + report.quarantined == 800
-    assert 2 <= report.abandoned_readers <= 3
+    assert 2 <= report.abandoned_workers <= 3
     errors = [failure.error for failure in report.cache.quarantined.values()]
     assert all("part0.h5" in error for error in errors)
 
 
-def test_more_readers_than_may_be_left_behind_end_the_run_by_name(tmp_path, spawned, freezer):
+def test_more_workers_than_may_be_left_behind_end_the_run_by_name(tmp_path, spawned, freezer):
     source = FreezesItself((1,) * 12, frozen=range(12), group=freezer)
 
     with pytest.raises(ReaderError, match=r"cannot be killed \(at most 2 are left behind\)") as caught:

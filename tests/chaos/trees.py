@@ -1,7 +1,7 @@
-"""A precompute with real readers, killed as a whole tree at random moments and started again.
+"""A precompute with real workers, killed as a whole tree at random moments and started again.
 
 `python -m tests.chaos.trees --runs 100` kills and resumes; `--cycles 50` does the same in one place again and
-again and counts what is left behind, and then lets one process lose its readers as often. Figures as JSON.
+again and counts what is left behind, and then lets one process lose its workers as often. Figures as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.chaos.checks import left_behind
 from tests.chaos.writers import SHARD_ROWS, Counts, fill, in_child, same_records, shared_counts
 
 SAMPLES = 120
-READERS = 2
+WORKERS = 2
 GROUP = 4
 QUEUED_GROUPS = 4
 """Groups that may be between encoder and open shard when the kill comes: handed over, not yet appended."""
@@ -77,7 +77,7 @@ def random_moment(counts: Counts, chance: random.Random) -> None:
 def run_of(root: Path, reference: Cache, chance: random.Random) -> dict[str, Any]:
     """Start, kill the tree at a random moment, start again to the end, compare."""
     counts = shared_counts(SAMPLES)
-    work = functools.partial(fill, root, counts, PAUSE_S, READERS)
+    work = functools.partial(fill, root, counts, PAUSE_S, WORKERS)
     pid, pipe = children.start(work)
     random_moment(counts, chance)
     tree = kill_tree(pid)
@@ -97,7 +97,7 @@ def run_of(root: Path, reference: Cache, chance: random.Random) -> dict[str, Any
         wrong += in_child(functools.partial(differences, root, reference))
     redone = int(counts.sum()) - SAMPLES
     killed = first.signal == signal.SIGKILL
-    return {"wrong": wrong, "killed": killed, "redone": redone, "readers": len(tree) - 1}
+    return {"wrong": wrong, "killed": killed, "redone": redone, "workers": len(tree) - 1}
 
 
 def differences(root: Path, reference: Cache) -> list[str]:
@@ -127,8 +127,8 @@ def left_after(place: Path, before: set[str]) -> list[str]:
     return [f"left behind: {what}" for what in sorted(left)]
 
 
-def lose_readers(root: Path, cycles: int, seed: int, say: children.Say) -> None:
-    """One process runs again and again, its readers killed at random; says how many descriptors it has."""
+def lose_workers(root: Path, cycles: int, seed: int, say: children.Say) -> None:
+    """One process runs again and again, its workers killed at random; says how many descriptors it has."""
     chance = random.Random(seed)
     for i in range(cycles):
         counts = shared_counts(SAMPLES)
@@ -141,14 +141,14 @@ def lose_readers(root: Path, cycles: int, seed: int, say: children.Say) -> None:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        fill(root / str(i), counts, PAUSE_S, READERS, lambda value: None)
+        fill(root / str(i), counts, PAUSE_S, WORKERS, lambda value: None)
         os.waitpid(killer, 0)
         say({"descriptors": len(os.listdir("/proc/self/fd")), "children": len(descendants(os.getpid())) - 1})
         shutil.rmtree(root / str(i))
 
 
 def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random) -> Found:
-    """Kill and resume in turn, then lose readers in one process; what is left of both."""
+    """Kill and resume in turn, then lose workers in one process; what is left of both."""
     place = base / "temporary"
     place.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(place)
@@ -158,7 +158,7 @@ def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random) -> F
         wrong += run_of(base / f"cycle-{i}", reference, chance)["wrong"]
         shutil.rmtree(base / f"cycle-{i}", ignore_errors=True)
     # The first run opens what stays open: the counts are compared from the second on.
-    work = functools.partial(lose_readers, base / "one", cycles, chance.randrange(1 << 32))
+    work = functools.partial(lose_workers, base / "one", cycles, chance.randrange(1 << 32))
     ended = children.run(work, deadline_s=DEADLINE_S * cycles)
     held = [value for value in ended.said if isinstance(value, dict) and "descriptors" in value]
     if ended.code != 0 or len(held) != cycles:
@@ -189,7 +189,7 @@ def runs_of(base: Path, reference: Cache, count: int, chance: random.Random) -> 
     found = {
         "runs": len(runs),
         "killed_before_the_end": sum(run["killed"] for run in runs),
-        "with_readers": sum(run["readers"] > 0 for run in runs),
+        "with_workers": sum(run["workers"] > 0 for run in runs),
         "redone_most": max(redone),
         "redone_mean": round(sum(redone) / len(redone), 2),
         "redone_allowed": bound,
@@ -207,7 +207,7 @@ def run(argv: Sequence[str]) -> program.Figures:
     arguments, begun = parser.parse_args(argv), time.monotonic()
     chance = random.Random(arguments.seed)
     with program.workplace() as base:
-        work = functools.partial(fill, base / "whole", shared_counts(SAMPLES), PAUSE_S, READERS)
+        work = functools.partial(fill, base / "whole", shared_counts(SAMPLES), PAUSE_S, WORKERS)
         children.run(work, deadline_s=DEADLINE_S)
         reference = open_cache(base / "whole" / "c")
         found, wrong = runs_of(base, reference, arguments.runs, chance)

@@ -65,11 +65,11 @@ def shared_counts(samples: int) -> Counts:
     return np.frombuffer(mmap.mmap(-1, 8 * samples), np.int64)
 
 
-def fill(root: Path, counts: Counts, pause_s: float, readers: int, say: children.Say) -> None:
+def fill(root: Path, counts: Counts, pause_s: float, workers: int, say: children.Say) -> None:
     """What a process does: precompute until the cache is whole."""
     logging.getLogger("stoker").setLevel(logging.ERROR)
     program.limit_shards(SHARD_ROWS * ROW_BYTES)
-    settings = PrecomputeSettings(readers=readers, progress=None)
+    settings = PrecomputeSettings(workers=workers, progress=None)
     source = FakeSource((len(counts),), run=SHARD_ROWS)
     report = run_precompute(source, CountedEncoder(counts, pause_s), root, name="c", settings=settings)
     say([report.records, report.encoded])

@@ -20,10 +20,10 @@ from stoker.cli.edge import console, edge
 from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config
-from stoker.pipeline.caches import inspect_cache
-from stoker.pipeline.context import Run
-from stoker.pipeline.plan import plan_config
-from stoker.pipeline.validate import validate_config
+from stoker.run.caches import inspect_cache
+from stoker.run.context import Run
+from stoker.run.plan import plan_config
+from stoker.run.validate import validate_config
 from tests.cli.commands import Screen, run, run_json, strip_ansi
 
 
@@ -133,7 +133,7 @@ def test_what_a_library_prints_does_not_spoil_the_json(
         print("hello from below")  # noqa: T201 - a library that prints is what this is about
         return plan_config(*args, **more)
 
-    monkeypatch.setattr("stoker.pipeline.plan.plan_config", chatty)
+    monkeypatch.setattr("stoker.run.plan.plan_config", chatty)
 
     assert run_json("plan", "c.yaml")["records"] == 12
 

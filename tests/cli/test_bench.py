@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.pipeline import bench
+from stoker.run import bench
 from tests.cli.commands import run, run_json
 
 pytestmark = pytest.mark.draws

@@ -1,4 +1,4 @@
-"""The earlier script's timeouts are deadlines now."""
+"""The earlier script's timeouts are timeouts now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from stoker.cli.flags import EarlierFlags, PrecomputeFlags, Splits, Words, spread_flags
 from stoker.extras.compat.command import CompatFlags
 
-DEADLINES = "precompute.deadlines."
+DEADLINES = "precompute.timeouts."
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ if any("stoker.precompute.reader" in word for word in sys.orig_argv):
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_hdf5_timeout_ends_readers_that_hang_in_opening_a_file(project: Path) -> None:
+def test_hdf5_timeout_ends_workers_that_hang_in_opening_a_file(project: Path) -> None:
     (project / "site").mkdir()
     (project / "site" / "sitecustomize.py").write_text(READER_HANGS)
     path = os.pathsep.join([str(project / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])

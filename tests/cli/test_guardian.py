@@ -45,7 +45,7 @@ def broken(self, batch, /):
     exec(FAULTS.get(calls, FAULTS.get("any", "")))
     return whole(self, batch)
 
-if sys.argv[0] == "-m":  # the child that runs the command; neither readers nor the guardian load an encoder
+if sys.argv[0] == "-m":  # the child that runs the command; neither workers nor the guardian load an encoder
     signal.signal = noting
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.protocol import Group
@@ -146,7 +146,7 @@ def add_to_site(project: Path, text: str) -> None:
 def precompute(
     project: Path, env: dict[str, str] | None = None, *args: str
 ) -> subprocess.CompletedProcess[str]:
-    words = ["precompute", "c.yaml", "--splits", "train", "precompute.deadlines.encode=1", *args]
+    words = ["precompute", "c.yaml", "--splits", "train", "precompute.timeouts.encode=1", *args]
     return subprocess.run(
         [*STOKER, *words],
         cwd=project,
@@ -353,7 +353,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
 
 
 def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_to_end(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=4")
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.timeouts.encode=4")
 
     begun.process.send_signal(signal.SIGTERM)
 
@@ -362,7 +362,7 @@ def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_t
 
 @pytest.mark.slow
 def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=3600")
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.timeouts.encode=3600")
 
     begun.process.send_signal(signal.SIGINT)
     time.sleep(1)
@@ -399,12 +399,12 @@ def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readers", [0, 1])
-def test_a_disk_that_is_slower_than_the_encoder_may_be_kills_nobody(project: Path, readers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_disk_that_is_slower_than_the_encoder_may_be_kills_nobody(project: Path, workers: int) -> None:
     env = broken_encoder(project, {})
     add_to_site(project, SLOW_DISK)
 
-    done = precompute(project, env, f"training.num_workers={readers}")
+    done = precompute(project, env, f"training.num_workers={workers}")
 
     assert done.returncode == 0, done.stderr
     assert "again" not in done.stderr

@@ -9,7 +9,7 @@ import numpy as np
 
 from stoker.cli import output
 from stoker.cli.edge import console
-from stoker.pipeline.caches import Explanation
+from stoker.run.caches import Explanation
 from stoker.store import Difference
 from tests.cli.commands import Screen, run, run_json, strip_ansi
 

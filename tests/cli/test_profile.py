@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.plan import served_loads
 from stoker.plan import Rates
 from stoker.precompute import measure
+from stoker.run.plan import served_loads
 from stoker.sources.hdf5 import HDF5Source
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
@@ -22,8 +22,8 @@ FAST = ("--steps", "3")
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are served from each tier for a moment, not for seconds, and no rate is measured."""
-    monkeypatch.setattr("stoker.pipeline.profile.measure_rates", lambda *_, **__: Rates())
-    monkeypatch.setattr("stoker.pipeline.profile.served_loads", partial(served_loads, seconds=0.01))
+    monkeypatch.setattr("stoker.run.profile.measure_rates", lambda *_, **__: Rates())
+    monkeypatch.setattr("stoker.run.profile.served_loads", partial(served_loads, seconds=0.01))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
 from stoker.monitor.gpu import GpuWatch
-from stoker.pipeline.train import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.run.train import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 
 
@@ -92,7 +92,7 @@ def test_an_absent_package_is_refused_before_anything_is_encoded(
 
 def a_tracking(project: Path, told: list[Any], **settings: Any) -> RunTracking:
     from stoker.config import load_config
-    from stoker.pipeline.context import Run
+    from stoker.run.context import Run
 
     (project / "run").mkdir(exist_ok=True)
     config = load_config(
@@ -194,7 +194,7 @@ def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
 ) -> None:
     """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
     watch = partial(GpuWatch, "GPU-abc", opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
-    monkeypatch.setattr("stoker.pipeline.train.watch_gpu", lambda device: watch())
+    monkeypatch.setattr("stoker.run.train.watch_gpu", lambda device: watch())
 
     _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
 

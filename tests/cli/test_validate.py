@@ -37,7 +37,7 @@ def test_validate_prints_the_settings_in_force(project: Path) -> None:
     printed = run_json("validate", "again.yaml", "--print-config")
 
     assert printed["latent"] == {"dim": 6, "tokens": 4}
-    assert printed["precompute"]["readers"] == 0
+    assert printed["precompute"]["workers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_complete_cache_in_a_folder_that_cannot_be_written_is_no_failure(
 ) -> None:
     run("precompute", "c.yaml")
     monkeypatch.setattr(
-        "stoker.pipeline.folders._obstacle", lambda path: "no" if "latent_cache" in str(path) else None
+        "stoker.run.folders._obstacle", lambda path: "no" if "latent_cache" in str(path) else None
     )
 
     rows = run_json("validate", "c.yaml")["rows"]

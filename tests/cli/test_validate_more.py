@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from stoker.monitor import gpu
-from stoker.pipeline.validate import check_driver, check_each, check_shared_memory, unreachable
 from stoker.plan.resources import disk_space
+from stoker.run.validate import check_driver, check_each, check_shared_memory, unreachable
 from tests.cli.commands import run, run_json
 
 

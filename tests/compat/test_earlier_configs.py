@@ -17,21 +17,21 @@ SMALL = ["model.width=16", "model.depth=1", "model.heads=2", "training.device=cp
 TODAY: dict[str, dict[str, Any]] = {
     "burgers_32dim": {
         "data.task": "burgers1d", "data.root": "raw", "encoder.patch_size": 1,
-        "latent.dim": 32, "latent.tokens": 16, "precompute.readers": 2,
+        "latent.dim": 32, "latent.tokens": 16, "precompute.workers": 2,
         "training.batch_trajectories": 4, "training.start_every": 2, "training.time_stride": 2,
         "training.epochs": 2, "training.lr": 1e-3, "training.weight_decay": 0.03, "training.seed": 17,
         "training.latent_cache_dir": "cache",
     },
     "burgers_512dim": {
         "data.task": "burgers1d", "data.root": "raw", "encoder.patch_size": 1,
-        "latent.dim": 64, "latent.tokens": 32, "precompute.readers": 0,
+        "latent.dim": 64, "latent.tokens": 32, "precompute.workers": 0,
         "training.batch_trajectories": 2, "training.epochs": 1, "training.lr": 2e-3,
         "training.grad_clip": 0.5, "training.tier": "disk", "training.rollout_horizon": 2,
         "training.latent_cache_dir": "cache", "training.latent_cache_dtype": "null",
     },
     "two_tasks": {
         "data.task": "[burgers1d,advection1d]", "data.root": "raw", "encoder.patch_size": 4,
-        "latent.dim": 16, "latent.tokens": 8, "precompute.readers": 1, "training.tier": "host",
+        "latent.dim": 16, "latent.tokens": 8, "precompute.workers": 1, "training.tier": "host",
         "training.batch_trajectories": 3, "training.epochs": 1, "training.latent_cache_dir": "cache",
     },
 }  # fmt: skip

@@ -49,7 +49,7 @@ def make(database: str, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             max_receivers=7,
             preload_to_gpu=more.pop("preload_to_gpu", True),
             cache_path=caches,
-            precompute={"readers": 0},
+            precompute={"workers": 0},
             **more,
         )
 
@@ -148,7 +148,7 @@ def test_the_training_config_as_it_was(database: str, caches: Path, caplog: pyte
         "dataset_ids": [str(SPEC.dataset_id)], "batch_size": 64, "num_workers": 4, "validation_split": 0.3,
         "epochs": 100, "learning_rate": 1e-3, "preload_to_gpu": True, "accelerator": "gpu",
     }  # fmt: skip
-    more: dict[str, Any] = {"cache_path": caches, "precompute": {"readers": 0}}
+    more: dict[str, Any] = {"cache_path": caches, "precompute": {"workers": 0}}
     with caplog.at_level(logging.WARNING, "stoker"):
         train, val = create_gpu_cached_dataloaders(config, database, **more)
 

@@ -27,7 +27,7 @@ from stoker.compat import (
     validate_ram_for_cache,
 )
 from stoker.errors import SourceError
-from stoker.pipeline.validate import Row
+from stoker.run.validate import Row
 
 SETTINGS: dict[str, Any] = {
     "latent": {"dim": 32, "tokens": 16},

@@ -38,7 +38,7 @@ class Hands(torch.utils.data.Dataset[dict[str, Tensor]]):
 def cached(folder: Path, **changes: Any) -> GPUCachedDataset:
     settings: dict[str, Any] = {
         "device": "cpu", "cache_path": folder, "max_samples": None, "dataset": Hands(),
-        "precompute": {"readers": 0}, **changes,
+        "precompute": {"workers": 0}, **changes,
     }  # fmt: skip
     return GPUCachedDataset("train", **settings)
 
@@ -84,7 +84,7 @@ def test_each_epoch_has_its_order_and_repeats_with_the_seed(tmp_path: Path) -> N
 
 
 def test_an_image_that_cannot_be_read_is_set_aside_and_named(tmp_path: Path) -> None:
-    dataset = cached(tmp_path, dataset=Hands(broken=True), precompute={"readers": 0, "max_quarantined": 0.1})
+    dataset = cached(tmp_path, dataset=Hands(broken=True), precompute={"workers": 0, "max_quarantined": 0.1})
 
     assert len(dataset) == 49
     assert "broken image" in dataset.cache.quarantined[5].error
@@ -95,7 +95,7 @@ def test_the_factory_takes_the_earlier_keys(tmp_path: Path) -> None:
     config = {
         "gpu_max_samples": None, "gpu_max_samples_val": None, "gpu_cache_path": tmp_path, "batch_size": 16,
         "use_bfloat16": False, "device": "cpu", "datasets": {"train": Hands(), "val": Hands(20)},
-        "precompute": {"readers": 0},
+        "precompute": {"workers": 0},
     }  # fmt: skip
 
     train, val = create_gpu_cached_dataloaders(config)
@@ -148,7 +148,7 @@ def test_a_folder_in_dexycbs_layout(tmp_path: Path) -> None:
 
     root = write_dexycb(tmp_path / "raw", sequences=8)
     dataset = GPUCachedDataset(
-        "train", 10, (24, 40), "cpu", cache_path=tmp_path / "cache", data_dir=root, precompute={"readers": 0}
+        "train", 10, (24, 40), "cpu", cache_path=tmp_path / "cache", data_dir=root, precompute={"workers": 0}
     )
 
     batch = next(iter(dataset.loader(10, shuffle=False)))

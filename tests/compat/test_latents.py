@@ -167,7 +167,7 @@ def test_a_dataset_is_encoded_once_and_given_as_pairs(tmp_path: Path) -> None:
     torch.testing.assert_close(batch["z1"][6:], expected[1:])
     assert batch["cond"]["speed"][6:].unique().tolist() == pytest.approx([0.1])
     assert loader().dataset.path == loader(timeout=5).dataset.path
-    assert loader(world=2, rank=1).dataset.complete
+    assert loader(world_size=2, rank=1).dataset.complete
     grid = stoker.GridEncoder(channels=1, grid=(1, 8), patch=(1, 4), tokens=2, dim=4, seed=0)
     with pytest.raises(ConfigError, match=r"grid_shape is \(8, 8\), and the encoder's grid \(1, 8\)"):
         build_parallel_latent_loader(Waves(), grid, None, (8, 8), "u", cache_dir=tmp_path)
@@ -239,7 +239,7 @@ def test_workers_and_storage_are_those_of_this_process(tmp_path: Path) -> None:
 def test_raw_samples_with_the_latents_that_are_there(tmp_path: Path) -> None:
     source = stoker.TorchSource(Waves(), time=("u",))
     encoder = stoker.ModuleEncoder(nn.Flatten(), field="u", time="steps")
-    cache = stoker.precompute(source, encoder, tmp_path, name="w", readers=0)
+    cache = stoker.precompute(source, encoder, tmp_path, name="w", workers=0)
 
     raw, latent = (
         RawFieldDataset(Waves(), field_name="u")[3],

@@ -36,7 +36,7 @@ def rows(table: Path, split: str = "train", ids: Any = (ONE,), session: Any = No
     columns = {"latitude": {"column": "tx_latitude", "dtype": "float32"}, "gdop": "float32"}
     settings: dict[str, Any] = {
         "device": "cpu", "columns": columns, "cache_path": table.parent / "cache",
-        "precompute": {"readers": 0}, **more,
+        "precompute": {"workers": 0}, **more,
     }  # fmt: skip
     return GPUCachedRows(ids, split, session or f"sqlite:///{table}", **settings)
 

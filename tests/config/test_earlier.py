@@ -35,7 +35,7 @@ def test_a_file_of_the_earlier_system_works(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, EARLIER_FILE))
 
     assert config.encoder.patch_size == 1
-    assert config.precompute.readers == 8
+    assert config.precompute.workers == 8
     assert config.training.tier == "auto"
     assert (config.training.time_stride, config.training.rollout_horizon) == (2, 3)
     assert config.training.use_inverse_losses is False
@@ -55,7 +55,7 @@ def test_what_means_nothing_any_more_is_noted_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "tier", "readers"),
+    ("setting", "tier", "workers"),
     [
         pytest.param("training.force_ram_preload=true", "host", None, id="preload"),
         pytest.param("training.force_ram_preload=false", "auto", None, id="no-forced-preload"),
@@ -67,17 +67,17 @@ def test_what_means_nothing_any_more_is_noted_once(tmp_path: Path) -> None:
         pytest.param("training.num_workers=0", "auto", 0, id="no-workers"),
     ],
 )
-def test_switches_set_what_they_meant(setting: str, tier: str, readers: int | None) -> None:
+def test_switches_set_what_they_meant(setting: str, tier: str, workers: int | None) -> None:
     config = load_config(None, [setting])
 
-    assert (config.training.tier, config.precompute.readers) == (tier, readers)
+    assert (config.training.tier, config.precompute.workers) == (tier, workers)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(["data.patch_size=4", "encoder.patch_size=4"], id="two-names"),
-        pytest.param(["training.num_workers=4", "precompute.readers=4"], id="workers-and-readers"),
+        pytest.param(["training.num_workers=4", "precompute.workers=4"], id="workers-and-workers"),
         pytest.param(["precompute.identity=full", "identity=full"], id="identity"),
         pytest.param(["training.force_ram_preload=true", "training.tier=disk"], id="switch-against-setting"),
         pytest.param(
@@ -101,22 +101,22 @@ def test_both_names_are_in_the_message(tmp_path: Path) -> None:
 def test_the_command_line_overrides_an_earlier_name_in_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {patch_size: 1}\ntraining: {force_ram_preload: true, num_workers: 8}\n")
 
-    config = load_config(path, ["encoder.patch_size=4", "training.tier=disk", "precompute.readers=1"])
+    config = load_config(path, ["encoder.patch_size=4", "training.tier=disk", "precompute.workers=1"])
 
-    assert (config.encoder.patch_size, config.training.tier, config.precompute.readers) == (4, "disk", 1)
+    assert (config.encoder.patch_size, config.training.tier, config.precompute.workers) == (4, "disk", 1)
 
 
 def test_workers_read_whoever_encodes_and_the_command_line_lifts_what_the_file_says(tmp_path: Path) -> None:
     """The earlier switch kept the encoder out of the loader's workers; it never meant fewer workers."""
     both = write(tmp_path, "training: {num_workers: 8, use_parallel_encoding: false}\n")
 
-    assert load_config(both).precompute.readers == 8
-    assert load_config(both, ["training.num_workers=2"]).precompute.readers == 2
-    assert load_config(both, ["training.use_parallel_encoding=true"]).precompute.readers == 8
+    assert load_config(both).precompute.workers == 8
+    assert load_config(both, ["training.num_workers=2"]).precompute.workers == 2
+    assert load_config(both, ["training.use_parallel_encoding=true"]).precompute.workers == 8
     alone = write(tmp_path, "training: {num_workers: 0, use_parallel_encoding: false}\n")
-    assert load_config(alone).precompute.readers == 0
-    assert load_config(alone, ["training.use_parallel_encoding=true"]).precompute.readers is None
-    assert load_config(alone, ["training.num_workers=3"]).precompute.readers == 3
+    assert load_config(alone).precompute.workers == 0
+    assert load_config(alone, ["training.use_parallel_encoding=true"]).precompute.workers is None
+    assert load_config(alone, ["training.num_workers=3"]).precompute.workers == 3
 
 
 def test_agreeing_switch_and_setting_are_accepted() -> None:
@@ -154,7 +154,7 @@ def test_an_earlier_file_means_what_it_meant(tmp_path: Path) -> None:
     assert (training.batch_trajectories, training.start_every, training.time_stride) == (4, 2, 2)
     assert (training.epochs, training.lr, training.weight_decay, training.seed) == (25, 1e-3, 0.03, 42)
     assert (training.latent_cache_dir, training.latent_cache_dtype) == ("data/latent_cache", None)
-    assert config.precompute.readers == 8
+    assert config.precompute.workers == 8
     assert make_config(config.to_dict(), where="run folder").to_dict() == config.to_dict()
 
 

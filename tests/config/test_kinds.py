@@ -10,9 +10,9 @@ from stoker.config import load_config
 from stoker.config.models import DataConfig
 from stoker.config.sections import KINDS, TAKEN_BY
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.build import build_source
-from stoker.pipeline.context import Run
 from stoker.plugins import plugins_of
+from stoker.run.build import build_source
+from stoker.run.context import Run
 
 
 def test_without_a_kind_data_is_hdf5_as_before() -> None:

@@ -53,8 +53,8 @@ def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> No
         pytest.param(
             "training.latent_cache_dtype=null", "training.latent_cache_dtype", None, id="as-encoded"
         ),
-        pytest.param("precompute.deadlines.read=2", "precompute.deadlines.read", 2.0, id="three-deep"),
-        pytest.param("precompute.readers=0", "precompute.readers", 0, id="zero"),
+        pytest.param("precompute.timeouts.read=2", "precompute.timeouts.read", 2.0, id="three-deep"),
+        pytest.param("precompute.workers=0", "precompute.workers", 0, id="zero"),
         pytest.param("training.run_dir=7", "training.run_dir", "7", id="number-as-text"),
         pytest.param("data.split=[train, val]", "data.wanted_splits", ("train", "val"), id="splits"),
     ],
@@ -167,8 +167,8 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
         ),
         pytest.param("data.splits.val=-1", 'data.splits is {"val": -1}. Expected names', id="map-entry"),
         pytest.param(
-            "precompute.deadlines.read=0",
-            "precompute.deadlines.read is 0. Expected a number above 0",
+            "precompute.timeouts.read=0",
+            "precompute.timeouts.read is 0. Expected a number above 0",
             id="deep",
         ),
         pytest.param(

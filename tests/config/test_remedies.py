@@ -29,7 +29,7 @@ SETTINGS = [
     (arg("preset", "well"), "preset='well'", "data.preset=well"),
     (arg("patch", (1, 4)), "patch=(1, 4)", "'encoder.patch_size=[1, 4]'"),
     (arg("fields", {"u": "n t x"}), "fields={'u': 'n t x'}", "'data.fields={u: n t x}'"),
-    (arg("readers", 0), "readers=0", "precompute.readers=0"),
+    (arg("workers", 0), "workers=0", "precompute.workers=0"),
     (arg("strict", False), "strict=False", "data.images.strict=false"),
     (arg("stride"), "stride=", "training.time_stride"),
     (arg("dtype", None), "dtype=None", "training.latent_cache_dtype=null"),

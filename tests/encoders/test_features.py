@@ -166,7 +166,7 @@ def test_images_become_features_with_their_labels_beside_them(folder: Path, tmp_
     source = stoker.ImageSource(tmp_path / "images", "folder", size=(28, 42))
 
     cache = stoker.precompute(
-        source, FeatureEncoder(folder), tmp_path / "cache", name="c", readers=1, keep=("image",)
+        source, FeatureEncoder(folder), tmp_path / "cache", name="c", workers=1, keep=("image",)
     )
 
     assert cache.complete

@@ -30,7 +30,7 @@ def encoder() -> GridEncoder:
 
 
 def make(source: HDF5Source, folder: Path, **settings: Any) -> Cache:
-    return stoker.precompute(source, encoder(), folder, name="c", readers=0, progress=None, **settings)
+    return stoker.precompute(source, encoder(), folder, name="c", workers=0, progress=None, **settings)
 
 
 class Doubling:
@@ -92,7 +92,7 @@ def test_the_states_are_cut_from_the_encoded_field_whatever_it_is_called(tmp_pat
     source = Arrays({"data": values, "mask": torch.ones(2, 4)}, timed=("data",))
 
     cache = stoker.precompute(
-        source, Doubling(), tmp_path, name="c", readers=0, progress=None, keep=["data", "mask"]
+        source, Doubling(), tmp_path, name="c", workers=0, progress=None, keep=["data", "mask"]
     )
     batch = next(iter(Loader(cache, batch_size=4, windows=Windows(), order="sequential")))
 

@@ -242,7 +242,7 @@ class Reading(nn.Module):
 def test_the_hint_for_what_cannot_be_described_works_as_it_stands(tmp_path: Path) -> None:
     dataset = TensorDataset(torch.arange(8.0).reshape(4, 2))
     module = Reading()
-    settings: dict[str, Any] = {"cache_dir": tmp_path, "precompute": {"readers": 0}, "shuffle": False}
+    settings: dict[str, Any] = {"cache_dir": tmp_path, "precompute": {"workers": 0}, "shuffle": False}
     hint = 'stoker.ModuleEncoder(module, version="1", field="0")'
 
     with pytest.raises(EncoderError, match="HANDLE") as refused:

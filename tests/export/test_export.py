@@ -369,7 +369,7 @@ def real(shared_data: Path, tmp_path_factory: Any) -> dict[str, Cache]:
         path = shared_data / "pde_neuralop" / f"{name}_train_16.pt"
         folder = tmp_path_factory.mktemp(name)
         loader = stoker.cached(
-            kind(path), cache_dir=folder, device="cpu", batch_size=100, precompute={"readers": 0}
+            kind(path), cache_dir=folder, device="cpu", batch_size=100, precompute={"workers": 0}
         )
         found[name] = loader.dataset
     return found

@@ -32,7 +32,7 @@ def encoder() -> stoker.GridEncoder:
 def cache(tmp_path: Path) -> stoker.Cache:
     path = write_burgers(tmp_path / "b_Nu0.01.hdf5", samples=50)
     source = stoker.HDF5Source(path, preset="pdebench")
-    return stoker.precompute(source, encoder(), tmp_path / "cache", name="b", dtype="float16", readers=0)
+    return stoker.precompute(source, encoder(), tmp_path / "cache", name="b", dtype="float16", workers=0)
 
 
 def flat(batches: Any) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def test_encoding_on_the_device_gives_the_records_of_the_cpu_within_rounding(
 ) -> None:
     source = stoker.HDF5Source(tmp_path / "b_Nu0.01.hdf5", preset="pdebench")
 
-    settings = PrecomputeSettings(readers=2, device="cuda", dtype="float16")
+    settings = PrecomputeSettings(workers=2, device="cuda", dtype="float16")
     report = run_precompute(source, encoder(), tmp_path / "gpu", name="b", settings=settings)
 
     assert report.encoded == 50

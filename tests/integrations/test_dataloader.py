@@ -54,7 +54,7 @@ def test_epochs_by_number(cache: Cache) -> None:
         assert [batch["index"].tolist() for batch in data] == sequence(make(cache))[epoch * 5 : epoch * 5 + 5]
 
 
-@pytest.mark.parametrize("changes", [{}, {"rank": 1, "world": 2, "batch_size": 2}])
+@pytest.mark.parametrize("changes", [{}, {"rank": 1, "world_size": 2, "batch_size": 2}])
 def test_skipping_is_a_change_of_position(cache: Cache, changes: dict[str, int]) -> None:
     loader = make(cache, **changes)
     data = as_dataloader(loader)

@@ -36,7 +36,7 @@ __all__ = [
 
 MODULES = (
     *TORCH,
-    *("stoker.cli.main", "stoker.config", "stoker.encoders", "stoker.loader", "stoker.pipeline"),
+    *("stoker.cli.main", "stoker.config", "stoker.encoders", "stoker.loader", "stoker.run"),
     *("stoker.plan", "stoker.precompute", "stoker.sources", "stoker.store", "stoker.train"),
     *("omegaconf", "pydantic", "safetensors.torch", "torch.nn", "torch.optim"),
 )

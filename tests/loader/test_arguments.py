@@ -33,7 +33,7 @@ class Numbers:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
     folder = tmp_path_factory.mktemp("cache")
-    return stoker.precompute(stoker.TorchSource(Numbers()), None, folder, name="n", readers=0)
+    return stoker.precompute(stoker.TorchSource(Numbers()), None, folder, name="n", workers=0)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         ({"batch_size": torch.tensor(4)}, r"batch_size is tensor\(4\)"),
         ({"batch_size": 0}, r"batch_size 0.*Expected batch_size >= 1"),
         ({"seed": "0"}, r"seed is '0'"),
-        ({"world": 1.0}, r"world is 1\.0"),
+        ({"world_size": 1.0}, r"world_size is 1\.0"),
         ({"device": "gpu"}, r"device 'gpu' .*cpu, cuda or cuda:0"),
         ({"device": 3.5}, r"device 3\.5 is not known"),
         ({"windows": (1, 1)}, r"windows is \(1, 1\)\. Expected stoker\.Windows\(stride=1, horizon=1\)"),
@@ -87,15 +87,15 @@ def test_dropping_all_there_is_is_refused_with_the_numbers(cache: stoker.Cache) 
     with pytest.raises(ConfigError, match=says):
         stoker.Loader(cache, 11, drop_last=True)
     with pytest.raises(ConfigError, match=r"takes 4 on each of 3 ranks\. Use a batch_size of 3 or less"):
-        stoker.Loader(cache, 4, rank=1, world=3)
+        stoker.Loader(cache, 4, rank=1, world_size=3)
 
     assert len(stoker.Loader(cache, 10, drop_last=True)) == 1
     assert len(stoker.Loader(cache, 11)) == 1
-    assert len(stoker.Loader(cache, 4, rank=1, world=3, order="sequential")) == 1
+    assert len(stoker.Loader(cache, 4, rank=1, world_size=3, order="sequential")) == 1
 
 
 def test_more_ranks_than_examples_need_fewer_ranks() -> None:
-    share = RankShare(positions=2, batch_size=1, rank=0, world=3, drop_last=True, contiguous=False)
+    share = RankShare(positions=2, batch_size=1, rank=0, world_size=3, drop_last=True, contiguous=False)
 
     with pytest.raises(ConfigError, match="Use at most 2 ranks"):
         check_share(share)

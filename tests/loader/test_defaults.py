@@ -146,10 +146,10 @@ ENCODERS = [grid, overlapping_grid, normalized_grid, small_network]
 def test_encoding_stores_the_same_records(tmp_path: Path, encoder: Any) -> None:
     fields = torch.randn((10, 8, 12, 3), generator=torch.Generator().manual_seed(1))
     source = Arrays({"data": fields})
-    expected = stoker.precompute(source, encoder(), tmp_path / "here", name="d", readers=0, dtype="int8")
+    expected = stoker.precompute(source, encoder(), tmp_path / "here", name="d", workers=0, dtype="int8")
 
     with default_device("meta"):
-        cache = stoker.precompute(source, encoder(), tmp_path / "there", name="d", readers=0, dtype="int8")
+        cache = stoker.precompute(source, encoder(), tmp_path / "there", name="d", workers=0, dtype="int8")
         got = [cache[number]["latent"] for number in range(10)]
 
     assert cache.fingerprint == expected.fingerprint

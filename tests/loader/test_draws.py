@@ -100,7 +100,7 @@ def test_ranks_share_out_the_draws_and_a_state_goes_on(cache: Cache) -> None:
     weights = Weights(values=np.arange(COUNT) + 1.0, samples=16, replacement=False)
     whole = drawn(cache, weights)
 
-    parts = [drawn(cache, weights, batch_size=2, rank=rank, world=2) for rank in (0, 1)]
+    parts = [drawn(cache, weights, batch_size=2, rank=rank, world_size=2) for rank in (0, 1)]
     assert [n for step in range(4) for part in parts for n in part[2 * step : 2 * step + 2]] == whole
 
     begun = Loader(cache, batch_size=4, seed=1, weights=weights)

@@ -44,13 +44,14 @@ class Served:
         self.loaders = remembered(self._loaders)
         self.sequence = remembered(self._sequence)
 
-    def _loaders(self, tier: str, world: int, order: str, kind: str) -> list[Loader]:
+    def _loaders(self, tier: str, world_size: int, order: str, kind: str) -> list[Loader]:
         return [
             Loader(
-                self._cache, batch_size=GLOBAL_BATCH // world, rank=rank, world=world, tier=tier, order=order,
+                self._cache, batch_size=GLOBAL_BATCH // world_size, rank=rank, world_size=world_size,
+                tier=tier, order=order,
                 windows=KINDS[kind], seed=3, drop_last=True,
             )
-            for rank in range(world)
+            for rank in range(world_size)
         ]  # fmt: skip
 
     def _sequence(self, order: str, kind: str) -> list[list[torch.Tensor]]:
@@ -58,9 +59,9 @@ class Served:
         (loader,) = self._loaders("host", 1, order, kind)
         return [values_of(batch) for _ in range(EPOCHS) for batch in loader]
 
-    def steps(self, tier: str, world: int, order: str, kind: str, state: str | None) -> Iterator[Any]:
+    def steps(self, tier: str, world_size: int, order: str, kind: str, state: str | None) -> Iterator[Any]:
         """Global batches from a saved state on, each with the state after it, which every rank agrees on."""
-        ranks = self.loaders(tier, world, order, kind)
+        ranks = self.loaders(tier, world_size, order, kind)
         for loader in ranks:
             loader.set_epoch(0)
             if state is not None:
@@ -71,7 +72,10 @@ class Served:
                 states = {json.dumps({**one.state_dict(), "world": 0}) for one in ranks}
                 assert len(states) == 1
                 columns = zip(*map(values_of, parts), strict=True)
-                yield [torch.cat(column) for column in columns], json.dumps(ranks[world - 1].state_dict())
+                yield (
+                    [torch.cat(column) for column in columns],
+                    json.dumps(ranks[world_size - 1].state_dict()),
+                )
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +98,11 @@ def test_a_run_stopped_anywhere_goes_on_at_any_tier_and_world(
 ) -> None:
     expected, seen, state = served.sequence(order, kind), list[list[torch.Tensor]](), None
 
-    for (tier, world), part in legs:
+    for (tier, world_size), part in legs:
         stop = round(part * (len(expected) - len(seen)))
         for step in range(stop):
             if step == 0:
-                running = served.steps(tier, world, order, kind, state)
+                running = served.steps(tier, world_size, order, kind, state)
             batch, state = next(running)
             seen.append(batch)
     seen += [batch for batch, _ in served.steps(*last, order, kind, state)]
@@ -111,15 +115,15 @@ def test_a_run_stopped_anywhere_goes_on_at_any_tier_and_world(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tier=st.sampled_from(TIERS), world=st.sampled_from((2, 4)), order=st.sampled_from(ORDERS))
+@given(tier=st.sampled_from(TIERS), world_size=st.sampled_from((2, 4)), order=st.sampled_from(ORDERS))
 def test_ranks_serve_every_example_of_an_epoch_at_most_once_and_equally_often(
-    served: Served, tier: str, world: int, order: str
+    served: Served, tier: str, world_size: int, order: str
 ) -> None:
-    for loader in served.loaders(tier, world, order, "windows"):
+    for loader in served.loaders(tier, world_size, order, "windows"):
         loader.set_epoch(1)
     own = [
         [tuple(row) for batch in loader for row in batch.index.tolist()]
-        for loader in served.loaders(tier, world, order, "windows")
+        for loader in served.loaders(tier, world_size, order, "windows")
     ]
 
     assert len({len(rows) for rows in own}) == 1
@@ -145,7 +149,7 @@ def test_what_a_state_holds_never_changes(tmp_path: Path) -> None:
         "windows": "stride=2 horizon=1 start_every=1",
         "world": 2,
     }
-    loader = Loader(cache, 4, windows=Windows(stride=2), order="block(2,4)", seed=7, world=2, rank=1)
+    loader = Loader(cache, 4, windows=Windows(stride=2), order="block(2,4)", seed=7, world_size=2, rank=1)
     one = {**plain, "order": "full", "global_batch": 4, "examples": 12, "windows": None, "world": 1}
     mixture = Mixture([cache, cache], 4, names=["a", "b"], seed=3, mode="weighted")
 

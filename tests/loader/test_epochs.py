@@ -153,17 +153,18 @@ def test_another_batch_size_goes_on_with_the_next_example(cache: Cache) -> None:
     assert indices_of_records(other) == order[10:]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world: int) -> None:
-    training = [Loader(cache, batch_size=3, rank=rank, world=world) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world_size: int) -> None:
+    training = [Loader(cache, batch_size=3, rank=rank, world_size=world_size) for rank in range(world_size)]
     evaluation = [
-        Loader(cache, batch_size=3, rank=rank, world=world, order="sequential") for rank in range(world)
+        Loader(cache, batch_size=3, rank=rank, world_size=world_size, order="sequential")
+        for rank in range(world_size)
     ]
 
     assert len({len(loader) for loader in training}) == 1
     assert all(loader.drop_last for loader in training)
     served = [number for loader in training for number in indices_of_records(loader)]
-    assert len(set(served)) == len(served) == COUNT // (3 * world) * 3 * world
+    assert len(set(served)) == len(served) == COUNT // (3 * world_size) * 3 * world_size
     pieces = [indices_of_records(loader) for loader in evaluation]
     assert [number for piece in pieces for number in piece] == list(range(COUNT))
 

@@ -304,7 +304,7 @@ def test_an_epoch_given_up_begins_anew(tmp_path: Path, fields: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "wish",
-    [{"world": 2}, {"order": "static(2)"}, {"order": "bucket"}, {"static": True, "tier": "device"}],
+    [{"world_size": 2}, {"order": "static(2)"}, {"order": "bucket"}, {"static": True, "tier": "device"}],
     ids=lambda wish: next(iter(wish)),
 )
 def test_what_needs_a_complete_cache_says_so(

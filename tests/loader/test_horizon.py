@@ -82,7 +82,7 @@ def test_the_blocks_that_come_next_are_those_that_are_read(
 
 
 def test_a_horizon_goes_over_the_end_of_an_epoch_and_knows_every_next_use(wide: Cache) -> None:
-    loader = Loader(wide, batch_size=2, seed=5, rank=1, world=2, tier="disk")
+    loader = Loader(wide, batch_size=2, seed=5, rank=1, world_size=2, tier="disk")
     reach, horizon = horizon_of(loader, most=60)
     share = design_of(loader).share
     horizon.at(0, 8)

@@ -36,7 +36,7 @@ CONVERSIONS = [
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
     return stoker.precompute(
-        stoker.TorchSource(Wide()), None, tmp_path_factory.mktemp("cache"), name="wide", readers=0
+        stoker.TorchSource(Wide()), None, tmp_path_factory.mktemp("cache"), name="wide", workers=0
     )
 
 
@@ -76,7 +76,7 @@ def test_modes_may_take_turns_on_fixed_addresses(
     tmp_path: Path, stored: Any, settings: dict[str, Any]
 ) -> None:
     source = stoker.TorchSource(Wide())
-    cache = stoker.precompute(source, None, tmp_path, name="wide", readers=0, dtype=stored)
+    cache = stoker.precompute(source, None, tmp_path, name="wide", workers=0, dtype=stored)
     loader = stoker.Loader(cache, 80, tier="device", static=True, **settings)
     weight = torch.ones(WIDTH, requires_grad=True, dtype=getattr(torch, settings.get("dtype", "float32")))
 

@@ -37,7 +37,7 @@ class Items:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     source = stoker.TorchSource(Items(), identity="items")
-    return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="items", readers=0)
+    return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="items", workers=0)
 
 
 def table(path: Path, rows: list[tuple[Any, ...]]) -> Path:
@@ -213,7 +213,7 @@ def test_every_order_carries_the_columns_over_ranks(cache: Cache, tmp_path: Path
     seen = []
 
     for rank in range(2):
-        for batch in stoker.Loader(joined, 3, order=order, rank=rank, world=2):
+        for batch in stoker.Loader(joined, 3, order=order, rank=rank, world_size=2):
             assert batch["weight"].tolist() == (batch["index"] / 4).tolist()
             seen += batch["index"].tolist()
 
@@ -230,7 +230,7 @@ class Others(Items):
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     source = stoker.TorchSource(Others(), identity="five")
-    return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="five", readers=0)
+    return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="five", workers=0)
 
 
 @pytest.mark.parametrize("mix", ["example", "batch"])
@@ -332,7 +332,7 @@ def test_a_column_never_replaces_a_tensor_of_the_batch(tmp_path: Path) -> None:
         file["data"] = np.zeros((12, 4, 3), np.float32)
     source = stoker.HDF5Source(tmp_path / "data.h5", fields={"data": "n t c"})
     encoder = keeping(stoker.ModuleEncoder(torch.nn.Linear(3, 2), time="steps"), "data")
-    cache = stoker.precompute(source, encoder, tmp_path / "kept", name="kept", readers=0)
+    cache = stoker.precompute(source, encoder, tmp_path / "kept", name="kept", workers=0)
     columns = {"data0": {"column": "weight", "dtype": "float32"}}
     with pytest.raises(ConfigError, match="'data0'"):
         stoker.Loader(join_table(cache, rows, key="id", columns=columns), 4, windows=stoker.Windows())

@@ -154,7 +154,7 @@ def test_transforms_get_a_key_that_belongs_to_the_example(cache: Cache) -> None:
         assert batch.position == before.position
     list(loader("disk", tier="disk", batch_size=3))
     for rank in (0, 1):
-        list(loader("ranks", batch_size=2, rank=rank, world=2))
+        list(loader("ranks", batch_size=2, rank=rank, world_size=2))
     again = loader("epoch 1")
     again.set_epoch(1)
     list(again)
@@ -336,7 +336,7 @@ def test_quarantined_samples_are_absent_and_counted(tmp_path: Path, fields: dict
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 0}, {"world": 0}, {"rank": 1}, {"batch_size": 0, "order": "static"}]
+    "changes", [{"batch_size": 0}, {"world_size": 0}, {"rank": 1}, {"batch_size": 0, "order": "static"}]
 )
 def test_batches_and_ranks_that_are_none_are_refused(cache: Cache, changes: dict) -> None:
     with pytest.raises(ConfigError, match="Expected batch_size"):

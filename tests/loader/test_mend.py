@@ -19,7 +19,7 @@ from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
 
-SETTINGS = PrecomputeSettings(progress=None, readers=0)
+SETTINGS = PrecomputeSettings(progress=None, workers=0)
 
 
 def make(folder: Path, source: Any = None, encoder: Any = None) -> Cache:
@@ -195,7 +195,7 @@ from tests.precompute.fake_encoders import FakeEncoder
 folder, rank, tier = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 encoder = FakeEncoder(by_shape=True, sleep_s=0.5)
 cache = make(folder, encoder=encoder)
-loader = Loader(cache, batch_size=2, seed=1, tier=tier, rank=rank, world=2, drop_last=False)
+loader = Loader(cache, batch_size=2, seed=1, tier=tier, rank=rank, world_size=2, drop_last=False)
 print("ready", flush=True)
 sys.stdin.readline()
 batches = list(loader)
@@ -207,7 +207,9 @@ print(len(encoder.calls), loader.mended, flush=True)
 @pytest.mark.parametrize("tier", [pytest.param("disk", marks=pytest.mark.slow), "host"])
 def test_of_several_ranks_one_encodes_and_all_go_on(tmp_path: Path, tier: str) -> None:
     cache = make(tmp_path)
-    wanted = [list(Loader(cache, batch_size=2, seed=1, rank=r, world=2, drop_last=False)) for r in range(2)]
+    wanted = [
+        list(Loader(cache, batch_size=2, seed=1, rank=r, world_size=2, drop_last=False)) for r in range(2)
+    ]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), str(rank), tier],

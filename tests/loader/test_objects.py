@@ -145,7 +145,7 @@ from stoker.loader import Loader
 from tests.loader.objects import opened
 url, mirrors, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 cache, mirror = opened(url, mirrors)
-loader = Loader(cache, batch_size=4, seed=5, tier="disk", rank=rank, world=4)
+loader = Loader(cache, batch_size=4, seed=5, tier="disk", rank=rank, world_size=4)
 total = 0.0
 for _ in range(2):
     for batch in loader:
@@ -171,7 +171,7 @@ def test_four_processes_of_a_node_download_the_set_once(
         told = [json.loads(child.communicate(timeout=150)[0]) for child in children]
 
     assert sum(one["bytes"] for one in told) == size_of(local)
-    loaders = [Loader(local, **settings(rank=rank, world=4)) for rank in range(4)]
+    loaders = [Loader(local, **settings(rank=rank, world_size=4)) for rank in range(4)]
     for one, loader in zip(told, loaders, strict=True):
         sums = [float(batch["latent"].double().sum()) for _ in range(2) for batch in loader]
         assert one["sum"] == pytest.approx(sum(sums))

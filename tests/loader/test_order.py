@@ -33,7 +33,7 @@ KINDS = ["full", "sequential", "block(3,12)", "block(7,7)", "static(4)"]
 
 def make(kind: str, count: int, *, seed: int = 0, batch: int = 8) -> Order:
     return Order(
-        kind=parse_order(kind, world=1, example_bytes=1024), count=count, seed=seed, global_batch=batch
+        kind=parse_order(kind, world_size=1, example_bytes=1024), count=count, seed=seed, global_batch=batch
     )
 
 
@@ -153,14 +153,14 @@ def test_weights_draw_in_proportion_and_by_position() -> None:
 @pytest.mark.parametrize("text", ["random", "block(3)", "block(4,10)", "block(0,0)", "static(x)"])
 def test_what_is_no_order_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="order"):
-        parse_order(text, world=2, example_bytes=10)
+        parse_order(text, world_size=2, example_bytes=10)
 
 
 def test_kinds_read_back_what_they_print() -> None:
     for text in ["full", "sequential", "block(64,4096)", "static(8)"]:
-        assert str(parse_order(text, world=3, example_bytes=10)) == text
-    assert str(parse_order("static", world=3, example_bytes=10)) == "static(3)"
-    assert str(parse_order("block", world=1, example_bytes=1024)) == "block(128,32768)"
+        assert str(parse_order(text, world_size=3, example_bytes=10)) == text
+    assert str(parse_order("static", world_size=3, example_bytes=10)) == "static(3)"
+    assert str(parse_order("block", world_size=1, example_bytes=1024)) == "block(128,32768)"
 
 
 def test_static_parts_must_divide_the_batch() -> None:

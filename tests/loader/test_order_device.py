@@ -16,7 +16,7 @@ KINDS = ["full", "sequential", "block(3,12)", "block(7,7)", "block(16,32)", "sta
 
 
 def make(kind: str, count: int, seed: int) -> Order:
-    parsed = parse_order(kind, world=1, example_bytes=1024)
+    parsed = parse_order(kind, world_size=1, example_bytes=1024)
     return Order(kind=parsed, count=count, seed=seed, global_batch=8)
 
 

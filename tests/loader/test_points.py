@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
             file[f"s{number}/time"] = np.arange(steps, dtype=np.float32)
             file[f"s{number}"].attrs["kappa"] = float(number)
     source = MeshSource(folder / "p.h5", layout="particles", attributes=["kappa"])
-    return stoker.precompute(source, None, folder / "c", name="p", readers=0)
+    return stoker.precompute(source, None, folder / "c", name="p", workers=0)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -158,7 +158,7 @@ def test_batches_of_similar_length_are_the_same_for_every_tier_rank_and_stop(man
         for a, b in zip(whole, list(Loader(many, 8, tier="disk", **common)), strict=True)
     )
 
-    halves = [list(Loader(many, 4, rank=rank, world=2, drop_last=False, **common)) for rank in range(2)]
+    halves = [list(Loader(many, 4, rank=rank, world_size=2, drop_last=False, **common)) for rank in range(2)]
     for place, pair in enumerate(zip(*halves, strict=False)):
         assert torch.equal(torch.cat([half["index"] for half in pair]), whole[place]["index"])
     means = [float(torch.cat([b["nu"] for b in half]).float().mean()) for half in halves]
@@ -167,7 +167,7 @@ def test_batches_of_similar_length_are_the_same_for_every_tier_rank_and_stop(man
     stopped = Loader(many, 8, **common)
     taken = iter(stopped)
     [next(taken) for _ in range(7)]
-    other = Loader(many, 4, rank=1, world=2, drop_last=False, **common)
+    other = Loader(many, 4, rank=1, world_size=2, drop_last=False, **common)
     other.load_state_dict(stopped.state_dict())
     rest = [batch["index"].tolist() for batch in other]
     assert rest == [batch["index"].tolist() for batch in halves[1][7:]]

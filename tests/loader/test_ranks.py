@@ -18,7 +18,7 @@ def share(rank: int = 0, **changes: object) -> RankShare:
     given: dict = {
         "positions": 50,
         "batch_size": 4,
-        "world": 2,
+        "world_size": 2,
         "drop_last": False,
         "contiguous": False,
         "rank": rank,
@@ -45,23 +45,23 @@ def served(of: RankShare) -> list[np.ndarray]:
 @given(
     positions=st.integers(1, 200),
     batch_size=st.integers(1, 9),
-    world=st.sampled_from([1, 2, 3, 4]),
+    world_size=st.sampled_from([1, 2, 3, 4]),
     drop_last=st.booleans(),
     contiguous=st.booleans(),
 )
 def test_no_example_is_lost_or_doubled(
-    positions: int, batch_size: int, world: int, drop_last: bool, contiguous: bool
+    positions: int, batch_size: int, world_size: int, drop_last: bool, contiguous: bool
 ) -> None:
     shares = [
         share(
             rank,
             positions=positions,
             batch_size=batch_size,
-            world=world,
+            world_size=world_size,
             drop_last=drop_last,
             contiguous=contiguous,
         )
-        for rank in range(world)
+        for rank in range(world_size)
     ]
     per_rank = [served(one) for one in shares]
     everything = [int(i) for batches in per_rank for batch in batches for i in batch]
@@ -69,7 +69,7 @@ def test_no_example_is_lost_or_doubled(
     assert len(set(everything)) == len(everything)
     if drop_last:
         assert len({len(batches) for batches in per_rank}) == 1, "a rank would wait for ever for the others"
-        assert positions - len(everything) < batch_size * world + (world if contiguous else 0)
+        assert positions - len(everything) < batch_size * world_size + (world_size if contiguous else 0)
     else:
         assert sorted(everything) == list(range(positions))
     if contiguous:
@@ -84,7 +84,7 @@ def test_global_batches_are_cut_by_rank() -> None:
     assert served(share(1))[1].tolist() == [12, 13, 14, 15]
 
 
-@pytest.mark.parametrize("changes", [{"rank": 2}, {"rank": -1}, {"batch_size": 0}, {"world": 0}])
+@pytest.mark.parametrize("changes", [{"rank": 2}, {"rank": -1}, {"batch_size": 0}, {"world_size": 0}])
 def test_ranks_and_sizes_that_are_none_are_refused(changes: dict) -> None:
     with pytest.raises(ConfigError, match="Expected batch_size"):
         share(**changes)
@@ -99,9 +99,9 @@ def test_in_static_order_a_rank_holds_its_own_part_alone(tmp_path: Path, ragged:
     cache = write_cache(tmp_path, {"latent": values}, timed=["latent"], shards=[10, 10, 10])
     windows = Windows(field="latent")
 
-    def served(rank: int, order: str, world: int = 2) -> tuple[int, set[int]]:
+    def served(rank: int, order: str, world_size: int = 2) -> tuple[int, set[int]]:
         loader = Loader(
-            cache, batch_size=4, windows=windows, order=order, rank=rank, world=world, tier="host"
+            cache, batch_size=4, windows=windows, order=order, rank=rank, world_size=world_size, tier="host"
         )
         seen = {number for _ in range(3) for batch in loader for number in batch.index[:, 0].tolist()}
         return sum(row.records for row in loader.plan.rows), seen
@@ -112,4 +112,4 @@ def test_in_static_order_a_rank_holds_its_own_part_alone(tmp_path: Path, ragged:
         assert seen <= set(half)
         assert served(rank, "full")[0] == 40
     assert served(0, "static(4)")[1] <= set(range(21))
-    assert served(0, "static(2)", world=1)[0] == 40
+    assert served(0, "static(2)", world_size=1)[0] == 40

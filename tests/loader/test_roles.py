@@ -22,7 +22,7 @@ def cache_with(tmp_path: Path, condition: str) -> Cache:
         file["latent"] = rng.standard_normal((COUNT, STEPS, 3), dtype=np.float32)
         file[condition] = np.arange(2.0 * COUNT, dtype=np.float32).reshape(COUNT, 2)
     source = stoker.HDF5Source(tmp_path / "a.h5", fields={"latent": "n t c", condition: "n c"})
-    return stoker.precompute(source, None, tmp_path / "c", name="a", readers=0)
+    return stoker.precompute(source, None, tmp_path / "c", name="a", workers=0)
 
 
 def test_a_condition_may_have_the_name_of_a_part_of_the_batch(tmp_path: Path) -> None:

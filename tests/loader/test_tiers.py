@@ -34,7 +34,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     cuts = [{}, {"horizon": 2}, {"stride": (1, 3), "horizon": (1, 2)}]
     windows = data.draw(st.sampled_from([None, *(Windows(field="latent", **cut) for cut in cuts)]))
     order = data.draw(st.sampled_from(["full", "block(3,12)", "static(4)"]))
-    world = data.draw(st.sampled_from([1, 2, 4]))
+    world_size = data.draw(st.sampled_from([1, 2, 4]))
     tier = data.draw(st.sampled_from(["host", "disk"]))
     layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
     epoch = data.draw(st.integers(0, 3))
@@ -53,8 +53,10 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     state = stopped.state_dict()
     state.update(fingerprint=caches[layout].fingerprint, generation=1)  # another folder of the same records
     ranks = [
-        Loader(caches[layout], batch_size=4 // world, tier=tier, rank=rank, world=world, **common)
-        for rank in range(world)
+        Loader(
+            caches[layout], batch_size=4 // world_size, tier=tier, rank=rank, world_size=world_size, **common
+        )
+        for rank in range(world_size)
     ]
     for loader in ranks:
         loader.load_state_dict(state)

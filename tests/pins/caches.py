@@ -86,4 +86,4 @@ def get(name: str) -> Any:
         return open_cache(shutil.copytree(OLD / CHECKED_IN[name], root() / name.replace(" ", "_") / "cache"))
     source, encoder, settings = MAKERS[name]()
     plain = name.replace(" ", "_")
-    return precompute(source, encoder, root(), name=plain, readers=0, progress=None, **settings)
+    return precompute(source, encoder, root(), name=plain, workers=0, progress=None, **settings)

@@ -233,7 +233,7 @@ ENCODERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
 def recipe(source: Any, encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of a cache that is made now, and everything that the fingerprint is made of."""
     with TemporaryDirectory() as folder:
-        cache = precompute(source, encoder, folder, name="pin", readers=0, progress=None, **settings)
+        cache = precompute(source, encoder, folder, name="pin", workers=0, progress=None, **settings)
         return {"fingerprint": cache.fingerprint, "recipe": dict(cache.recipe.entries)}
 
 

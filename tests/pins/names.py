@@ -90,7 +90,7 @@ def global_order(
 ) -> tuple[Callable[[int, int], Any], int]:
     """Return one epoch's order as a function of positions, made by numpy or by torch, and its length."""
     order = Order(
-        kind=parse_order(kind, world=2, example_bytes=1024),
+        kind=parse_order(kind, world_size=2, example_bytes=1024),
         count=count,
         seed=seed,
         global_batch=8,

@@ -70,12 +70,22 @@ def of_both(make: Callable[..., dict[str, Any]], *args: Any, **named: Any) -> di
     return by_numpy
 
 
-def batches(name: str, batch_size: int, world: int, resume_at: int = 2, **settings: Any) -> dict[str, Any]:
+def batches(
+    name: str, batch_size: int, world_size: int, resume_at: int = 2, **settings: Any
+) -> dict[str, Any]:
     """Return what each rank is served in two epochs; a pass that resumes, or begins later, serves alike."""
     found = {}
-    for rank in range(world):
+    for rank in range(world_size):
         made = [
-            Loader(caches.get(name), batch_size, rank=rank, world=world, seed=3, tier="host", **settings)
+            Loader(
+                caches.get(name),
+                batch_size,
+                rank=rank,
+                world_size=world_size,
+                seed=3,
+                tier="host",
+                **settings,
+            )
             for _ in range(2)
         ]
         epochs = [[batch.get("index").tolist() for batch in made[0]] for _ in range(2)]
@@ -100,17 +110,17 @@ def sizes(batches: list[list[Any]]) -> str:
     return f"{len(lengths)} batches of {lengths[0]}, the last of {lengths[-1]}" if lengths else "none"
 
 
-def windows(world: int, **settings: Any) -> dict[str, Any]:
+def windows(world_size: int, **settings: Any) -> dict[str, Any]:
     """Return the samples and starts that each rank is served."""
     found = {}
-    for rank in range(world):
+    for rank in range(world_size):
         cut = Windows(stride=(1, 2), horizon=2, start_every=2, field="latent")
         loader = Loader(
             caches.get("trajectories"),
             3,
             windows=cut,
             rank=rank,
-            world=world,
+            world_size=world_size,
             seed=3,
             tier="disk",
             **settings,
@@ -126,7 +136,13 @@ def turns(**settings: Any) -> list[Any]:
     found = []
     for rank in range(2):
         mixture = Mixture(
-            [caches.get(name) for name in names], 2, names=("a", "b"), rank=rank, world=2, seed=1, **settings
+            [caches.get(name) for name in names],
+            2,
+            names=("a", "b"),
+            rank=rank,
+            world_size=2,
+            seed=1,
+            **settings,
         )
         for _ in range(2):
             served = [(batch["task"], batch["index"].tolist()) for batch in mixture]
@@ -154,18 +170,18 @@ CASES: dict[str, Callable[[], Any]] = {
     "positions: drawn": lambda: of_both(draws, repeats=True),
     "positions: drawn without repeats": lambda: of_both(draws, repeats=False),
     **{
-        f"batches: {order} of {count} by {world}": lambda count=count, world=world, settings=settings: (
-            batches(f"numbers {count}", 4, world, **settings)
+        f"batches: {order} of {count} by {world_size}": lambda count=count, ranks=world_size, settings=settings: (
+            batches(f"numbers {count}", 4, ranks, **settings)
         )
         for order, settings in LOADERS.items()
         for count in (13, 64, 1000)
-        for world in (1, 3)
+        for world_size in (1, 3)
     },
     "batches: one example": lambda: batches("numbers 1", 4, 1, shuffle=True),
     **{
-        f"windows: {order} by {world}": partial(windows, world, **settings)
+        f"windows: {order} by {world_size}": partial(windows, world_size, **settings)
         for order, settings in LOADERS.items()
-        for world in (1, 2)
+        for world_size in (1, 2)
     },
     "turns: concat": lambda: turns(mode="concat", mix="batch"),
     "turns: examples": lambda: turns(mode="concat", mix="example"),

@@ -21,7 +21,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "in order": lambda **more: Loader(caches.get("simulations"), 3, shuffle=False, **more),
     "block": lambda **more: Loader(caches.get("numbers 64"), 4, order="block(2,8)", seed=1, **more),
     "static, second rank": lambda **more: Loader(
-        caches.get("numbers 64"), 4, order="static", seed=1, rank=1, world=2, **more
+        caches.get("numbers 64"), 4, order="static", seed=1, rank=1, world_size=2, **more
     ),
     "weights": lambda **more: Loader(
         caches.get("numbers 13"), 2, weights=Weights([1.0] * 12 + [5.0], samples=20), **more

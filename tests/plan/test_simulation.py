@@ -97,15 +97,15 @@ def test_the_slowest_stage_of_precompute_sets_the_pace_and_more_of_it_passes_it_
         start_s=3, gpus=4, gpu_memory_bytes=16_000_000_000,
     )  # fmt: skip
 
-    found = [encoding_with(replace(one, readers=readers), 1) for readers in (1, 2, 3, 8)]
+    found = [encoding_with(replace(one, workers=workers), 1) for workers in (1, 2, 3, 8)]
 
-    assert [each.bottleneck for each in found] == ["readers", "readers", "readers", "encoder"]
+    assert [each.bottleneck for each in found] == ["workers", "workers", "workers", "encoder"]
     assert [each.seconds for each in found] == pytest.approx([83, 43, 29.7, 23], rel=0.01)
-    on_two_cores = encoding_with(replace(one, readers=8, cores=2), 1)
+    on_two_cores = encoding_with(replace(one, workers=8, cores=2), 1)
     assert (on_two_cores.bottleneck, round(on_two_cores.seconds)) == ("cores", 46)
-    by_disk = encoding_with(replace(one, readers=8, disk_bytes_s=2e6), 1)
+    by_disk = encoding_with(replace(one, workers=8, disk_bytes_s=2e6), 1)
     assert (by_disk.bottleneck, round(by_disk.seconds)) == ("disk", 103)
-    assert encoding_with(replace(one, readers=8), 4).node_read_bytes == 1e8
+    assert encoding_with(replace(one, workers=8), 4).node_read_bytes == 1e8
 
 
 def test_bytes_are_those_that_each_way_moves() -> None:

@@ -1,4 +1,4 @@
-"""An HDF5 source that notes which rows each process has decoded; imported by readers, so without torch."""
+"""An HDF5 source that notes which rows each process has decoded; imported by workers, so without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources for the tests of precompute; reader processes import this module, so it leaves torch alone."""
+"""Sources for the tests of precompute; worker processes import this module, so it leaves torch alone."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ class MeetingSource(FakeSource):
     def read(self, number, start=None, stop=None):
         (Path(self.marker) / f"{os.getpid()}-{number}").touch()
         until = time.monotonic() + 10.0
-        while len(self.readers()) < 2 and time.monotonic() < until:
+        while len(self.workers()) < 2 and time.monotonic() < until:
             time.sleep(0.02)
         return super().read(number, start, stop)
 
-    def readers(self):
+    def workers(self):
         return {path.name.partition("-")[0] for path in Path(self.marker).iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""One run of precompute, to be started under limits: `limited.py FOLDER COUNT WIDTH GROUP READERS`."""
+"""One run of precompute, to be started under limits: `limited.py FOLDER COUNT WIDTH GROUP WORKERS`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def say(**facts) -> None:
 
 
 def main() -> int:
-    folder, count, width, group, readers = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    folder, count, width, group, workers = Path(sys.argv[1]), *map(int, sys.argv[2:6])
     source = FakeSource((count,), steps=16, width=width, run=4)
-    settings = PrecomputeSettings(progress=None, readers=readers or None)
+    settings = PrecomputeSettings(progress=None, workers=workers or None)
     try:
         report = run_precompute(source, Scaled(samples=group), folder, name="c", settings=settings)
     except StokerError as error:
@@ -43,7 +43,7 @@ def main() -> int:
     digest = hashlib.sha256()
     for number in report.cache.numbers.tolist():
         digest.update(report.cache[number]["data"].numpy().tobytes())
-    say(records=report.records, lost=report.lost_readers, digest=digest.hexdigest())
+    say(records=report.records, lost=report.lost_workers, digest=digest.hexdigest())
     return 0
 
 

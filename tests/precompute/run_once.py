@@ -1,4 +1,4 @@
-"""A precompute run as a program: `run_once.py FOLDER SAMPLES READERS DELAY [STEPS]`.
+"""A precompute run as a program: `run_once.py FOLDER SAMPLES WORKERS DELAY [STEPS]`.
 
 Shards are sealed after a fifth of a second instead of half a minute, so that a kill finds some.
 """
@@ -24,10 +24,10 @@ def seal_early():
     )
 
 
-def main(folder, samples, readers, delay_s, steps=6):
+def main(folder, samples, workers, delay_s, steps=6):
     seal_early()  # not when imported: tests are collected in one process
     source = FakeSource((int(samples),), delay_s=float(delay_s), run=3, steps=int(steps))
-    settings = PrecomputeSettings(readers=int(readers), progress=None)
+    settings = PrecomputeSettings(workers=int(workers), progress=None)
     try:
         report = run_precompute(source, FakeEncoder(by_shape=True), folder, name="c", settings=settings)
     except (StokerError, Interrupted) as error:

@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 
 def begin(folder: Path, source: Any, **settings: Any) -> stoker.Cache:
-    return stoker.precompute(source, None, folder, name="x", wait=False, readers=1, **settings)
+    return stoker.precompute(source, None, folder, name="x", wait=False, workers=1, **settings)
 
 
 def numbers(loader: Loader) -> list[int]:
@@ -151,7 +151,7 @@ def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
         "import sys, time, stoker\n"
         "from tests.precompute.fake_sources import ConfinedSource, FakeSource\n"
         f"cache = stoker.precompute(FakeSource((4000,), delay_s=0.005), None, {str(tmp_path)!r}, name='x',"
-        " wait=False, readers=1)\n"
+        " wait=False, workers=1)\n"
         "while not len(cache.filling.look()[0]): time.sleep(0.05)\n"
         "print(cache.filling._process.pid, cache.path, flush=True)\n"
         "time.sleep(100)\n"
@@ -186,7 +186,7 @@ def test_cached_serves_at_once_too(tmp_path: Path) -> None:
     assert numbers(loader) == [*range(40)]
 
 
-def test_blocks_are_handed_out_one_after_another_to_all_readers() -> None:
+def test_blocks_are_handed_out_one_after_another_to_all_workers() -> None:
     missing = np.array([0, 1, 2, 3, 8, 9, 10, 11], np.int64)
     queue = WorkQueue([PartSpan(offset=0, count=12)], 2, missing, bad=lambda _: False)
     queue.follow_runs([range(12)], 100)
@@ -247,7 +247,7 @@ def test_a_thread_that_encodes_does_not_map_large_activations_at_every_call(tmp_
         pytest.skip("needs glibc 2.33")
     noted = tmp_path / "noted"
 
-    stoker.precompute(FakeSource((8,)), Allocating(noted), tmp_path / "c", name="x", wait=False, readers=0)
+    stoker.precompute(FakeSource((8,)), Allocating(noted), tmp_path / "c", name="x", wait=False, workers=0)
     until(lambda: noted.exists() and len(noted.read_text().splitlines()) >= 3)
 
     assert set(noted.read_text().splitlines()[1:]) == {"False 0"}

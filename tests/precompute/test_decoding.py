@@ -1,4 +1,4 @@
-"""Compressed chunks are decoded about once, whatever the readers and however groups lie across them."""
+"""Compressed chunks are decoded about once, whatever the workers and however groups lie across them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def compressed(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("readers", [1, 2, 4])
-def test_each_chunk_is_decoded_at_most_1_1_times_in_all_readers_together(tmp_path, compressed, readers):
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_each_chunk_is_decoded_at_most_1_1_times_in_all_workers_together(tmp_path, compressed, workers):
     log = tmp_path / "log"
     source = CountedHDF5(compressed, log, fields={"u": "n t x"})
     assert max(map(len, source.runs())) == CHUNK
-    settings = PrecomputeSettings(readers=readers, progress=None)
+    settings = PrecomputeSettings(workers=workers, progress=None)
 
     report = run_precompute(source, None, tmp_path / "cache", name="c", settings=settings)
     assert report.cache.recipe.group.samples == 6
 
     rows = decoded_rows(log)
-    assert 1 <= len(rows) <= readers
+    assert 1 <= len(rows) <= workers
     assert set().union(*rows.values()) == set(range(ROWS))
     assert sum(map(len, rows.values())) <= 1.1 * ROWS

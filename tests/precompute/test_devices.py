@@ -34,7 +34,7 @@ def test_a_device_that_is_none_is_refused_with_those_that_are(wanted: Any) -> No
 def called(how: str, device: Any, folder: Path) -> object:
     data, module = TensorDataset(torch.ones(4, 3)), nn.Linear(3, 2).eval().requires_grad_(False)
     encoder = stoker.ModuleEncoder(module, field="0")
-    options: dict[str, Any] = {"readers": 0, "progress": False}
+    options: dict[str, Any] = {"workers": 0, "progress": False}
     if how == "cached":
         return stoker.cached(data, encoder, cache_dir=folder, device=device, precompute=options)
     if how == "cached, encoder alone":
@@ -74,7 +74,7 @@ def test_one_of_several_gpus_that_is_not_there_is_refused(tmp_path: Path) -> Non
 
 @without_gpu
 def test_nothing_is_removed_for_a_device_that_is_not_there(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"readers": 0, "progress": False}
+    settings: dict[str, Any] = {"workers": 0, "progress": False}
     before = precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", **settings)
 
     with pytest.raises(ResourceError):
@@ -88,7 +88,7 @@ def test_nothing_is_removed_for_a_device_that_is_not_there(tmp_path: Path) -> No
 @without_gpu
 def test_what_needs_no_gpu_is_done_without_one(tmp_path: Path) -> None:
     """Samples that are stored as they are."""
-    settings = PrecomputeSettings(readers=0, progress=None, device="cuda")
+    settings = PrecomputeSettings(workers=0, progress=None, device="cuda")
     assert run_precompute(FakeSource((4,)), None, tmp_path, name="c", settings=settings).records == 4
 
 
@@ -96,7 +96,7 @@ def test_what_needs_no_gpu_is_done_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_gpu_that_is_not_there_is_refused_where_the_cache_is_complete(tmp_path: Path, wait: bool) -> None:
     source = FakeSource((4,))
-    precompute(source, FakeEncoder(), tmp_path, name="c", readers=0)
+    precompute(source, FakeEncoder(), tmp_path, name="c", workers=0)
 
     with pytest.raises(ResourceError, match="cuda:7"):
         precompute(source, FakeEncoder(), tmp_path, name="c", device="cuda:7", wait=wait)
@@ -134,7 +134,7 @@ def test_the_device_that_auto_stands_for_is_said_once_with_the_reason(
     with caplog.at_level(logging.INFO, "stoker"):
         if first == "resolve_device":
             resolve_device("auto")
-        precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", device="auto", readers=0)
+        precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", device="auto", workers=0)
         found = resolve_device("auto")
 
     progress, logged = capfd.readouterr().err, caplog.text
@@ -143,7 +143,7 @@ def test_the_device_that_auto_stands_for_is_said_once_with_the_reason(
 
 
 def test_auto_is_resolved_where_single_records_are_encoded(tmp_path: Path) -> None:
-    settings = PrecomputeSettings(readers=0, progress=None, device="auto")
+    settings = PrecomputeSettings(workers=0, progress=None, device="auto")
     source, encoder = FakeSource((4,)), FakeEncoder()
     filler = EncodeFiller(source, encoder, tmp_path, name="c", settings=settings)
 
@@ -193,7 +193,7 @@ class OnGPU(FakeEncoder):
         return super().encode(batch)
 
 
-@pytest.mark.parametrize("ways", [{"readers": 0}, {"device": ["cpu", "cpu"], "readers": 1}, {"wait": False}])
+@pytest.mark.parametrize("ways", [{"workers": 0}, {"device": ["cpu", "cpu"], "workers": 1}, {"wait": False}])
 def test_an_encoder_is_put_back_where_it_was(tmp_path: Path, ways: dict[str, Any]) -> None:
     """It may be the caller's own model, on the GPU that it is used on."""
     encoder = OnGPU()
@@ -229,4 +229,4 @@ def test_an_encoder_runs_where_its_weights_are_unless_told(tmp_path: Path) -> No
     encoder = OnGPU(torch.device("cuda:63"))
 
     with pytest.raises(Exception, match=r"(?i)cuda"):
-        stoker.precompute(FakeSource((20,)), encoder, tmp_path, name="x", readers=0)
+        stoker.precompute(FakeSource((20,)), encoder, tmp_path, name="x", workers=0)

@@ -61,7 +61,7 @@ def fill(folder: Path, way: str) -> Any:
         dataset,
         ModuleEncoder(Sampling(way), field="0", version="1"),
         cache_dir=folder,
-        precompute={"readers": 0},
+        precompute={"workers": 0},
     )
 
 
@@ -82,13 +82,13 @@ def test_an_encoder_that_gives_the_same_again_is_taken(tmp_path: Path, way: str)
     assert batch["latent"].shape == (8, 8)
 
 
-@pytest.mark.parametrize("readers", [0, 1])
-def test_an_encoder_that_changes_its_input_is_taken(tmp_path: Path, readers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_encoder_that_changes_its_input_is_taken(tmp_path: Path, workers: int) -> None:
     """As a normalization with `inplace=True` does. Its second call needs the input of the first."""
     values = torch.arange(1.0, 65.0).reshape(8, 8)
     encoder = ModuleEncoder(lambda x: x.sub_(3).div_(2), field="0", version="1")
     cache = stoker.precompute(
-        stoker.TorchSource(TensorDataset(values), identity="a"), encoder, tmp_path, name="c", readers=readers
+        stoker.TorchSource(TensorDataset(values), identity="a"), encoder, tmp_path, name="c", workers=workers
     )
 
     assert torch.equal(torch.stack([cache[n]["latent"] for n in range(8)]), (values - 3) / 2)

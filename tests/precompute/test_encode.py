@@ -53,7 +53,7 @@ class RaggedTime(FakeSource):
 
 def test_ragged_samples_are_cut_over_time_and_the_last_chunk_is_padded(tmp_path):
     encoder = FakeEncoder(samples=1, steps=4, by_shape=True)
-    settings = PrecomputeSettings(readers=0, progress=None)
+    settings = PrecomputeSettings(workers=0, progress=None)
 
     cache = run_precompute(RaggedTime((7,)), encoder, tmp_path, name="c", settings=settings).cache
 
@@ -126,9 +126,9 @@ class Counting(FakeEncoder):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"readers": 0},
-        {"readers": 1},
-        pytest.param({"readers": 1, "devices": ("cpu", "cpu")}, marks=pytest.mark.slow),
+        {"workers": 0},
+        {"workers": 1},
+        pytest.param({"workers": 1, "devices": ("cpu", "cpu")}, marks=pytest.mark.slow),
     ],
     ids=["here", "reader", "devices"],
 )

@@ -21,7 +21,7 @@ import torch
 
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.plan.resources import probe
-from stoker.precompute import Deadlines, PrecomputeReport, precompute, stages
+from stoker.precompute import PrecomputeReport, Timeouts, precompute, stages
 from stoker.units import MIB
 from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
@@ -87,13 +87,13 @@ def marker(tmp_path: Path) -> Path:
 def test_two_devices_store_what_one_stores(tmp_path: Path) -> None:
     """Short groups at the ends of both parts, and an encoder that shows the shape of a call."""
     source = FakeSource((30, 18), run=6)
-    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
+    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", workers=0)
 
     shared = run(source, FakeEncoder(by_shape=True, sleep_s=0.02), tmp_path / "two", **TWO)
 
     assert shared.encoded == 48
     assert_same(records(shared.cache), records(whole.cache))
-    assert not list((tmp_path / "two").glob(".readers/*")), "nothing was lost, so no output is kept"
+    assert not list((tmp_path / "two").glob(".workers/*")), "nothing was lost, so no output is kept"
     assert without_leftovers()
 
 
@@ -246,12 +246,12 @@ def test_a_device_that_is_lost_costs_no_record_and_no_other_device(
     if how == "memory" and devices is ONE:
         pytest.skip("no device is left then")
     source = FakeSource((41,))
-    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
+    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", workers=0)
     monkeypatch.setattr(stages, "FEW_GROUPS", 0)
     # Out of memory ends a device when halving a group down to one sample has not helped.
     encoder = Misbehaving(how, marker, times=6 if how == "memory" else 1, sleep_s=0.05)
 
-    shared = run(source, encoder, tmp_path / "two", deadlines=Deadlines(encode=2.0), **devices)
+    shared = run(source, encoder, tmp_path / "two", timeouts=Timeouts(encode=2.0), **devices)
 
     assert (shared.encoded, shared.quarantined) == (41, 0), "nothing is encoded twice"
     assert sum(shard.rows for shard in shared.cache.index.shards) == 41
@@ -271,7 +271,7 @@ def test_a_group_at_which_every_process_ends_ends_the_run_and_keeps_the_rest(
         run(source, Misbehaving("kill", marker, times=9), tmp_path, **TWO)
     assert without_leftovers()
 
-    mended = run(source, FakeEncoder(by_shape=True), tmp_path, readers=0)
+    mended = run(source, FakeEncoder(by_shape=True), tmp_path, workers=0)
 
     assert mended.reused > 0
     assert mended.encoded + mended.reused == 200
@@ -304,7 +304,7 @@ def test_a_long_sample_whose_device_is_lost_half_way_is_read_again(
 ) -> None:
     """Four stretches a sample; those that come for a device that is gone are let go."""
     source = FakeSource((24,), steps=64, width=5)
-    settings = {"memory_bytes": 4096 * 12, "readers": 1}
+    settings = {"memory_bytes": 4096 * 12, "workers": 1}
     whole = run(source, FakeEncoder(samples=1, steps=16, by_shape=True), tmp_path / "one", **settings)
     encoder = Misbehaving(how, marker, samples=1, steps=16)
 
@@ -326,7 +326,7 @@ def test_a_signal_ends_all_devices_and_the_same_call_resumes(
         run(source, encoder, tmp_path, **TWO)
     assert without_leftovers()
 
-    rest: PrecomputeReport = run(source, FakeEncoder(by_shape=True), tmp_path, readers=0)
+    rest: PrecomputeReport = run(source, FakeEncoder(by_shape=True), tmp_path, workers=0)
 
     assert rest.reused > 0
     assert rest.records == 400
@@ -382,4 +382,4 @@ def test_an_encoder_that_hangs_in_every_process_is_a_stall(tmp_path: Path, marke
     with pytest.raises(
         StalledError, match=r"3 encoders in a row ended at samples 16-19.*no progress for 1 s"
     ):
-        run(FakeSource((41,)), encoder, tmp_path, deadlines=Deadlines(encode=1.0), **TWO)
+        run(FakeSource((41,)), encoder, tmp_path, timeouts=Timeouts(encode=1.0), **TWO)

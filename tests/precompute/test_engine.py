@@ -47,7 +47,7 @@ from tests.precompute.fake_sources import (
 
 
 def run(source, encoder, folder, name="c", **settings):
-    settings = {"readers": 1, "progress": None, "max_quarantined": 0.9, **settings}
+    settings = {"workers": 1, "progress": None, "max_quarantined": 0.9, **settings}
     return run_precompute(source, encoder, folder, name=name, settings=PrecomputeSettings(**settings))
 
 
@@ -63,30 +63,30 @@ def assert_same(a, b):
 
 
 @pytest.fixture
-def no_readers(monkeypatch):
+def no_workers(monkeypatch):
     def refuse(*_):
         raise AssertionError("a reader was started")
 
     monkeypatch.setattr(Worker, "__init__", refuse)
 
 
-def test_readers_are_confined_to_what_their_process_is(tmp_path):
+def test_workers_are_confined_to_what_their_process_is(tmp_path):
     confine_sources(["/data/x"])
     try:
-        cache = run(ConfinedSource((10,)), FakeEncoder(), tmp_path, readers=1, max_quarantined=0.0).cache
+        cache = run(ConfinedSource((10,)), FakeEncoder(), tmp_path, workers=1, max_quarantined=0.0).cache
     finally:
         confine_sources(None)
 
     assert len(cache) == 10
 
 
-def test_records_are_the_same_for_any_number_of_readers(tmp_path):
+def test_records_are_the_same_for_any_number_of_workers(tmp_path):
     """Parts of 10 and 7 with groups of 4: short groups at both ends, and an encoder that shows the shape."""
     results = []
-    for readers in (0, 1, 4, None):
+    for workers in (0, 1, 4, None):
         source = FakeSource((10, 7), run=3)
         encoder = FakeEncoder(by_shape=True)
-        report = run(source, encoder, tmp_path / str(readers), readers=readers)
+        report = run(source, encoder, tmp_path / str(workers), workers=workers)
         assert set(encoder.calls) == {(4, 6, 5)}
         assert (report.records, report.encoded, report.reused) == (17, 17, 0)
         results.append(records(report.cache))
@@ -114,17 +114,17 @@ def test_a_source_is_asked_once_who_it_is(tmp_path, monkeypatch):
     asked = []
     answer = FakeSource.identity
     monkeypatch.setattr(FakeSource, "identity", lambda source: asked.append(1) or answer(source))
-    run(FakeSource((10, 7)), FakeEncoder(), tmp_path, readers=0)
+    run(FakeSource((10, 7)), FakeEncoder(), tmp_path, workers=0)
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("readers", [0, 2])
-def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, readers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, workers):
     """Not until the garbage collector comes by: `stoker gc` would pass it over, and descriptors add up."""
     gc.collect()
     gc.disable()
     try:
-        report = run(FakeSource((10, 7)), FakeEncoder(), tmp_path, readers=readers)
+        report = run(FakeSource((10, 7)), FakeEncoder(), tmp_path, workers=workers)
         path = report.cache.path
         with alone(path) as nobody:
             assert not nobody
@@ -135,8 +135,8 @@ def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, readers):
         gc.enable()
 
 
-def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
-    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+def test_a_complete_cache_returns_at_once(tmp_path, no_workers):
+    run(FakeSource((9,)), FakeEncoder(), tmp_path, workers=0)
     encoder = FakeEncoder()
 
     report = run(FakeSource((9,)), encoder, tmp_path)
@@ -145,43 +145,43 @@ def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
 
 
 def test_progress_may_be_switched_on_with_true(tmp_path):
-    assert len(precompute(FakeSource((9,)), FakeEncoder(), tmp_path, name="c", readers=0, progress=True)) == 9
+    assert len(precompute(FakeSource((9,)), FakeEncoder(), tmp_path, name="c", workers=0, progress=True)) == 9
 
 
 @pytest.mark.parametrize("place", ["{}/caches", "file://{}/caches"], ids=["path", "address"])
 def test_overwrite_encodes_again(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)  # where an address has its mirror
     cache_dir = place.format(tmp_path)
-    run(FakeSource((9,)), FakeEncoder(), cache_dir, readers=0)
+    run(FakeSource((9,)), FakeEncoder(), cache_dir, workers=0)
     before = {*(tmp_path / "caches").glob("c/*/shard-*")}
 
-    report = run(FakeSource((9,)), FakeEncoder(), cache_dir, readers=0, overwrite=True)
+    report = run(FakeSource((9,)), FakeEncoder(), cache_dir, workers=0, overwrite=True)
 
     assert (report.encoded, report.records) == (9, 9)
     assert before.isdisjoint((tmp_path / "caches").glob("c/*/shard-*"))
 
 
 def test_added_parts_are_encoded_and_the_rest_adopted(tmp_path):
-    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+    run(FakeSource((9,)), FakeEncoder(), tmp_path, workers=0)
 
-    report = run(FakeSource((9, 6)), FakeEncoder(), tmp_path, readers=0)
+    report = run(FakeSource((9, 6)), FakeEncoder(), tmp_path, workers=0)
 
     assert (report.adopted, report.encoded, report.records) == (9, 6, 15)
 
 
 def test_samples_are_stored_as_they_are_without_an_encoder(tmp_path):
-    caches = [run(FakeSource((9,)), None, tmp_path, name=f"r{r}", readers=r).cache for r in (0, 2)]
+    caches = [run(FakeSource((9,)), None, tmp_path, name=f"r{r}", workers=r).cache for r in (0, 2)]
 
     for cache in caches:
         for number in range(9):
             assert np.array_equal(cache[number]["data"].numpy(), sample_values(number, 6, 5))
 
 
-@pytest.mark.parametrize("readers", [0, 2])
-def test_bad_samples_are_quarantined_and_everything_else_is_stored(tmp_path, readers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_quarantined_and_everything_else_is_stored(tmp_path, workers):
     source = FakeSource((12,), faults={1: "nan", 5: "shape", 9: "raise"})
 
-    report = run(source, FakeEncoder(), tmp_path, readers=readers)
+    report = run(source, FakeEncoder(), tmp_path, workers=workers)
 
     failures = dict(report.cache.quarantined)
     assert {n: (f.stage, f.attempts, f.kind) for n, f in failures.items()} == {
@@ -195,13 +195,13 @@ def test_bad_samples_are_quarantined_and_everything_else_is_stored(tmp_path, rea
         report.cache[9]
 
 
-@pytest.mark.parametrize("readers", [0, 1])
-def test_samples_read_at_once_are_the_same_and_bad_ones_are_named(tmp_path, readers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_read_at_once_are_the_same_and_bad_ones_are_named(tmp_path, workers):
     """Groups of 4: three hold a bad one, and are read again one by one; the others are not."""
     faults = {5: "shape", 9: "raise", 14: "nan"}
-    single = run(FakeSource((22,), faults=faults), FakeEncoder(), tmp_path, name="s", readers=readers)
+    single = run(FakeSource((22,), faults=faults), FakeEncoder(), tmp_path, name="s", workers=workers)
     source = ManySource((22,), faults=faults)
-    many = run(source, FakeEncoder(), tmp_path, name="m", readers=readers)
+    many = run(source, FakeEncoder(), tmp_path, name="m", workers=workers)
 
     assert_same(records(many.cache), records(single.cache))
     stages = [
@@ -210,7 +210,7 @@ def test_samples_read_at_once_are_the_same_and_bad_ones_are_named(tmp_path, read
     ]
     assert stages[0] == stages[1]
     assert stages[0].keys() == faults.keys()
-    if not readers:
+    if not workers:
         alone = {asked for asked in source.asked if isinstance(asked, int)}
         assert alone == {*range(4, 16)}
         assert {range(4), range(16, 20), range(20, 22)} <= {*source.asked} - alone
@@ -245,7 +245,7 @@ def test_nan_is_stored_when_allowed(tmp_path):
 def test_samples_set_aside_for_nan_are_stored_by_what_the_error_says(tmp_path, count):
     def again(**changes):
         source = FakeSource((count,), faults=dict.fromkeys(range(count), "nan"))
-        return run(source, FakeEncoder(), tmp_path, readers=0, **{"max_quarantined": 0.0, **changes})
+        return run(source, FakeEncoder(), tmp_path, workers=0, **{"max_quarantined": 0.0, **changes})
 
     with pytest.raises(IncompleteError) as raised:
         again()
@@ -259,7 +259,7 @@ def test_samples_set_aside_for_nan_are_stored_by_what_the_error_says(tmp_path, c
 
 def test_the_error_says_nothing_of_allowing_nan_where_it_is_allowed(tmp_path):
     with pytest.raises(IncompleteError) as raised:
-        run(FakeSource((8,), faults={3: "shape"}), None, tmp_path, readers=0, max_quarantined=0, nan="allow")
+        run(FakeSource((8,), faults={3: "shape"}), None, tmp_path, workers=0, max_quarantined=0, nan="allow")
 
     assert "nan=" not in str(raised.value)
 
@@ -267,14 +267,14 @@ def test_the_error_says_nothing_of_allowing_nan_where_it_is_allowed(tmp_path):
 def test_an_error_of_many_samples_is_listed_once(tmp_path):
     faults = dict.fromkeys((2, 3, 5, 7), "nan")
     with pytest.raises(IncompleteError) as raised:
-        run(FakeSource((8,), faults=faults), None, tmp_path, readers=0, max_quarantined=0)
+        run(FakeSource((8,), faults=faults), None, tmp_path, workers=0, max_quarantined=0)
 
     assert str(raised.value).count("part0.h5") == 1
     assert "2, 3, 5, 7" in str(raised.value)
 
 
 def test_a_record_that_comes_out_nan_is_quarantined(tmp_path):
-    report = run(FakeSource((8,)), FakeEncoder(nan_at=6), tmp_path, readers=0)
+    report = run(FakeSource((8,)), FakeEncoder(nan_at=6), tmp_path, workers=0)
 
     assert {n: f.stage for n, f in report.cache.quarantined.items()} == {6: "encode"}
     assert "part0.h5" in report.cache.quarantined[6].error
@@ -303,12 +303,12 @@ def test_too_many_quarantined_fails_after_everything_else_is_stored(tmp_path):
         run(source, FakeEncoder(), tmp_path, max_quarantined=0.01)
 
 
-@pytest.mark.parametrize("readers", [0, 2])
-def test_a_run_whose_first_samples_all_fail_ends_with_their_error(tmp_path, readers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_whose_first_samples_all_fail_ends_with_their_error(tmp_path, workers):
     source = FakeSource((3000,), faults=dict.fromkeys(range(3000), "shape"))
 
     with pytest.raises(IncompleteError, match="expected float32") as caught:
-        run(source, FakeEncoder(), tmp_path, readers=readers, max_quarantined=0.01)
+        run(source, FakeEncoder(), tmp_path, workers=workers, max_quarantined=0.01)
 
     assert caught.value.exit_code == 4
     assert "max_quarantined" in str(caught.value)
@@ -324,7 +324,7 @@ def test_a_run_goes_on_past_bad_samples_that_are_allowed_or_not_all(tmp_path, ba
     source = FakeSource((300,), faults=dict.fromkeys(bad, "shape"))
 
     with suppress(IncompleteError):
-        run(source, FakeEncoder(), tmp_path, readers=0, max_quarantined=allowed)
+        run(source, FakeEncoder(), tmp_path, workers=0, max_quarantined=allowed)
 
     assert len(open_cache(tmp_path / "c")) == 300 - len(bad)
 
@@ -341,8 +341,8 @@ class Picky(torch.utils.data.Dataset):
         return torch.ones(2) * index
 
 
-@pytest.mark.parametrize(("way", "readers"), [("split", 1), ("subset", 0)])
-def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, readers):
+@pytest.mark.parametrize(("way", "workers"), [("split", 1), ("subset", 0)])
+def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, workers):
     if way == "split":
         source = SplitOf(TorchSource(Picky(), identity="1"), "val", splits={"train": 0.5, "val": 0.5})
         own = [int(key) for key in source.keys()]  # noqa: SIM118 - not a dictionary
@@ -350,7 +350,7 @@ def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, 
         own = list(range(99, 39, -1))
         source = TorchSource(torch.utils.data.Subset(Picky(), own))
 
-    cache = precompute(source, None, tmp_path, name="c", readers=readers, max_quarantined=0.9)
+    cache = precompute(source, None, tmp_path, name="c", workers=workers, max_quarantined=0.9)
 
     bad = {number: index for number, index in enumerate(own) if index % 10 == 7}
     assert cache.quarantined.keys() == bad.keys()
@@ -359,9 +359,9 @@ def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, 
 
 
 def test_the_encoders_error_on_one_sample_costs_that_sample_alone(tmp_path):
-    whole = run(FakeSource((12,)), FakeEncoder(), tmp_path / "a", readers=0)
+    whole = run(FakeSource((12,)), FakeEncoder(), tmp_path / "a", workers=0)
 
-    report = run(FakeSource((12,)), FakeEncoder(raises=6), tmp_path / "b", readers=0)
+    report = run(FakeSource((12,)), FakeEncoder(raises=6), tmp_path / "b", workers=0)
 
     assert {n: f.stage for n, f in report.cache.quarantined.items()} == {6: "encode"}
     kept = records(whole.cache)
@@ -374,7 +374,7 @@ def test_an_encoder_that_fails_on_anything_ends_the_run(tmp_path):
     encoder.weight = torch.zeros(4, 3)
 
     with pytest.raises(EncoderError, match="not the data"):
-        run(FakeSource((12,)), encoder, tmp_path, readers=0)
+        run(FakeSource((12,)), encoder, tmp_path, workers=0)
 
 
 def test_an_encoder_that_returns_what_it_did_not_declare_ends_the_run(tmp_path):
@@ -382,14 +382,14 @@ def test_an_encoder_that_returns_what_it_did_not_declare_ends_the_run(tmp_path):
     encoder.weight = torch.zeros(5, 4)
 
     with pytest.raises(EncoderError, match=r"\(4, 6, 4\), its schema says float32 \(6, 3\)"):
-        run(FakeSource((12,)), encoder, tmp_path, readers=0)
+        run(FakeSource((12,)), encoder, tmp_path, workers=0)
 
 
 def test_out_of_memory_halves_inside_the_group_and_marks_its_records(tmp_path):
-    whole = run(FakeSource((6,)), FakeEncoder(), tmp_path / "a", readers=0)
+    whole = run(FakeSource((6,)), FakeEncoder(), tmp_path / "a", workers=0)
     encoder = FakeEncoder(oom_above=2)
 
-    report = run(FakeSource((6,)), encoder, tmp_path / "b", readers=0)
+    report = run(FakeSource((6,)), encoder, tmp_path / "b", workers=0)
 
     assert_same(records(whole.cache), records(report.cache))
     assert (2, 6, 5) in encoder.calls
@@ -399,14 +399,14 @@ def test_out_of_memory_halves_inside_the_group_and_marks_its_records(tmp_path):
 
 def test_no_memory_for_one_sample_is_an_error_with_advice(tmp_path):
     with pytest.raises(ResourceError, match="single sample"):
-        run(FakeSource((6,)), FakeEncoder(oom_above=0), tmp_path, readers=0)
+        run(FakeSource((6,)), FakeEncoder(oom_above=0), tmp_path, workers=0)
 
 
-@pytest.mark.parametrize("readers", [0, 2])
-def test_ragged_samples_go_one_by_one(tmp_path, readers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_samples_go_one_by_one(tmp_path, workers):
     encoder = FakeEncoder(samples=1)
 
-    cache = run(RaggedSource((9,)), encoder, tmp_path, readers=readers).cache
+    cache = run(RaggedSource((9,)), encoder, tmp_path, workers=workers).cache
 
     for number in range(9):
         expected = torch.from_numpy(sample_values(number, 3 + number % 4, 5)) @ encoder.weight
@@ -420,7 +420,7 @@ def test_long_samples_are_cut_over_time_in_chunks_of_one_length(tmp_path, memory
     encoders = [FakeEncoder(samples=1, steps=400, by_shape=True) for _ in range(2)]
     settings = {"memory_bytes": memory_bytes}
     caches = [
-        run(FakeSource((5,), steps=1000), encoder, tmp_path, name=f"r{r}", readers=r, **settings).cache
+        run(FakeSource((5,), steps=1000), encoder, tmp_path, name=f"r{r}", workers=r, **settings).cache
         for r, encoder in zip((0, 2), encoders, strict=True)
     ]
 
@@ -439,20 +439,20 @@ def test_an_encoder_that_loses_time_steps_is_refused(tmp_path):
     encoder.encode = lambda batch: {**encode(batch), "latent": encode(batch)["latent"][:, :-1]}
 
     with pytest.raises(EncoderError, match="latent"):
-        run(FakeSource((5,), steps=1000), encoder, tmp_path, readers=0)
+        run(FakeSource((5,), steps=1000), encoder, tmp_path, workers=0)
 
 
 def test_what_an_earlier_run_allowed_is_refused_by_stricter_settings(tmp_path):
     def again(**changes):
-        return run(FakeSource((6,)), FakeEncoder(nan_at=2), tmp_path, readers=0, **changes)
+        return run(FakeSource((6,)), FakeEncoder(nan_at=2), tmp_path, workers=0, **changes)
 
     again(nan="allow")
 
     with pytest.raises(RecordError, match="NaN"):
         again(nan="reject")
-    run(FakeSource((7,)), FakeEncoder(), tmp_path, readers=0, dtype="float16")
+    run(FakeSource((7,)), FakeEncoder(), tmp_path, workers=0, dtype="float16")
     with pytest.raises(RecordError, match="max_error"):
-        run(FakeSource((7,)), FakeEncoder(), tmp_path, readers=0, dtype="float16", max_error=1e-9)
+        run(FakeSource((7,)), FakeEncoder(), tmp_path, workers=0, dtype="float16", max_error=1e-9)
 
 
 class WrappingSource(FakeSource):
@@ -465,16 +465,16 @@ class WrappingSource(FakeSource):
 
 
 def test_a_failure_of_the_storage_is_passing_although_the_source_wraps_it(tmp_path):
-    cache = run(WrappingSource((6,)), FakeEncoder(), tmp_path, readers=0, max_quarantined=0.5).cache
+    cache = run(WrappingSource((6,)), FakeEncoder(), tmp_path, workers=0, max_quarantined=0.5).cache
 
     assert cache.quarantined[3].kind == "transient"
 
 
 def test_overwrite_does_not_take_records_from_a_sibling(tmp_path):
-    run(FakeSource((6,)), FakeEncoder(), tmp_path, readers=0)
-    run(FakeSource((6, 4)), FakeEncoder(), tmp_path, readers=0)
+    run(FakeSource((6,)), FakeEncoder(), tmp_path, workers=0)
+    run(FakeSource((6, 4)), FakeEncoder(), tmp_path, workers=0)
 
-    report = run(FakeSource((6, 4)), FakeEncoder(), tmp_path, readers=0, overwrite=True)
+    report = run(FakeSource((6, 4)), FakeEncoder(), tmp_path, workers=0, overwrite=True)
 
     assert (report.encoded, report.adopted) == (10, 0)
 
@@ -483,8 +483,8 @@ def test_a_group_larger_than_the_memory_allowed_crosses_in_pieces(tmp_path):
     """Slots are 1 MiB, a group is 4 x 1.9 MiB."""
     source = FakeSource((6,), steps=100_000, faults={2: "raise"})
 
-    a = run(source, None, tmp_path, name="a", readers=1, memory_bytes=2 * 1024**2).cache
-    b = run(source, None, tmp_path, name="b", readers=0).cache
+    a = run(source, None, tmp_path, name="a", workers=1, memory_bytes=2 * 1024**2).cache
+    b = run(source, None, tmp_path, name="b", workers=0).cache
 
     assert_same(records(a), records(b))
     assert a.numbers.tolist() == [0, 1, 3, 4, 5]
@@ -494,7 +494,7 @@ def test_a_source_that_cannot_be_pickled_says_what_to_do(tmp_path):
     source = FakeSource((6,))
     source.lock = threading.Lock()
 
-    with pytest.raises(SourceError, match="readers=0"):
+    with pytest.raises(SourceError, match="workers=0"):
         run(source, FakeEncoder(), tmp_path)
 
 
@@ -503,10 +503,10 @@ def test_a_value_too_large_for_the_storage_dtype_names_the_sample(tmp_path):
     encoder.weight = encoder.weight * 1e6
 
     with pytest.raises(RecordError, match="sample"):
-        run(FakeSource((6,)), encoder, tmp_path, readers=0, dtype="float16")
+        run(FakeSource((6,)), encoder, tmp_path, workers=0, dtype="float16")
 
 
-def test_a_full_disk_is_seen_before_the_first_sample(tmp_path, monkeypatch, no_readers):
+def test_a_full_disk_is_seen_before_the_first_sample(tmp_path, monkeypatch, no_workers):
     space = namedtuple("space", "cpus disk_bytes disk_inodes")
     monkeypatch.setattr(
         sys.modules["stoker.precompute.engine"], "probe", lambda **_: space(2.0, 1000, 100_000)
@@ -516,7 +516,7 @@ def test_a_full_disk_is_seen_before_the_first_sample(tmp_path, monkeypatch, no_r
         run(FakeSource((6,)), FakeEncoder(), tmp_path)
 
 
-def test_too_few_inodes_are_seen_before_the_first_sample(tmp_path, monkeypatch, no_readers):
+def test_too_few_inodes_are_seen_before_the_first_sample(tmp_path, monkeypatch, no_workers):
     space = namedtuple("space", "cpus disk_bytes disk_inodes")
     monkeypatch.setattr(sys.modules["stoker.precompute.engine"], "probe", lambda **_: space(2.0, 10**12, 3))
 
@@ -533,7 +533,7 @@ def test_an_empty_source_gives_an_empty_complete_cache(tmp_path):
 def test_the_threads_of_torch_are_as_before(tmp_path):
     before = torch.get_num_threads()
 
-    run(FakeSource((6,)), FakeEncoder(), tmp_path, readers=0)
+    run(FakeSource((6,)), FakeEncoder(), tmp_path, workers=0)
 
     assert torch.get_num_threads() == before
 
@@ -551,7 +551,7 @@ def test_the_face_returns_a_complete_cache_that_says_why_a_sample_is_not_in_it(t
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"readers": -1},
+        {"workers": -1},
         {"max_quarantined": 2},
         {"memory_bytes": 0},
         {"nan": "alow"},
@@ -569,7 +569,7 @@ def test_two_threads_fill_one_cache_once(tmp_path):
     reports = []
     source = FakeSource((24,), delay_s=0.02)
     threads = [
-        threading.Thread(target=lambda: reports.append(run(source, FakeEncoder(), tmp_path, readers=1)))
+        threading.Thread(target=lambda: reports.append(run(source, FakeEncoder(), tmp_path, workers=1)))
         for _ in range(2)
     ]
 
@@ -583,20 +583,20 @@ def test_two_threads_fill_one_cache_once(tmp_path):
     assert not list(Path(tmp_path).rglob("*.txt"))
 
 
-def test_two_groups_are_read_by_two_readers(tmp_path):
+def test_two_groups_are_read_by_two_workers(tmp_path):
     (tmp_path / "notes").mkdir()
     source = MeetingSource((8,), marker=tmp_path / "notes")
 
-    run(source, FakeEncoder(), tmp_path, readers=2)
+    run(source, FakeEncoder(), tmp_path, workers=2)
 
-    assert len(source.readers()) == 2
+    assert len(source.workers()) == 2
     assert len(list((tmp_path / "notes").iterdir())) == 8
 
 
 def test_a_log_ends_with_what_the_run_came_to(tmp_path):
     out = io.StringIO()
 
-    run(FakeSource((20,)), FakeEncoder(), tmp_path, readers=0, progress=LineProgress(out, first_s=0))
+    run(FakeSource((20,)), FakeEncoder(), tmp_path, workers=0, progress=LineProgress(out, first_s=0))
 
     lines = out.getvalue().splitlines()
     assert "/20 " in lines[-2]
@@ -604,11 +604,11 @@ def test_a_log_ends_with_what_the_run_came_to(tmp_path):
 
 
 def test_a_log_ends_with_what_this_run_encoded_and_what_was_there(tmp_path):
-    run(FakeSource((20,), faults=dict.fromkeys((3, 9), "shape")), None, tmp_path, readers=0)
+    run(FakeSource((20,), faults=dict.fromkeys((3, 9), "shape")), None, tmp_path, workers=0)
     out = io.StringIO()
 
     settings = {"retry_quarantined": True, "progress": LineProgress(out, first_s=0)}
-    run(FakeSource((20,)), None, tmp_path, readers=0, **settings)
+    run(FakeSource((20,)), None, tmp_path, workers=0, **settings)
 
     assert out.getvalue().splitlines()[-1].startswith("c  2 of 20 encoded, 18 reused, 0:00:")
 
@@ -616,6 +616,6 @@ def test_a_log_ends_with_what_this_run_encoded_and_what_was_there(tmp_path):
 def test_a_run_too_short_for_a_line_says_nothing(tmp_path):
     out = io.StringIO()
 
-    run(FakeSource((20,)), FakeEncoder(), tmp_path, readers=1, progress=LineProgress(out, first_s=60))
+    run(FakeSource((20,)), FakeEncoder(), tmp_path, workers=1, progress=LineProgress(out, first_s=60))
 
     assert out.getvalue() == ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stoker.errors import StalledError
-from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute import EncodeFiller, PrecomputeSettings, Timeouts, run_precompute
 from stoker.store import open_cache
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -33,7 +33,7 @@ def test_only_the_groups_asked_for_are_encoded_and_bits_agree(tmp_path):
 
 def test_a_deadline_is_kept_and_what_was_encoded_stays(tmp_path):
     encoder = FakeEncoder(sleep_s=0.3)
-    settings = PrecomputeSettings(progress=None, readers=0)  # a reader's start is within the deadline too
+    settings = PrecomputeSettings(progress=None, workers=0)  # a reader's start is within the deadline too
     filler = EncodeFiller(FakeSource((40,)), encoder, tmp_path, name="c", settings=settings)
 
     with pytest.raises(StalledError, match="not encoded within"):
@@ -43,7 +43,7 @@ def test_a_deadline_is_kept_and_what_was_encoded_stays(tmp_path):
 
 
 def test_an_encoder_past_its_deadline_is_an_error(tmp_path):
-    settings = PrecomputeSettings(progress=None, deadlines=Deadlines(encode=0.2))
+    settings = PrecomputeSettings(progress=None, timeouts=Timeouts(encode=0.2))
     encoder = FakeEncoder(sleep_s=1.5)
     filler = EncodeFiller(FakeSource((8,)), encoder, tmp_path, name="c", settings=settings)
     with pytest.raises(StalledError, match="samples 4-7"):

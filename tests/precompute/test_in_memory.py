@@ -26,7 +26,7 @@ def left() -> set[Path]:
 
 def cached(**changes: object) -> stoker.Loader:
     dataset = torch.utils.data.TensorDataset(torch.arange(4000.0).view(1000, 4))
-    settings = {"device": "cpu", "batch_size": 100, "precompute": {"readers": 0}, "seed": 1, **changes}
+    settings = {"device": "cpu", "batch_size": 100, "precompute": {"workers": 0}, "seed": 1, **changes}
     return stoker.cached(dataset, **settings)  # type: ignore[arg-type]
 
 

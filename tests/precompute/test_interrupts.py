@@ -39,25 +39,25 @@ def handler(number, action):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("readers", [0, 1])
-def test_code_that_catches_every_exception_lets_an_interrupt_through(tmp_path, number, readers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_code_that_catches_every_exception_lets_an_interrupt_through(tmp_path, number, workers):
     catch_all = contextlib.suppress(Exception)
     with handler(number, signal.default_int_handler), pytest.raises(KeyboardInterrupt) as raised, catch_all:
-        precompute(FakeSource((16,)), Signalling(number), tmp_path, name="c", readers=readers)
+        precompute(FakeSource((16,)), Signalling(number), tmp_path, name="c", workers=workers)
 
     assert isinstance(raised.value, Interrupted)
     assert not isinstance(raised.value, StokerError)
     assert number.name in str(raised.value)
-    cache = precompute(FakeSource((16,)), FakeEncoder(), tmp_path, name="c", readers=readers)
+    cache = precompute(FakeSource((16,)), FakeEncoder(), tmp_path, name="c", workers=workers)
     assert len(cache) == 16
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("readers", [0, 1])
-def test_a_signal_that_the_program_ignores_stays_ignored(tmp_path, number, readers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_that_the_program_ignores_stays_ignored(tmp_path, number, workers):
     """As a shell without job control starts what runs in its background."""
     with handler(number, signal.SIG_IGN):
-        cache = precompute(FakeSource((16,)), Signalling(number), tmp_path, name="c", readers=readers)
+        cache = precompute(FakeSource((16,)), Signalling(number), tmp_path, name="c", workers=workers)
 
     assert len(cache) == 16
 

@@ -21,14 +21,14 @@ from tests.precompute.fake_sources import FakeSource
 ROOT = Path(__file__).parents[2]
 
 
-def start(folder, samples, readers, delay_s, *more):
-    arguments = [str(argument) for argument in (folder, samples, readers, delay_s, *more)]
+def start(folder, samples, workers, delay_s, *more):
+    arguments = [str(argument) for argument in (folder, samples, workers, delay_s, *more)]
     command = [sys.executable, "-m", "tests.precompute.run_once", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def readers_of(pid):
-    """Process ids of the readers that belong to `pid`, by their command line."""
+def workers_of(pid):
+    """Process ids of the workers that belong to `pid`, by their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -62,7 +62,7 @@ def same_records(a, b):
 
 
 def at_one_go(folder, samples):
-    source, settings = FakeSource((samples,)), PrecomputeSettings(readers=0, progress=None)
+    source, settings = FakeSource((samples,)), PrecomputeSettings(workers=0, progress=None)
     return run_precompute(source, FakeEncoder(by_shape=True), folder, name="c", settings=settings).cache
 
 
@@ -75,17 +75,17 @@ def unkilled(tmp_path_factory):
 @pytest.mark.slow  # tests/test_guarantees.py kills in the plain run
 @pytest.mark.parametrize(("kills", "samples"), [(3, 60), (20, 500)])
 def test_killed_at_random_moments_and_resumed_no_record_differs(tmp_path, kills, samples):
-    """kill -9 of the caller: readers vanish with it, and the next run needs no cleaning up."""
+    """kill -9 of the caller: workers vanish with it, and the next run needs no cleaning up."""
     chance = random.Random(0)
     for _ in range(kills):
         process = start(tmp_path, samples, 2, 0.08)
         before = len(list(tmp_path.glob("c/*/shard-*.safetensors")))
         wait_until(lambda n=before: len(list(tmp_path.glob("c/*/shard-*.safetensors"))) > n)
-        readers = readers_of(process.pid)
+        workers = workers_of(process.pid)
         time.sleep(chance.uniform(0, 0.3))
         process.kill()
         process.communicate()
-        wait_until(lambda readers=readers: all(gone(pid) for pid in readers), 2.0)
+        wait_until(lambda workers=workers: all(gone(pid) for pid in workers), 2.0)
 
     process = start(tmp_path, samples, 2, 0)
     out, err = process.communicate(timeout=60)
@@ -98,9 +98,9 @@ def test_killed_at_random_moments_and_resumed_no_record_differs(tmp_path, kills,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("number", "readers"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
-def test_a_signal_seals_what_is_encoded_and_the_same_command_resumes(tmp_path, unkilled, number, readers):
-    process = start(tmp_path, 60, readers, 0.03)
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
+def test_a_signal_seals_what_is_encoded_and_the_same_command_resumes(tmp_path, unkilled, number, workers):
+    process = start(tmp_path, 60, workers, 0.03)
     wait_until(lambda: list(tmp_path.glob("c/*/*shard*")) or list(tmp_path.glob("c/*/.*shard*")))
     time.sleep(0.3)
     process.send_signal(number)
@@ -112,7 +112,7 @@ def test_a_signal_seals_what_is_encoded_and_the_same_command_resumes(tmp_path, u
     stored = int(err.split(":")[1].split(" of 60")[0])
     assert 0 < stored < 60
 
-    second = start(tmp_path, 60, readers, 0)
+    second = start(tmp_path, 60, workers, 0)
     out, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
     assert out.split()[:2] == ["60", str(60 - stored)]
@@ -137,9 +137,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
 def test_a_reader_killed_from_outside_loses_nothing(tmp_path, unkilled):
     process = start(tmp_path, 60, 2, 0.02)
     for _ in range(2):
-        wait_until(lambda: len(readers_of(process.pid)) >= 2)
+        wait_until(lambda: len(workers_of(process.pid)) >= 2)
         time.sleep(0.25)
-        os.kill(random.Random(0).choice(readers_of(process.pid)), signal.SIGKILL)
+        os.kill(random.Random(0).choice(workers_of(process.pid)), signal.SIGKILL)
         time.sleep(0.05)
     _, err = process.communicate(timeout=60)
 

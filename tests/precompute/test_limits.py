@@ -1,4 +1,4 @@
-"""Losing readers ends a run when bad samples do not explain it."""
+"""Losing workers ends a run when bad samples do not explain it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from stoker.precompute.workers import LossLimits
 
 
 def lose(limits, count, *, attempt=1, quarantined=0):
-    """Lose that many of two readers, checking after each."""
+    """Lose that many of two workers, checking after each."""
     for _ in range(count):
         limits.lost(attempt=attempt)
         limits.check(2, quarantined, "data/a.h5: sample 3, attempt 1 of 2: killed")
 
 
-def test_readers_lost_in_a_row_end_a_run_with_the_last_cause():
+def test_workers_lost_in_a_row_end_a_run_with_the_last_cause():
     limits = LossLimits(0.001)
     lose(limits, 20)
-    with pytest.raises(ReaderError, match=r"21 readers were lost in a row.*data/a\.h5: sample 3, attempt 1"):
+    with pytest.raises(ReaderError, match=r"21 workers were lost in a row.*data/a\.h5: sample 3, attempt 1"):
         lose(limits, 1)
 
 
@@ -47,5 +47,5 @@ def test_one_reader_for_every_other_sample_is_too_many_unless_allowed():
             limits.delivered(1)
             lose(limits, 1)
     lose(lenient, 1)
-    with pytest.raises(ReaderError, match=r"27 readers were lost while 26 samples.*max_quarantined"):
+    with pytest.raises(ReaderError, match=r"27 workers were lost while 26 samples.*max_quarantined"):
         lose(strict, 1)

@@ -49,11 +49,11 @@ def control_groups() -> Iterator[Groups]:
             group.rmdir()
 
 
-def run(folder: Path, before: str = ":", *, group: int = 4, readers: int = 1, width: int = WIDTH,
+def run(folder: Path, before: str = ":", *, group: int = 4, workers: int = 1, width: int = WIDTH,
         count: int = COUNT, namespace: bool = False) -> tuple[int, dict]:  # fmt: skip
     """Start it in a shell, after `before`; exit code and what it said."""
     script = Path(__file__).with_name("limited.py")
-    command = f'{before} && exec "{sys.executable}" "{script}" "{folder}" {count} {width} {group} {readers}'
+    command = f'{before} && exec "{sys.executable}" "{script}" "{folder}" {count} {width} {group} {workers}'
     outer = ["unshare", "-m"] if namespace else []
     done = subprocess.run(
         [*outer, "bash", "-c", command],
@@ -73,7 +73,7 @@ def joined(groups: list[Path]) -> str:
 
 def started(folder: Path) -> list[str]:
     """Signs that reading or writing began."""
-    return [str(p) for p in folder.rglob("*") if p.name.startswith("shard-") or p.parent.name == ".readers"]
+    return [str(p) for p in folder.rglob("*") if p.name.startswith("shard-") or p.parent.name == ".workers"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def unlimited(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_with_64_descriptors(tmp_path: Path, unlimited: dict) -> None:
-    code, said = run(tmp_path, "ulimit -n 64", readers=2)
+    code, said = run(tmp_path, "ulimit -n 64", workers=2)
 
     assert (code, said) == (0, unlimited)
 
@@ -101,19 +101,19 @@ def test_with_2_mib_of_shared_memory(tmp_path: Path, unlimited: dict) -> None:
 def test_with_32_processes_and_threads(tmp_path: Path, unlimited: dict, control_groups: Groups) -> None:
     groups = control_groups("pids", max=32)
 
-    code, said = run(tmp_path, joined(groups), readers=0)
+    code, said = run(tmp_path, joined(groups), workers=0)
 
     assert (code, said["records"], said["digest"]) == (0, COUNT, unlimited["digest"])
 
 
-@pytest.mark.parametrize("readers", [0, 1, 4])
+@pytest.mark.parametrize("workers", [0, 1, 4])
 def test_with_256_mib_of_memory(
-    tmp_path: Path, unlimited: dict, control_groups: Groups, readers: int
+    tmp_path: Path, unlimited: dict, control_groups: Groups, workers: int
 ) -> None:
     """The machine has far more, which is what a program without an eye for control groups would count on."""
     groups = control_groups("memory", limit_in_bytes=256 * MIB)
 
-    code, said = run(tmp_path, joined(groups), readers=readers)
+    code, said = run(tmp_path, joined(groups), workers=workers)
 
     assert (code, said.get("records"), said.get("digest")) == (0, COUNT, unlimited["digest"]), said
     assert "oom_kill 1" not in (groups[0] / "memory.oom_control").read_text()

@@ -9,7 +9,7 @@ from stoker.store import open_cache
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
-SETTINGS = PrecomputeSettings(readers=0, progress=None)
+SETTINGS = PrecomputeSettings(workers=0, progress=None)
 
 
 def run(folder):

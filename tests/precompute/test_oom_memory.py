@@ -36,7 +36,7 @@ def test_halving_keeps_nothing_of_the_calls_that_failed(tmp_path: Path) -> None:
     field = next(iter(source.schema()))
 
     cache = precompute(
-        source, ModuleEncoder(Hungry(), field=field, time="none", version="1"), tmp_path, name="a", readers=0
+        source, ModuleEncoder(Hungry(), field=field, time="none", version="1"), tmp_path, name="a", workers=0
     )
 
     assert len(cache) == 8

@@ -1,4 +1,4 @@
-"""Output of readers is taken at once, kept up to a bound, and never in anybody's way."""
+"""Output of workers is taken at once, kept up to a bound, and never in anybody's way."""
 
 from __future__ import annotations
 

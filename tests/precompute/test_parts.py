@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stoker.errors import ConfigError, EncoderError
-from stoker.precompute import Deadlines
+from stoker.precompute import Timeouts
 from stoker.precompute.arena import ALIGNMENT, Arena, layout_from_json, plan_layout, slot_size
 from stoker.precompute.progress import LineProgress, LiveProgress, Snapshot, automatic
 from stoker.precompute.queue import Ledger, ReaderView
@@ -130,7 +130,7 @@ def test_a_second_try_that_fails_as_expected_says_nothing_about_the_part():
 def test_a_part_that_holds_a_second_reader_is_given_up_even_if_it_answered():
     book, _ = ledger()
     book.answered(0)
-    assert [book.part_holds_readers(part) for part in (0, 1, 0)] == [False, False, True]
+    assert [book.part_holds_workers(part) for part in (0, 1, 0)] == [False, False, True]
 
 
 def test_a_part_given_up_is_recorded_in_one_go():
@@ -145,17 +145,17 @@ def test_a_part_given_up_is_recorded_in_one_go():
     assert book.failures == calls[0]
 
 
-def windows(pace, readers, *told):
+def windows(pace, workers, *told):
     """What the pace says after each window of one second: `(waited, groups, idle)`."""
     changes = []
     for waited, groups, idle in told:
         pace.step(waited, 1.0, groups, idle)
-        changes.append(pace.change(readers))
-        readers += changes[-1]
+        changes.append(pace.change(workers))
+        workers += changes[-1]
     return changes
 
 
-def test_readers_are_added_while_the_encoder_waits_and_it_helps():
+def test_workers_are_added_while_the_encoder_waits_and_it_helps():
     assert windows(Pace(most=8), 1, (0.9, 10, 0), (0.5, 20, 0), (0.3, 30, 0), (0.1, 40, 0)) == [1, 1, 1, 0]
 
 
@@ -171,7 +171,7 @@ def test_a_reader_that_brought_nothing_is_taken_back_and_the_next_trial_comes_la
     assert gaps[1] >= 16
 
 
-def test_readers_that_stand_idle_while_the_encoder_is_busy_are_sent_away_one_by_one():
+def test_workers_that_stand_idle_while_the_encoder_is_busy_are_sent_away_one_by_one():
     told = [(0.0, 40, 3), (0.0, 40, 2), (0.0, 40, 1), (0.0, 40, 1)]
     assert windows(Pace(most=8), 4, *told) == [-1, -1, 0, 0]
 
@@ -198,8 +198,8 @@ def test_the_space_needed_follows_from_the_schema():
 
 
 def test_deadlines_are_above_zero():
-    with pytest.raises(ConfigError, match=r"deadlines\.read must be above 0"):
-        Deadlines(read=0)
+    with pytest.raises(ConfigError, match=r"timeouts\.read must be above 0"):
+        Timeouts(read=0)
 
 
 def test_out_of_memory_kills_are_counted_in_both_versions_of_cgroups(tmp_path):
@@ -223,7 +223,7 @@ SNAPSHOT = Snapshot(
     seconds=60,
     rate=1830,
     written_bytes=1_500_000_000,
-    readers=(ReaderView(number=1, stage="read", sample=7430, seconds=0.2),),
+    workers=(ReaderView(number=1, stage="read", sample=7430, seconds=0.2),),
     device="cpu",
     group=range(7408, 7424),
     call_s=0.0081,
@@ -246,7 +246,7 @@ def test_lines_say_where_the_run_stands():
     )
 
 
-def test_the_live_view_shows_readers_encoder_writer_and_failures():
+def test_the_live_view_shows_workers_encoder_writer_and_failures():
     class Terminal(io.StringIO):
         def isatty(self):
             return True

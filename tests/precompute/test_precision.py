@@ -26,7 +26,7 @@ from stoker.precompute.encode import full_precision
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
-SETTINGS = PrecomputeSettings(readers=0, progress=None)
+SETTINGS = PrecomputeSettings(workers=0, progress=None)
 NEW = hasattr(torch.backends.cudnn, "conv")
 
 
@@ -167,8 +167,8 @@ def process_state():
 
 
 @pytest.mark.parametrize("loose", [False, True], ids=["as-torch-begins", "as-a-program-may-set-it"])
-@pytest.mark.parametrize("readers", [0, 1])
-def test_the_state_of_the_process_is_after_a_call_what_it_was_before(tmp_path, loose, readers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_the_process_is_after_a_call_what_it_was_before(tmp_path, loose, workers):
     module = torch.nn.Linear(5, 3).eval().requires_grad_(False)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     gc.unfreeze()  # what pytest froze would leave the count when it is freed
@@ -184,7 +184,7 @@ def test_the_state_of_the_process_is_after_a_call_what_it_was_before(tmp_path, l
         for wrong in (False, True):
             source = FakeSource((8,), faults={3: "raise"} if wrong else None)
             encoder = stoker.ModuleEncoder(module, field="data", time="steps")
-            settings = {"readers": readers, "progress": False, "overwrite": wrong}
+            settings = {"workers": workers, "progress": False, "overwrite": wrong}
             try:
                 stoker.cached(source, encoder, cache_dir=tmp_path, precompute=settings)
             except IncompleteError:
@@ -210,7 +210,7 @@ from tests.precompute.fake_sources import FakeSource
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "a b c d hblkhd f g h i j".split()]
 
-settings = PrecomputeSettings(readers=0, progress=None)
+settings = PrecomputeSettings(workers=0, progress=None)
 run_precompute(FakeSource((8,)), FakeEncoder(), sys.argv[1], name="c", settings=settings)
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype, libc.malloc.restype, libc.malloc.argtypes = Info, ctypes.c_void_p, [ctypes.c_size_t]

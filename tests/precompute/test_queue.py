@@ -14,9 +14,9 @@ def queue(missing, bad=()):
     return WorkQueue(PARTS, 4, np.array(missing, np.int64), bad=set(bad).__contains__)
 
 
-def drain(work_queue, reader=1, readers=1):
+def drain(work_queue, reader=1, workers=1):
     items = []
-    while works := work_queue.take(reader, readers):
+    while works := work_queue.take(reader, workers):
         items.append([list(work.numbers) for work in works])
     return items
 
@@ -50,7 +50,7 @@ def decoded(owners, runs):
 
 
 def share_out(work_queue, speeds):
-    """Let readers take items in turns, some more often than others."""
+    """Let workers take items in turns, some more often than others."""
     owners = {reader: [] for reader in speeds}
     idle, turn = set(), 0
     while len(idle) < len(speeds):
@@ -72,7 +72,7 @@ def test_a_reader_goes_on_where_it_was_and_a_second_one_begins_where_a_run_and_a
 
 @pytest.mark.parametrize("speeds", [{1: 1, 2: 1}, {1: 1, 2: 3}, {1: 1, 2: 2, 3: 5, 4: 1}])
 @pytest.mark.parametrize(("group", "run"), [(8, 13), (10, 32), (10, 63), (4, 8)])
-def test_runs_are_decoded_at_most_1_1_times_by_all_readers_together(speeds, group, run):
+def test_runs_are_decoded_at_most_1_1_times_by_all_workers_together(speeds, group, run):
     count = 40 * run - 3
     work_queue = WorkQueue([PartSpan(offset=0, count=count)], group, np.arange(count), bad=lambda _: False)
     runs = runs_of(run, count)
@@ -85,7 +85,7 @@ def test_runs_are_decoded_at_most_1_1_times_by_all_readers_together(speeds, grou
     assert decoded(owners, runs) <= 1.1
 
 
-def test_a_source_of_one_run_is_shared_by_all_readers():
+def test_a_source_of_one_run_is_shared_by_all_workers():
     work_queue = WorkQueue([PartSpan(offset=0, count=400)], 1, np.arange(400), bad=lambda _: False)
     work_queue.follow_runs([range(400)], 1024**2)
     owners = share_out(work_queue, {1: 1, 2: 1})
@@ -93,7 +93,7 @@ def test_a_source_of_one_run_is_shared_by_all_readers():
 
 
 @pytest.mark.parametrize("runs", [[range(8)], [range(4), range(4, 8)]], ids=["one-run", "a-run-each"])
-def test_two_groups_are_shared_by_two_readers(runs):
+def test_two_groups_are_shared_by_two_workers(runs):
     work_queue = WorkQueue([PartSpan(offset=0, count=8)], 4, np.arange(8), bad=lambda _: False)
     work_queue.follow_runs(runs, 1)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.precompute import Deadlines, engine
+from stoker.precompute import Timeouts, engine
 from stoker.precompute.engine import part_of
 from stoker.store import make_recipe, open_folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -32,18 +32,20 @@ def test_groups_go_round_over_all_parts() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_share_the_groups_and_store_what_one_process_would(tmp_path: Path, world: int) -> None:
+def test_ranks_share_the_groups_and_store_what_one_process_would(tmp_path: Path, world_size: int) -> None:
     source = FakeSource((30, 18), delay_s=0.01)
-    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
-    together = threading.Barrier(world)
+    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", workers=0)
+    together = threading.Barrier(world_size)
 
     def fill(rank: int) -> tuple[int, dict]:
         together.wait(60)
-        report = run(source, FakeEncoder(by_shape=True), tmp_path / "many", readers=0, part=(rank, world))
+        report = run(
+            source, FakeEncoder(by_shape=True), tmp_path / "many", workers=0, part=(rank, world_size)
+        )
         return report.encoded, records(report.cache)
 
     with ThreadPoolExecutor() as pool:
-        done = list(pool.map(fill, range(world)))
+        done = list(pool.map(fill, range(world_size)))
 
     assert sum(encoded for encoded, _ in done) == 48
     assert all(encoded for encoded, _ in done)
@@ -52,10 +54,10 @@ def test_ranks_share_the_groups_and_store_what_one_process_would(tmp_path: Path,
 
 
 def test_the_part_of_a_rank_that_never_came_is_taken_over(tmp_path: Path) -> None:
-    report = run(FakeSource((24,)), FakeEncoder(), tmp_path, readers=0, part=(1, 3))
+    report = run(FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(1, 3))
 
     assert (report.encoded, report.records) == (24, 24)
-    assert run(FakeSource((24,)), FakeEncoder(), tmp_path, readers=0, part=(0, 3)).encoded == 0
+    assert run(FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(0, 3)).encoded == 0
 
 
 def test_a_rank_waits_for_one_that_lives_and_takes_over_when_it_is_gone(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_a_rank_waits_for_one_that_lives_and_takes_over_when_it_is_gone(tmp_path
     folder = open_folder(tmp_path, "c", recipe)
     with ThreadPoolExecutor() as pool:
         with folder.claim("encode-1-of-2"):
-            waiting = pool.submit(run, FakeSource((24,)), FakeEncoder(), tmp_path, readers=0, part=(0, 2))
+            waiting = pool.submit(run, FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(0, 2))
             until = time.monotonic() + 30
             while len(folder.missing()) > 12 and time.monotonic() < until:
                 time.sleep(0.05)
@@ -78,10 +80,10 @@ def test_a_rank_waits_for_one_that_lives_and_takes_over_when_it_is_gone(tmp_path
 def test_who_shows_nothing_for_long_is_not_waited_for(tmp_path: Path) -> None:
     recipe = make_recipe(FakeSource((24,)), FakeEncoder(), dtype=None)
     folder = open_folder(tmp_path, "c", recipe)
-    deadlines = Deadlines(start=0.2, open=0.2, read=0.2, encode=2.0, write=0.2)
+    timeouts = Timeouts(start=0.2, open=0.2, read=0.2, encode=2.0, write=0.2)
 
     with folder.claim("encode-1-of-2"):
-        report = run(FakeSource((24,)), FakeEncoder(), tmp_path, readers=0, part=(0, 2), deadlines=deadlines)
+        report = run(FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(0, 2), timeouts=timeouts)
 
     assert report.records == 24
 
@@ -108,7 +110,7 @@ def test_what_fails_for_a_passing_reason_is_tried_again_by_its_own_rank_alone(tm
 
     source = Failing((24,), faults={13: "eio"})
     for rank, times in ((1, 2), (0, 2), (1, 4)):
-        report = run(source, FakeEncoder(), tmp_path, readers=0, part=(rank, 2))
+        report = run(source, FakeEncoder(), tmp_path, workers=0, part=(rank, 2))
 
         assert list(report.cache.quarantined) == [13]
         assert len(tried) == times

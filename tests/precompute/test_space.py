@@ -48,14 +48,14 @@ def free(mib: int) -> Resources:
         (64, 2, 0, 0),
     ],
 )
-def test_readers_are_as_many_as_there_may_be_copies(
+def test_workers_are_as_many_as_there_may_be_copies(
     mib: int, asked: int | None, left: int | None, most: int
 ) -> None:
-    settings = PrecomputeSettings(readers=asked)
+    settings = PrecomputeSettings(workers=asked)
 
     found, copies = fit_copies(8 * MIB, settings, free(mib), wanted=asked or 15)
 
-    assert (found.readers, copies) == (left, most)
+    assert (found.workers, copies) == (left, most)
 
 
 def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said(
@@ -80,7 +80,7 @@ def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said
             settings=PrecomputeSettings(progress=None),
         )
 
-    assert (report.readers, report.records) == (0, 64)
+    assert (report.workers, report.records) == (0, 64)
     assert float(report.cache[5]["value"]) == 5.0
     assert "holds 8.0 MiB in memory" in caplog.text
     assert "read in this process" in caplog.text

@@ -14,7 +14,7 @@ from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
 
-SETTINGS = PrecomputeSettings(progress=None, readers=0, dtype="float16")
+SETTINGS = PrecomputeSettings(progress=None, workers=0, dtype="float16")
 
 
 def make(folder: Path, source: FakeSource, encoder: FakeEncoder) -> Cache:
@@ -46,7 +46,7 @@ def test_sound_records_agree_within_rounding(
     report = checked(make(tmp_path, source, encoder), 7)
 
     assert (report.wanted, report.checked, report.different, report.failed) == (7, 7, [], [])
-    assert not list(tmp_path.glob(".readers/*"))
+    assert not list(tmp_path.glob(".workers/*"))
 
 
 def test_a_record_that_differs_is_named_with_how_far_off_it_is(

@@ -1,4 +1,4 @@
-"""Readers that die, hang, spin or never start: bounded, named, retried once, and nothing else is lost."""
+"""Workers that die, hang, spin or never start: bounded, named, retried once, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import run as run_module
 from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
@@ -20,12 +20,12 @@ from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
 
-SHORT = Deadlines(start=20, open=0.7, read=0.7)
+SHORT = Timeouts(start=20, open=0.7, read=0.7)
 
 
-def run(source, folder, *, readers=2, deadlines=SHORT, encoder=None, **settings):
+def run(source, folder, *, workers=2, timeouts=SHORT, encoder=None, **settings):
     settings = {"progress": None, "max_quarantined": 0.9, **settings}
-    settings = PrecomputeSettings(readers=readers, deadlines=deadlines, **settings)
+    settings = PrecomputeSettings(workers=workers, timeouts=timeouts, **settings)
     return run_precompute(source, encoder or FakeEncoder(), folder, name="c", settings=settings)
 
 
@@ -49,19 +49,19 @@ def assert_no_reader_left(workers):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", ["kill", "exit0"])
-def test_a_reader_that_dies_is_replaced_and_its_sample_tried_once_more(tmp_path, spawned, fault, readers):
+def test_a_reader_that_dies_is_replaced_and_its_sample_tried_once_more(tmp_path, spawned, fault, workers):
     source = FakeSource((20,), faults={9: fault, 14: f"{fault}-once"}, marker=str(tmp_path), run=4)
 
-    report = run(source, tmp_path / "c", readers=readers)
+    report = run(source, tmp_path / "c", workers=workers)
 
     assert report.cache.numbers.tolist() == [n for n in range(20) if n != 9]
     failure = report.cache.quarantined[9]
     assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
     assert ("signal 9 (SIGKILL)" if fault == "kill" else "exited with code 0") in failure.error
     assert "part0.h5" in failure.error
-    assert report.lost_readers == 3
+    assert report.lost_workers == 3
     assert_no_reader_left(spawned)
 
 
@@ -80,7 +80,7 @@ def test_a_reader_past_its_deadline_is_killed_named_and_its_sample_quarantined(t
     assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
     assert 'made no progress for 0.7 s in stage "read"' in failure.error
     assert_no_reader_left(spawned)
-    logs = [path.read_text() for path in (tmp_path / "c" / ".readers").glob("*.txt")]
+    logs = [path.read_text() for path in (tmp_path / "c" / ".workers").glob("*.txt")]
     assert len(logs) == 2
     if fault != "stop":  # a stopped process cannot write its stack
         assert all("fake_sources.py" in text and "_misbehave" in text for text in logs)
@@ -95,24 +95,24 @@ def test_a_file_that_never_answers_is_given_up_after_three_of_its_samples(tmp_pa
 
     assert report.cache.numbers.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert report.quarantined == 12
-    assert report.lost_readers <= 6  # three samples, two tries each, where trying all takes 24
+    assert report.lost_workers <= 6  # three samples, two tries each, where trying all takes 24
     assert all("part1.h5" in failure.error for failure in report.cache.quarantined.values())
 
 
 @pytest.mark.chaos
 def test_slow_but_alive_is_not_killed(tmp_path):
-    report = run(FakeSource((6,), delay_s=0.4), tmp_path, readers=1)
+    report = run(FakeSource((6,), delay_s=0.4), tmp_path, workers=1)
 
-    assert (report.lost_readers, report.records) == (0, 6)
+    assert (report.lost_workers, report.records) == (0, 6)
 
 
 @pytest.mark.chaos
 def test_waiting_for_a_slow_encoder_is_not_a_hang(tmp_path):
-    deadlines = Deadlines(start=20, open=0.3, read=0.3)
+    timeouts = Timeouts(start=20, open=0.3, read=0.3)
 
-    report = run(FakeSource((24,)), tmp_path, deadlines=deadlines, encoder=FakeEncoder(sleep_s=0.5))
+    report = run(FakeSource((24,)), tmp_path, timeouts=timeouts, encoder=FakeEncoder(sleep_s=0.5))
 
-    assert (report.lost_readers, report.records) == (0, 24)
+    assert (report.lost_workers, report.records) == (0, 24)
 
 
 @pytest.mark.chaos
@@ -128,9 +128,9 @@ def test_an_error_while_loading_the_source_fails_at_once_with_its_traceback(tmp_
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(("mode", "says"), [("exit", "exited with code 7"), ("hang", 'in stage "start"')])
-def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
+def test_workers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
     with pytest.raises(ReaderError, match=says) as caught:
-        run(BreaksAtUnpickling((20,), mode), tmp_path, readers=1, deadlines=Deadlines(start=0.8))
+        run(BreaksAtUnpickling((20,), mode), tmp_path, workers=1, timeouts=Timeouts(start=0.8))
 
     assert len(spawned) <= 3
     assert caught.value.exit_code == 5
@@ -138,7 +138,7 @@ def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
 
 
 @pytest.mark.chaos
-def test_readers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
+def test_workers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
     """Every sample of every file kills: it is the machine or the code, not the data."""
     monkeypatch.setattr(workers_module, "_MAX_IN_A_ROW", 5)
     source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
@@ -154,8 +154,8 @@ def test_a_flood_on_standard_output_does_not_block(tmp_path):
     assert report.records == 6
 
 
-def test_readers_do_not_import_torch(tmp_path):
-    report = run(TorchWatcher((6,)), tmp_path, readers=1)
+def test_workers_do_not_import_torch(tmp_path):
+    report = run(TorchWatcher((6,)), tmp_path, workers=1)
 
     assert report.records == 6
 
@@ -164,17 +164,17 @@ def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monk
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
 
-    cache = run(TorchLater((4,)), tmp_path, readers=1, deadlines=Deadlines()).cache
+    cache = run(TorchLater((4,)), tmp_path, workers=1, timeouts=Timeouts()).cache
 
     assert [float(cache[number]["nu"]) for number in range(4)] == [1.0] * 4
 
 
-def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
+def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
 
-    report = run(FakeSource((120,), delay_s=0.02), tmp_path, readers=None)
+    report = run(FakeSource((120,), delay_s=0.02), tmp_path, workers=None)
 
-    assert report.readers >= 2
+    assert report.workers >= 2
     assert report.records == 120
 
 
@@ -187,8 +187,8 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
 
     monkeypatch.setattr(run_module, "_WINDOW_GROUPS", 1)
 
-    def scripted(self, readers, processor_s):
-        change(self, readers, processor_s)
+    def scripted(self, workers, processor_s):
+        change(self, workers, processor_s)
         return next(plan, 0)
 
     monkeypatch.setattr(run_module.Pace, "change", scripted)
@@ -205,14 +205,14 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
     monkeypatch.setattr(workers_module.Worker, "hand_out", noted)
     monkeypatch.setattr(workers_module, "_SPARE_TRIES", 0)
 
-    report = run(FakeSource((300,), delay_s=0.01), tmp_path, readers=None)
+    report = run(FakeSource((300,), delay_s=0.01), tmp_path, workers=None)
 
     assert report.records == 300
     assert any(parked for _, parked in handed)
     assert all(number not in parked for number, parked in handed)
     assert len(spawned) <= 3
     assert_no_reader_left(spawned)
-    alone = run(FakeSource((300,)), tmp_path / "alone", readers=0).cache
+    alone = run(FakeSource((300,)), tmp_path / "alone", workers=0).cache
     assert all(torch.equal(report.cache[n]["latent"], alone[n]["latent"]) for n in range(0, 300, 7))
 
 
@@ -225,7 +225,7 @@ def target(descriptor):
 
 
 def refuse_all_but(monkeypatch, allowed):
-    """The system starts `allowed` readers and no more; returns the tries."""
+    """The system starts `allowed` workers and no more; returns the tries."""
     tries = []
     start = child._started
 
@@ -240,19 +240,19 @@ def refuse_all_but(monkeypatch, allowed):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("readers", [3, None])
+@pytest.mark.parametrize("workers", [3, None])
 def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_run(
-    tmp_path, monkeypatch, caplog, readers
+    tmp_path, monkeypatch, caplog, workers
 ):
     monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
     tries = refuse_all_but(monkeypatch, 1)
     before = held()
 
-    report = run(FakeSource((60,), delay_s=0.02), tmp_path, readers=readers)
+    report = run(FakeSource((60,), delay_s=0.02), tmp_path, workers=workers)
 
-    assert (report.records, report.readers) == (60, 1)
+    assert (report.records, report.workers) == (60, 1)
     assert len(tries) > 1
-    assert "another reader cannot be started; going on with 1: a reader process cannot" in caplog.text
+    assert "another reader cannot be started; going on with 1: a worker process cannot" in caplog.text
     gc.collect()
     assert held() <= before  # tests before this one may have left some to be collected
 
@@ -265,7 +265,7 @@ def held():
 def test_no_reader_at_all_is_an_error_with_advice(tmp_path, monkeypatch):
     refuse_all_but(monkeypatch, 0)
 
-    with pytest.raises(ResourceError, match=r"temporarily unavailable\. Use fewer readers"):
+    with pytest.raises(ResourceError, match=r"temporarily unavailable\. Use fewer workers"):
         run(FakeSource((6,)), tmp_path)
 
 
@@ -277,10 +277,10 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
     source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
 
-    report = run(source, tmp_path / "c", readers=None)
+    report = run(source, tmp_path / "c", workers=None)
 
-    assert (report.records, report.readers) == (200, 1)
-    assert report.lost_readers >= 3
+    assert (report.records, report.workers) == (200, 1)
+    assert report.lost_workers >= 3
     assert "another reader cannot be started; going on with 1" in caplog.text
     assert ("broken on purpose" in caplog.text) == (mode == "raise")
 
@@ -297,10 +297,10 @@ def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_pat
     faults = {55: "kill-once"}
     source = BreaksAtUnpickling((60,), "slow", delay_s=0.05, faults=faults, marker=str(tmp_path), run=4)
 
-    report = run(source, tmp_path / "c", readers=1)
+    report = run(source, tmp_path / "c", workers=1)
 
     assert put_to_work == [None, "ready"]
-    assert (report.records, report.readers, report.lost_readers) == (60, 1, 1)
+    assert (report.records, report.workers, report.lost_workers) == (60, 1, 1)
     assert_no_reader_left(spawned)
 
 
@@ -309,16 +309,16 @@ def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatc
     monkeypatch.setattr(workers_module, "_SPARE_AFTER_S", 0)
     source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
 
-    report = run(source, tmp_path / "c", readers=1, deadlines=Deadlines(read=150))
+    report = run(source, tmp_path / "c", workers=1, timeouts=Timeouts(read=150))
 
-    assert (report.records, report.readers) == (60, 1)
+    assert (report.records, report.workers) == (60, 1)
     assert len(spawned) == 4
     assert_no_reader_left(spawned)
 
 
 @pytest.mark.chaos
 def test_what_a_reader_has_started_ends_with_it(tmp_path):
-    run(FakeSource((4,), faults={1: "starts-another"}, marker=str(tmp_path)), tmp_path / "c", readers=1)
+    run(FakeSource((4,), faults={1: "starts-another"}, marker=str(tmp_path)), tmp_path / "c", workers=1)
 
     started = [int(path.read_text()) for path in tmp_path.glob("started-*")]
     assert len(started) == 2
@@ -338,16 +338,16 @@ def alive(pid):
 @pytest.mark.chaos
 def test_a_reader_that_sends_nonsense_is_replaced(tmp_path, caplog):
     report = run(
-        FakeSource((20,), faults={9: "nonsense-once"}, marker=str(tmp_path)), tmp_path / "c", readers=1
+        FakeSource((20,), faults={9: "nonsense-once"}, marker=str(tmp_path)), tmp_path / "c", workers=1
     )
 
-    assert (report.records, report.lost_readers) == (20, 1)
+    assert (report.records, report.lost_workers) == (20, 1)
     assert "a frame" in caplog.text
 
 
 @pytest.mark.chaos
 def test_the_log_of_a_loss_names_path_sample_stage_and_attempt(tmp_path, caplog):
-    run(FakeSource((8,), faults={5: "exit0"}), tmp_path, readers=1)
+    run(FakeSource((8,), faults={5: "exit0"}), tmp_path, workers=1)
 
     for attempt in (1, 2):
         assert f"part0.h5: sample 5, attempt {attempt} of 2: reader " in caplog.text
@@ -360,6 +360,6 @@ def test_many_bad_samples_of_one_group_do_not_make_its_part_look_dead(tmp_path):
     bad = range(1, 20, 2)
     source = FakeSource((20,), faults=dict.fromkeys(bad, "kill"))
 
-    report = run(source, tmp_path, readers=1, encoder=FakeEncoder(samples=20))
+    report = run(source, tmp_path, workers=1, encoder=FakeEncoder(samples=20))
 
     assert sorted(report.cache.quarantined) == list(bad)

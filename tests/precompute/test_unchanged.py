@@ -69,15 +69,15 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["written", "replaced", "keeping times"])
 def test_a_file_that_changes_ends_the_run_and_nothing_read_since_is_stored(
-    tmp_path: Path, data: Path, how: str, when: str, readers: int
+    tmp_path: Path, data: Path, how: str, when: str, workers: int
 ) -> None:
     source = Meddled(data, how, when)
     recipe = make_recipe(source, None)
-    settings = PrecomputeSettings(progress=None, readers=readers)
+    settings = PrecomputeSettings(progress=None, workers=workers)
 
     with pytest.raises(SourceError, match=rf"{data.name} changed .* when sample 5 was read.* Run again"):
         run_precompute(source, None, tmp_path / "cache", name="c", settings=settings)
@@ -107,19 +107,19 @@ def test_a_file_that_is_still_being_written_ends_the_run_and_is_no_samples_fault
         SourceError, match=rf"{data.name} is being written .* when sample 5 was read.* Run again"
     ):
         run_precompute(
-            source, None, tmp_path / "cache", name="c", settings=PrecomputeSettings(progress=None, readers=0)
+            source, None, tmp_path / "cache", name="c", settings=PrecomputeSettings(progress=None, workers=0)
         )
 
     assert len(known) > 1
     assert not list((tmp_path / "cache").rglob("failures-*"))
 
 
-@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("how", ["touched", "same bytes"])
 def test_a_file_with_the_same_bytes_is_the_same_file(
-    tmp_path: Path, data: Path, how: str, readers: int
+    tmp_path: Path, data: Path, how: str, workers: int
 ) -> None:
-    settings = PrecomputeSettings(progress=None, readers=readers)
+    settings = PrecomputeSettings(progress=None, workers=workers)
     report = run_precompute(
         Meddled(data, how, "after"), None, tmp_path / "cache", name="c", settings=settings
     )
@@ -133,7 +133,7 @@ def test_what_is_wrong_with_a_sample_is_named_by_file_and_number(tmp_path: Path,
     with h5py.File(data, "r+") as file:
         file["tensor"][3, 2, 1] = np.nan
         file["tensor"][7, 0, 0] = np.inf
-    settings = PrecomputeSettings(progress=None, readers=0, max_quarantined=1.0)
+    settings = PrecomputeSettings(progress=None, workers=0, max_quarantined=1.0)
 
     report = run_precompute(
         HDF5Source(data, preset="pdebench"), None, tmp_path / "cache", name="c", settings=settings

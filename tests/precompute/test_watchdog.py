@@ -14,7 +14,7 @@ import torch
 
 import stoker
 from stoker.errors import Interrupted, StalledError
-from stoker.precompute import Deadlines, PrecomputeSettings, heartbeat, in_process, run_precompute, stages
+from stoker.precompute import PrecomputeSettings, Timeouts, heartbeat, in_process, run_precompute, stages
 from stoker.precompute.background import recipe_of
 from stoker.precompute.encode import GroupEncoder
 from stoker.runtime.processes.heartbeat import BeatPage
@@ -58,20 +58,20 @@ def signal_when(event, number):
     threading.Thread(target=send, daemon=True).start()
 
 
-def settings(readers=0, encode=0.3, **changes):
-    return PrecomputeSettings(readers=readers, progress=None, deadlines=Deadlines(encode=encode), **changes)
+def settings(workers=0, encode=0.3, **changes):
+    return PrecomputeSettings(workers=workers, progress=None, timeouts=Timeouts(encode=encode), **changes)
 
 
-@pytest.mark.parametrize("readers", [0, 1])
-def test_a_hanging_encoder_ends_the_run_and_a_second_run_resumes(tmp_path, hanging, readers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_hanging_encoder_ends_the_run_and_a_second_run_resumes(tmp_path, hanging, workers):
     source = FakeSource((16,))
     with pytest.raises(StalledError, match="samples 8-11") as raised:
-        run_precompute(source, hanging, tmp_path, name="c", settings=settings(readers))
+        run_precompute(source, hanging, tmp_path, name="c", settings=settings(workers))
 
-    (stack,) = (tmp_path / ".readers").glob("encoder-*.txt")
+    (stack,) = (tmp_path / ".workers").glob("encoder-*.txt")
     assert str(stack) in str(raised.value)
     assert "test_watchdog.py" in stack.read_text()
-    report = run_precompute(source, hanging, tmp_path, name="c", settings=settings(readers, encode=60.0))
+    report = run_precompute(source, hanging, tmp_path, name="c", settings=settings(workers, encode=60.0))
     assert (report.reused, report.encoded) == (8, 8)
     fresh = run_precompute(source, FakeEncoder(), tmp_path / "b", name="c", settings=settings(encode=60.0))
     assert all(torch.equal(report.cache[n]["latent"], fresh.cache[n]["latent"]) for n in range(16))
@@ -131,15 +131,15 @@ def test_an_encoder_that_hangs_at_a_sample_of_zeros_ends_the_run_too(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("readers", [0, 1])
-def test_one_signal_ends_a_run_whose_encoder_hangs(tmp_path, hanging, number, readers, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_signal_ends_a_run_whose_encoder_hangs(tmp_path, hanging, number, workers, monkeypatch):
     monkeypatch.setattr(in_process, "GRACE_S", 0.2)
     signal_when(hanging.stuck, number)
     with pytest.raises(Interrupted, match="8 of 16"):
-        run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(readers, 60.0))
+        run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(workers, 60.0))
 
     hanging.go.set()
-    report = run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(readers, 60.0))
+    report = run_precompute(FakeSource((16,)), hanging, tmp_path, name="c", settings=settings(workers, 60.0))
     assert (report.reused, report.encoded) == (8, 8)
 
 
@@ -156,10 +156,10 @@ def test_a_call_that_ends_soon_after_a_signal_is_kept(tmp_path):
 
 
 PROGRAM = """
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import Timeouts, PrecomputeSettings, run_precompute
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
-settings = PrecomputeSettings(readers=1, progress=None, deadlines=Deadlines(encode=0.5), on_hang="exit")
+settings = PrecomputeSettings(workers=1, progress=None, timeouts=Timeouts(encode=0.5), on_hang="exit")
 run_precompute(FakeSource((4,)), FakeEncoder(sleep_s=60), {folder!r}, name="c", settings=settings)
 """
 

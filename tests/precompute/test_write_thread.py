@@ -105,7 +105,7 @@ def test_a_disk_that_is_slow_does_not_mix_up_groups_read_in_this_process(
 ) -> None:
     """Reading here fills one buffer again and again: nothing is read while a group waits for the writer."""
     source = FakeSource((64,))
-    whole = run(source, FakeEncoder(), tmp_path / "fast", readers=0)
+    whole = run(source, FakeEncoder(), tmp_path / "fast", workers=0)
     offer, refused = WriteThread.offer, Counter[int]()
 
     def slow(self: WriteThread, encoded: Encoded, timeout_s: float) -> bool:
@@ -113,6 +113,6 @@ def test_a_disk_that_is_slow_does_not_mix_up_groups_read_in_this_process(
         return refused[encoded.numbers[0]] > 3 and offer(self, encoded, timeout_s)
 
     monkeypatch.setattr(WriteThread, "offer", slow)
-    late = run(source, FakeEncoder(), tmp_path / "slow", readers=0)
+    late = run(source, FakeEncoder(), tmp_path / "slow", workers=0)
 
     assert_same(records(late.cache), records(whole.cache))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stoker.errors import StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
-from stoker.precompute.settings import as_deadlines
+from stoker.precompute.settings import as_timeouts
 from stoker.store.mirror.root import attach
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -66,7 +66,7 @@ def main(text):
         cache_dir = attach(given["url"], given["mirror_dir"])
     settings = PrecomputeSettings(
         progress=LineProgress(sys.stderr, every_s=2.0),
-        deadlines=as_deadlines(given.get("deadlines")),
+        timeouts=as_timeouts(given.get("timeouts")),
         max_quarantined=given.get("max_quarantined", 0.0),
     )
     engine = None

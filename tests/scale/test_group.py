@@ -26,10 +26,10 @@ def join() -> Callable[..., RankGroup]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def make(rank: int, *, world: int = 2, deadline_s: float = 20.0) -> RankGroup:
+    def make(rank: int, *, world_size: int = 2, deadline_s: float = 20.0) -> RankGroup:
         place = Place(
-            rank=rank, world=world, local_rank=rank, local_world=world, host="127.0.0.1", port=port,
-            kept=False, attempt="0",
+            rank=rank, world_size=world_size, local_rank=rank, local_world=world_size, host="127.0.0.1",
+            port=port, kept=False, attempt="0",
         )  # fmt: skip
         return RankGroup(place, deadline_s=deadline_s)
 
@@ -52,7 +52,7 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
 
 def test_every_rank_hears_all_in_order(join: Callable[..., RankGroup]) -> None:
     def say(rank: int) -> list[list[str]]:
-        with join(rank, world=3) as ranks:
+        with join(rank, world_size=3) as ranks:
             return [ranks.tell(f"{word} {rank}", "a talk") for word in ("one", "two")]
 
     with ThreadPoolExecutor() as pool:
@@ -135,7 +135,7 @@ def test_ranks_that_are_all_asked_to_end_are_interrupted(
     join: Callable[..., RankGroup], request_: BaseException
 ) -> None:
     def end(rank: int) -> None:
-        with join(rank, world=3) as ranks:
+        with join(rank, world_size=3) as ranks:
             ranks.tell("here", "the start")
             time.sleep(0.7 * rank)  # by then the one before has gone, and left its note
             raise request_

@@ -42,9 +42,9 @@ from safetensors.torch import save_file
 from tests.scale.test_mixtures import MODES, mixture_of, parts_of, steps
 folders, stop, name = sys.argv[1].split(","), float(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
+rank, world_size = dist.get_rank(), dist.get_world_size()
 for mode in MODES:
-    mixture = mixture_of(folders, mode, rank=rank, world=world)
+    mixture = mixture_of(folders, mode, rank=rank, world_size=world_size)
     before = Path(f"{mode}.json")
     if before.exists():
         mixture.load_state_dict(json.loads(before.read_text()))
@@ -52,13 +52,13 @@ for mode in MODES:
     served, passes = {}, steps(mixture)
     for number in range(round(stop * len(mixture))):
         for part, values in parts_of(next(passes)).items():
-            gathered = [torch.empty_like(values) for _ in range(world)]
+            gathered = [torch.empty_like(values) for _ in range(world_size)]
             dist.all_gather(gathered, values.contiguous())
             served[f"{number:04}.{part}"] = torch.cat(gathered)
     states = [None] * world
     dist.all_gather_object(states, {**mixture.state_dict(), "loaders": None})
     assert all(state == states[0] for state in states)
-    if rank == world - 1:
+    if rank == world_size - 1:
         save_file(served, f"{mode}.{name}.safetensors")
         before.write_text(json.dumps(mixture.state_dict()))
     dist.barrier()
@@ -66,17 +66,17 @@ dist.destroy_process_group()
 """
 
 
-def mixture_of(folders: list[str], mode: str, *, rank: int = 0, world: int = 1) -> Mixture:
+def mixture_of(folders: list[str], mode: str, *, rank: int = 0, world_size: int = 1) -> Mixture:
     """The same mixture for any number of ranks; caches alike where a batch holds examples of both."""
     chosen = [0, 1] if mode == "examples" else [0, 2]
     return Mixture(
         [open_cache(folders[place]) for place in chosen],
-        GLOBAL_BATCH // world,
+        GLOBAL_BATCH // world_size,
         names=["a", "b"],
         windows=Windows(field="latent"),
         seed=5,
         rank=rank,
-        world=world,
+        world_size=world_size,
         drop_last=True,
         tier="disk" if rank % 2 else "host",
         **MODES[mode],

@@ -42,12 +42,12 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from safetensors.torch import save_file
 from tests.scale.test_nodes import BATCH, KINDS, loader_of, passes
-folder, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+folder, rank, world_size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 for place, kind in enumerate(KINDS):
-    loader = loader_of(folder, kind, BATCH, rank=rank, world=world)
+    loader = loader_of(folder, kind, BATCH, rank=rank, world_size=world_size)
     save_file({f"{n:04}": v for n, v in enumerate(passes(loader))}, f"{place}-{rank}.safetensors")
-    stopped = loader_of(folder, kind, BATCH, rank=rank, world=world)
+    stopped = loader_of(folder, kind, BATCH, rank=rank, world_size=world_size)
     for number, _ in enumerate(stopped):
         if number == 4:
             break
@@ -61,10 +61,12 @@ dist.destroy_process_group()
 """
 
 
-def loader_of(folder: str | Path, kind: str, size: int, *, rank: int = 0, world: int = 1) -> stoker.Loader:
+def loader_of(
+    folder: str | Path, kind: str, size: int, *, rank: int = 0, world_size: int = 1
+) -> stoker.Loader:
     return stoker.Loader(
         open_cache(folder), size, windows=Windows(field="latent"), order=kind, seed=SEED, rank=rank,
-        world=world, drop_last=True, tier="host",
+        world_size=world_size, drop_last=True, tier="host",
     )  # fmt: skip
 
 
@@ -173,19 +175,21 @@ def test_the_global_batch_is_that_of_one_process_and_a_node_holds_one_copy(net: 
             numbers = [{int(row[0]) for batch in rank.values() for row in batch} for rank in served]
             assert sum(map(len, numbers)) - len(set.union(*numbers)) < WORLD, "each holds its part alone"
         states = [json.loads((homes[rank] / f"{place}-{rank}.json").read_text()) for rank in range(WORLD)]
-        for world in (2, 1):
-            size_each = BATCH * WORLD // world
-            loaders = [loader_of(folder, kind, size_each, rank=r, world=world) for r in range(world)]
+        for world_size in (2, 1):
+            size_each = BATCH * WORLD // world_size
+            loaders = [
+                loader_of(folder, kind, size_each, rank=r, world_size=world_size) for r in range(world_size)
+            ]
             for rank, loader in enumerate(loaders):
                 loader.load_state_dict(states[rank])
             rest = [torch.cat(batches) for batches in zip(*map(passes, loaders), strict=True)]
-            assert all(map(torch.equal, rest, wanted[-len(rest) :])), (kind, world)
+            assert all(map(torch.equal, rest, wanted[-len(rest) :])), (kind, world_size)
             assert len(rest) > len(wanted) - 8
 
 
 @pytest.mark.chaos
 def test_a_node_lost_in_precompute_is_named_and_the_same_command_resumes(net: Net, project: Path) -> None:
-    words = (*TRAIN, SMALL, "training.max_steps=4", "precompute.readers=1", "training.rank_deadline=60")
+    words = (*TRAIN, SMALL, "training.max_steps=4", "precompute.workers=1", "training.rank_deadline=60")
     with launched(net, "-m", "stoker", *words) as launchers:
         stopped: list[Any] = []
 
@@ -196,7 +200,7 @@ def test_a_node_lost_in_precompute_is_named_and_the_same_command_resumes(net: Ne
             return bool(stopped)
 
         wait_until(caught, launchers[0])
-        time.sleep(5)  # readers come first; by now all ranks are at the precompute
+        time.sleep(5)  # workers come first; by now all ranks are at the precompute
         kill_node(launchers[1])
         begun = time.monotonic()
         out, err = launchers[0].communicate(timeout=2 * LONG_S)

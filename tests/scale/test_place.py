@@ -16,7 +16,7 @@ def test_torchrun_says_who_we_are() -> None:
     place = find_place(TORCHRUN)
 
     assert place is not None
-    assert (place.rank, place.world, place.local_rank, place.local_world) == (3, 4, 1, 2)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world) == (3, 4, 1, 2)
     assert (place.host, place.port, place.kept, place.attempt) == ("node0", 29500, True, "job/2")
 
 

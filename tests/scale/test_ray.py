@@ -319,9 +319,9 @@ def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, en
 
 def test_a_frozen_worker_is_given_up_ended_and_replaced(cluster, environment, tmp_path):
     """It hears nothing, Ray included, and would keep its place for ever."""
-    deadlines = {"start": 20.0, "open": 5.0, "read": 5.0, "encode": 5.0, "write": 5.0}
+    timeouts = {"start": 20.0, "open": 5.0, "read": 5.0, "encode": 5.0, "write": 5.0}
     ray = {"address": cluster.address}
-    given = {"folder": str(tmp_path), "samples": 400, "deadlines": deadlines, "ray": ray}
+    given = {"folder": str(tmp_path), "samples": 400, "timeouts": timeouts, "ray": ray}
     with running(environment, sleep_s=0.1, **given) as process:
         wait_for(lambda: len(calls(tmp_path)) > 100)
         frozen = psutil.Process(next(iter(workers(tmp_path))))
@@ -342,7 +342,7 @@ def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment
         folder=str(tmp_path),
         samples=80,
         hang=[41, times],
-        deadlines={"encode": 10.0},
+        timeouts={"encode": 10.0},
         ray={"address": cluster.address, "max_retries": 1},
     )
 

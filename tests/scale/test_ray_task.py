@@ -107,7 +107,7 @@ def test_an_address_of_no_cluster_is_refused_with_the_form_of_one(address):
 @pytest.mark.parametrize(("lasts_s", "stored"), [(1e-6, range(4)), (float("inf"), range(24))])
 def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, lasts_s, stored):
     source, encoder = FakeSource((24,)), FakeEncoder()
-    settings = PrecomputeSettings(readers=0)
+    settings = PrecomputeSettings(workers=0)
     load = ray_task.TaskLoad(source=source, encoder=encoder, settings=settings, files=())
     folder = open_folder(tmp_path, "c", make_recipe(source, encoder))
     numbers = np.array([n for n in range(24) if n])

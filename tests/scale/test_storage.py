@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import IncompleteError
-from stoker.pipeline.precompute import CacheResult, agreed
+from stoker.run.precompute import CacheResult, agreed
 from stoker.scale.group import RankGroup
 from stoker.scale.place import Place, find_place
 from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
@@ -31,7 +31,7 @@ def seen_by(folders: list[Path]) -> list[list[int]]:
 
     def look(rank: int) -> list[int]:
         place = Place(
-            rank=rank, world=2 * len(folders), local_rank=rank % 2, local_world=2, node=rank // 2,
+            rank=rank, world_size=2 * len(folders), local_rank=rank % 2, local_world=2, node=rank // 2,
             nodes=len(folders), host="127.0.0.1", port=port, kept=False, attempt="0",
         )  # fmt: skip
         with RankGroup(place, deadline_s=30.0) as ranks:
@@ -66,7 +66,7 @@ def test_a_rank_knows_its_machine(said: dict[str, str], node: tuple[int, int]) -
 class Other(Ranks):
     """Rank 0 of two, beside one that says the same but for some words."""
 
-    world = 2
+    world_size = 2
 
     def __init__(self, mine: str, theirs: str) -> None:
         self.mine, self.theirs = mine, theirs
@@ -77,7 +77,7 @@ class Other(Ranks):
 
 
 def test_ranks_that_see_other_records_do_not_train(tmp_path: Path) -> None:
-    cache = run(FakeSource((24,)), FakeEncoder(), tmp_path, readers=0).cache
+    cache = run(FakeSource((24,)), FakeEncoder(), tmp_path, workers=0).cache
     results = [CacheResult(cache=cache, split="train", encoded=12)]
 
     (both,) = agreed(results, Other("nothing", ""), [0])

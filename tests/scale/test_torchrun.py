@@ -127,7 +127,7 @@ import os, sys, time
 from pathlib import Path
 import stoker, torch
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-loader = stoker.Loader(stoker.open_cache(folder), batch_size=64, tier="host", rank=rank, world=2)
+loader = stoker.Loader(stoker.open_cache(folder), batch_size=64, tier="host", rank=rank, world_size=2)
 seen = sum(len(batch["index"]) for batch in loader)
 Path(f"ready-{rank}").write_text(f"{os.getpid()} {seen}")
 until = time.monotonic() + 120
@@ -140,7 +140,7 @@ def test_two_ranks_on_one_node_hold_one_copy_of_the_cached_bytes(tmp_path: Path)
     dataset = torch.utils.data.TensorDataset(torch.randn(2048, 16, 256))
     size = 2048 * 16 * 256 * 4
     source = stoker.TorchSource(dataset, identity="random")
-    cache = stoker.precompute(source, None, tmp_path / "cache", name="r", readers=0)
+    cache = stoker.precompute(source, None, tmp_path / "cache", name="r", workers=0)
     (tmp_path / "holder.py").write_text(HOLDER)
     notes = [tmp_path / f"ready-{rank}" for rank in range(2)]
 
@@ -162,7 +162,7 @@ def precomputed(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
     return {number: cache[number] for number in cache.numbers.tolist()}
 
 
-WORDS = ("precompute", "c.yaml", "precompute.readers=1", "--splits", "train", "--json")
+WORDS = ("precompute", "c.yaml", "precompute.workers=1", "--splits", "train", "--json")
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def held(launcher: subprocess.Popen[str], rank: int) -> Generator[None]:
 
     try:
         wait_until(caught, launcher)
-        time.sleep(3)  # readers come first; by now the rank waits for the first sample
+        time.sleep(3)  # workers come first; by now the rank waits for the first sample
         for reader, owner in stopped.items():
             if owner != rank:
                 reader.resume()

@@ -86,7 +86,7 @@ def finish(folder: Path, limit_s: float = 120.0) -> int:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a job's process and its readers as a machine does that runs out of memory."""
+    """End a job's process and its workers as a machine does that runs out of memory."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
 

@@ -147,7 +147,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def cached_rows(folder: Path, name: str, factor: int = 1) -> str:
     """A small cache in a folder of caches; its fingerprint."""
     source = stoker.TorchSource(Rows(factor), identity=f"rows {factor}")
-    return stoker.precompute(source, None, folder, name=name, readers=0).fingerprint
+    return stoker.precompute(source, None, folder, name=name, workers=0).fingerprint
 
 
 @contextmanager

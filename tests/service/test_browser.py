@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.demo import BurgersSpec, write_burgers
+from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving

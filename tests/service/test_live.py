@@ -250,7 +250,7 @@ def test_a_log_is_followed_to_its_end_and_from_any_place(running: Running, job: 
 
 
 @pytest.mark.slow
-def test_hundreds_of_readers_that_read_nothing_hold_little_and_let_others_in(tmp_path: Path) -> None:
+def test_hundreds_of_workers_that_read_nothing_hold_little_and_let_others_in(tmp_path: Path) -> None:
     """Most are refused; of those that are not, each holds what one send may hold and no queue."""
     with serving(tmp_path / "state") as own, ExitStack() as stack:
         note_radio(own.services, CONFIG["dataset_ids"][0])
@@ -332,7 +332,7 @@ def reader_that_reads_nothing(running: Running, path: str) -> socket.socket:
 
 
 def grown_mib(running: Running, job: str, megabytes: int) -> float:
-    """Memory that this process grew by while readers that read nothing were told `megabytes`."""
+    """Memory that this process grew by while workers that read nothing were told `megabytes`."""
     with ExitStack() as stack:
         for _ in range(stream.CLIENTS - 1):
             stack.enter_context(closing(reader_that_reads_nothing(running, "/api/v1/training/events")))
@@ -355,10 +355,10 @@ def grown_mib(running: Running, job: str, megabytes: int) -> float:
 
 
 @pytest.mark.parametrize("megabytes", [2, pytest.param(200, marks=pytest.mark.slow)])
-def test_readers_that_read_nothing_cost_no_memory(
+def test_workers_that_read_nothing_cost_no_memory(
     running: Running, job: str, megabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """31 readers, each told all of it: queues would hold 31 times that, this many MiB in the long run."""
+    """31 workers, each told all of it: queues would hold 31 times that, this many MiB in the long run."""
     monkeypatch.setattr(stream, "SEND_S", 600.0)  # they stay
 
     grown = grown_mib(running, job, megabytes)

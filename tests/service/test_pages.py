@@ -15,7 +15,7 @@ import pytest
 
 import stoker
 from stoker.errors import Degraded
-from stoker.pipeline.demo import BurgersSpec, write_burgers
+from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.database import WAITING
 from stoker.service.jobs import JobQueue, Line

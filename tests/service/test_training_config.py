@@ -146,7 +146,7 @@ def test_every_field_reaches_the_pipeline() -> None:
     assert (training.epochs, training.early_stop_patience, training.device, training.seed) == (7, 4, "cpu", 9)
     assert (training.latent_cache_dir, training.run_dir) == ("/caches", "/jobs/1")
     assert training.reserve_bytes == NOTHING_ON_DEVICE
-    assert found.precompute.readers == 3
+    assert found.precompute.workers == 3
     assert (data.splits, data.seed) == ({"train": 0.75, "val": 0.25}, 9)
     assert data.sql.where == f"dataset_id IN ('{ID}') AND mean_snr_db >= 10.0 AND gdop <= 5.0"
     assert data.sql.columns["receivers"]["list"] == 10  # type: ignore[index,call-overload]

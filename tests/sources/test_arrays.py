@@ -108,7 +108,7 @@ def test_flat_arrays_and_offsets(write, tmp_path: Path) -> None:
 def test_both_layouts_give_the_same_samples_and_loaders(tmp_path: Path) -> None:
     a = ArraySource(grouped(write_hdf5, tmp_path), fields={"u": "u"})
     b = ArraySource(flat(write_hdf5, tmp_path), fields={"u": "u"})
-    caches = [precompute(s, None, tmp_path / n, name="u", readers=0) for n, s in (("a", a), ("b", b))]
+    caches = [precompute(s, None, tmp_path / n, name="u", workers=0) for n, s in (("a", a), ("b", b))]
     pairs = zip(*(Loader(c, 4, windows=Windows(horizon=2), seed=3) for c in caches), strict=True)
 
     assert a.schema() == b.schema()
@@ -173,7 +173,7 @@ def test_a_missing_zarr_chunk_is_named_and_not_read_as_zeros(tmp_path: Path) -> 
         source.read(2)
     assert source.read(1)["u"].shape == (3, 4)
     assert not ArraySource(path, fields={"u": "u"}, fill_missing=True).read(2)["u"][2:4].any()
-    cache = precompute(source, None, tmp_path / "c", name="u", readers=0, max_quarantined=0.5)
+    cache = precompute(source, None, tmp_path / "c", name="u", workers=0, max_quarantined=0.5)
     assert list(cache.quarantined) == [2]
     assert "chunk t2/u/c/1/0" in cache.quarantined[2].error
 

@@ -129,16 +129,16 @@ def test_a_failing_sample_is_named_by_its_place(tmp_path: Path, make: Callable[.
     (tmp_path / "data").mkdir()
     source, place = make(tmp_path / "data")
 
-    error = failure(source, tmp_path, readers=0)
+    error = failure(source, tmp_path, workers=0)
 
     assert error.count(place) == 1, error
 
 
-def test_readers_and_wrapped_sources_name_the_place_too(tmp_path: Path) -> None:
+def test_workers_and_wrapped_sources_name_the_place_too(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     source, place = hdf5_rows(tmp_path / "data")
 
-    assert failure(Subset(source, 11), tmp_path, readers=1).count(place) == 1
+    assert failure(Subset(source, 11), tmp_path, workers=1).count(place) == 1
 
 
 def test_a_split_names_the_row_in_the_file_not_the_number_in_the_split(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_damaged_chunk_is_named_once_by_file_and_row(tmp_path: Path) -> None:
     content[at.byte_offset : at.byte_offset + at.size] = b"\xff" * at.size
     path.write_bytes(content)
 
-    error = failure(HDF5Source(tmp_path / "data", fields={"u": "n c"}), tmp_path, readers=0)
+    error = failure(HDF5Source(tmp_path / "data", fields={"u": "n c"}), tmp_path, workers=0)
 
     assert error.count(f"{path}: row {BAD}") == 1
     assert error.count(str(path)) == 1

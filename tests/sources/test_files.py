@@ -80,7 +80,7 @@ def test_folder_pattern_and_list(tmp_path: Path) -> None:
 
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers may run in another working directory."""
+    """Workers may run in another working directory."""
     touch(tmp_path, "a.h5")
     monkeypatch.chdir(tmp_path)
 

@@ -27,7 +27,7 @@ from stoker.sources.tables import ParquetSource
 from stoker.sources.tar import TarSource
 
 SPLITS = {"train": 0.6, "val": 0.4}
-QUIET = PrecomputeSettings(readers=0, progress=None)
+QUIET = PrecomputeSettings(workers=0, progress=None)
 GROUP = 4
 
 

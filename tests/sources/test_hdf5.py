@@ -23,7 +23,7 @@ from stoker.testing import check_source
 
 
 def test_importing_and_reading_does_not_import_torch(write, ramp) -> None:
-    """Readers start in a tenth of a second; torch alone takes two."""
+    """Workers start in a tenth of a second; torch alone takes two."""
     path = write("a.h5", {"tensor": ramp(2, 3, 4)})
     code = (
         "import sys\nfrom stoker.sources.hdf5 import HDF5Source\n"

@@ -170,12 +170,12 @@ def test_records_keep_their_axes_and_a_bad_sample_is_quarantined(tmp_path: Path)
         file["s2/neighbors/edges"][0] = [0, 99]
     source = MeshSource(tmp_path / "p.h5", layout="particles")
 
-    cache = stoker.precompute(source, None, tmp_path / "c", name="p", readers=0, max_quarantined=0.5)
+    cache = stoker.precompute(source, None, tmp_path / "c", name="p", workers=0, max_quarantined=0.5)
 
     assert cache[1]["positions"].shape == (7, 6, 3)
     np.testing.assert_allclose(cache[1]["positions"], wanted["positions"], rtol=1e-6)
     assert "99" in cache.quarantined[2].error
     assert not cache.verify().bad
     assert cache.recipe.entries["format"] == 2
-    again = stoker.precompute(source, None, tmp_path / "c", name="p", readers=0, max_quarantined=0.5)
+    again = stoker.precompute(source, None, tmp_path / "c", name="p", workers=0, max_quarantined=0.5)
     assert again.fingerprint == cache.fingerprint

@@ -120,7 +120,7 @@ def test_a_null_is_an_error_of_its_row(tmp_path: Path) -> None:
     inner = pa.array([[1.0, None] if n == 6 else [1.0] for n in range(ROWS)])
     pq.write_table(pa.table({"x": values, "y": inner}), tmp_path / "a.parquet")
     cache = precompute(
-        ParquetSource(tmp_path), None, tmp_path / "c", name="a", readers=0, max_quarantined=0.5
+        ParquetSource(tmp_path), None, tmp_path / "c", name="a", workers=0, max_quarantined=0.5
     )
     assert sorted(cache.quarantined) == [4, 6]
     assert "row 4, column 'x' is null" in cache.quarantined[4].error

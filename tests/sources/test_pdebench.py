@@ -365,4 +365,4 @@ def test_an_attribute_without_a_finite_value_is_named_with_its_file(tmp_path: Pa
         file.attrs["viscosity"] = value
 
     with pytest.raises(SourceError, match=r"burgers\.hdf5.*'viscosity'"):
-        stoker.precompute(HDF5Source(tmp_path), None, tmp_path / "cache", name="burgers", readers=0)
+        stoker.precompute(HDF5Source(tmp_path), None, tmp_path / "cache", name="burgers", workers=0)

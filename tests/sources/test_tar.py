@@ -96,7 +96,7 @@ def test_a_source_that_ends_with_the_program_says_nothing(tmp_path: Path) -> Non
 
 def test_images_are_served_as_bytes_with_their_lengths(tmp_path: Path) -> None:
     source = TarSource(shard(tmp_path / "a.tar", range(8)), fields=["jpg", "cls"])
-    cache = precompute(source, None, tmp_path / "c", name="a", readers=0)
+    cache = precompute(source, None, tmp_path / "c", name="a", workers=0)
     batch = next(iter(Loader(cache, 8, order="sequential", ragged="pack")))
 
     pieces = np.split(batch["jpg"].numpy(), batch["jpg.offsets"][1:-1].numpy())
@@ -109,7 +109,7 @@ def test_a_bad_member_is_a_quarantined_sample_with_its_name(tmp_path: Path) -> N
     members[4 * 3 + 1] = ("3.cls", b"9" * 30)
     del members[4 * 4 + 1]
     source = TarSource(write(tmp_path / "a.tar", members))
-    cache = precompute(source, None, tmp_path / "c", name="a", readers=0, max_quarantined=0.6)
+    cache = precompute(source, None, tmp_path / "c", name="a", workers=0, max_quarantined=0.6)
 
     assert sorted(cache.quarantined) == [2, 3, 4]
     assert "a.tar: key '3': member .cls cannot be decoded (Python int too large" in cache.quarantined[3].error

@@ -86,7 +86,7 @@ def test_a_number_too_large_is_said_and_costs_its_sample_alone(tmp_path: Path, k
 
     with pytest.raises(DecodeError, match="1e\\+300"):
         source.read(5)
-    settings = PrecomputeSettings(readers=0, progress=None, max_quarantined=0.1, nan="allow")
+    settings = PrecomputeSettings(workers=0, progress=None, max_quarantined=0.1, nan="allow")
     cache = run_precompute(source, None, tmp_path / "caches", name="c", settings=settings).cache
     assert {number: failure.stage for number, failure in cache.quarantined.items()} == {5: "decode"}
 

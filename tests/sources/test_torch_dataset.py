@@ -90,7 +90,7 @@ def test_numbers_keep_every_digit_on_their_way_to_a_batch(number, tmp_path: Path
     dataset = Items(lambda i: number(times[i]), 40)
 
     (batch,) = stoker.cached(
-        dataset, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"readers": 0}
+        dataset, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"workers": 0}
     )
 
     (served,) = (value for value in batch.values() if torch.is_tensor(value) and value.is_floating_point())
@@ -431,9 +431,9 @@ def test_a_hanging_item_does_not_hold_up_the_end_of_the_program() -> None:
     assert "StalledError: probing __main__.Hangs: item 0 did not arrive" in done.stderr
 
 
-@pytest.mark.parametrize("readers", [0, None])
+@pytest.mark.parametrize("workers", [0, None])
 def test_a_connection_opened_in_init_is_named_with_what_to_do(
-    tmp_path: Path, readers: int | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, workers: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Rows(Items):
         def __init__(self) -> None:
@@ -442,7 +442,7 @@ def test_a_connection_opened_in_init_is_named_with_what_to_do(
 
     rows = Rows()
     with pytest.raises(SourceError, match=r"dataset\.db is an open database.*first use in __getitem__"):
-        stoker.cached(rows, cache_dir=tmp_path, precompute={"readers": readers})
+        stoker.cached(rows, cache_dir=tmp_path, precompute={"workers": workers})
     rows.db.close()
     assert len(caplog.records) <= 1
 

@@ -39,7 +39,7 @@ class Items:
         (lambda i, h=HERE: {"a": 1 / (os.getpid() == h or i != 8)}, r"sample 8 can be .*ZeroDivisionError"),
         (
             lambda i, h=HERE: 1 if os.getpid() == h else os._exit(3),
-            r"read item 0 exited with code 3\. Readers",
+            r"read item 0 exited with code 3\. Workers",
         ),
     ],
     ids=["fails", "ends"],
@@ -64,7 +64,7 @@ def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
         stoker.cached(dataset, cache_dir=tmp_path, device="cpu")
 
     assert not list(tmp_path.rglob("shard-*"))
-    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"readers": 0})
+    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"workers": 0})
     assert next(iter(loader))["data"].unique().tolist() == [HERE]
 
 
@@ -100,9 +100,9 @@ def test_frozen_draws_are_the_same_in_every_process_and_leave_the_callers_alone(
     loaders = [
         stoker.cached(
             Noisy(), cache_dir=folder, device="cpu", order="sequential", random="freeze",
-            precompute={"readers": readers},
+            precompute={"workers": workers},
         )
-        for folder, readers in zip(folders, (0, 1), strict=True)
+        for folder, workers in zip(folders, (0, 1), strict=True)
     ]  # fmt: skip
     drawn = torch.rand(1)
 
@@ -158,7 +158,7 @@ class Mine(Dataset):
     def __len__(self): return 40
     def __getitem__(self, i): return {"x": torch.ones(3) * i * SCALE, "label": "odd" if i % 2 else "even"}
 loader = stoker.cached(Mine(), cache_dir=sys.argv[1], device="cpu", batch_size=40, order="sequential",
-                       precompute={"readers": 1}, text={"label": ["even", "odd"]})
+                       precompute={"workers": 1}, text={"label": ["even", "odd"]})
 batch = next(iter(loader))
 assert batch["x"][7].tolist() == [21.0] * 3 and batch["label"][:3].tolist() == [0, 1, 0], batch
 """
@@ -167,7 +167,7 @@ assert batch["x"][7].tolist() == [21.0] * 3 and batch["label"][:3].tolist() == [
 @pytest.mark.parametrize(
     "notebook", [pytest.param(False, id="script", marks=pytest.mark.slow), pytest.param(True, id="notebook")]
 )
-def test_a_dataset_of_a_script_or_notebook_is_read_by_readers(tmp_path: Path, notebook: bool) -> None:
+def test_a_dataset_of_a_script_or_notebook_is_read_by_workers(tmp_path: Path, notebook: bool) -> None:
     (tmp_path / "main.py").write_text(MAIN)
     words = [str(tmp_path / "main.py")]
     if notebook:  # as a notebook does: code without a file, in the namespace of __main__

@@ -1,4 +1,4 @@
-"""Members that cannot go to reader processes are named before anything starts; what travels may go."""
+"""Members that cannot go to worker processes are named before anything starts; what travels may go."""
 
 import functools
 import io
@@ -79,7 +79,7 @@ def test_a_handle_is_named_with_its_path(tmp_path: Path, kind: str) -> None:
     said = str(caught.value)
     assert f"dataset.dataset.files[1]['last'].inner is {called}" in said
     assert "first use" in said
-    assert "precompute={'readers': 0}" in said
+    assert "precompute={'workers': 0}" in said
     if hasattr(handle, "close"):
         handle.close()
     elif kind == "hdf5":

@@ -120,7 +120,7 @@ def test_marks_and_environments_travel_with_their_records(tmp_path: Path) -> Non
     assert found == {"cpu": ([*range(6)], [1, 4]), "tpu": ([*range(6, 12)], [7, 10])}
 
 
-def test_readers_of_the_earlier_generation_go_on(tmp_path: Path) -> None:
+def test_workers_of_the_earlier_generation_go_on(tmp_path: Path) -> None:
     source = FakeSource()
     early = make_short(tmp_path, source)
 

@@ -109,7 +109,7 @@ def test_auto_leaves_alone_what_it_cannot_make_smaller(tmp_path: Path) -> None:
     smooth = Arrays({"data": torch.zeros((8, 4096), dtype=torch.uint8)})
 
     kinds = [
-        precompute(source, None, tmp_path, name=name, readers=0, compression="auto", progress=False)
+        precompute(source, None, tmp_path, name=name, workers=0, compression="auto", progress=False)
         .shard(0)
         .compression
         for name, source in (("noise", noise), ("smooth", smooth))
@@ -251,7 +251,7 @@ def test_merged_shards_stay_as_most_of_them_were(tmp_path: Path) -> None:
 
 def test_a_complete_cache_stays_as_it_is_whatever_a_later_run_asks_for(tmp_path: Path) -> None:
     arrays = {"data": torch.arange(40_000).reshape(8, 5000)}
-    make = {"readers": 0, "progress": False, "name": "x"}
+    make = {"workers": 0, "progress": False, "name": "x"}
     first = precompute(Arrays(arrays), None, tmp_path, compression="zstd", **make)
 
     again = precompute(Arrays(arrays), None, tmp_path, compression="none", **make)

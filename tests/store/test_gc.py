@@ -463,7 +463,7 @@ print(rounds)
 
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_readers_writers_compact_repair_and_gc_at_once(tmp_path: Path) -> None:
+def test_workers_writers_compact_repair_and_gc_at_once(tmp_path: Path) -> None:
     source = FakeSource(parts=[("a", 24)])
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
     for begin in range(0, 24, 4):
@@ -541,7 +541,7 @@ class Failing(FakeEncoder):
         return super().encode(batch)
 
 folder, how = sys.argv[1:]
-settings = {"name": "x", "readers": 0, "progress": None}
+settings = {"name": "x", "workers": 0, "progress": None}
 source = FakeSource((16,))
 precompute(source, FakeEncoder(by_shape=True), folder, **settings)
 failing = Failing()

@@ -38,7 +38,7 @@ def test_files_are_served_from_where_they_lie_as_the_source_reads_them(tmp_path:
     write(tmp_path / "a_Nu0.2.hdf5", values(1))
     source = HDF5Source(tmp_path)
     cache = index_in_place(source, tmp_path / "c", name="a")
-    plain = precompute(source, None, tmp_path / "p", name="a", readers=0)
+    plain = precompute(source, None, tmp_path / "p", name="a", workers=0)
 
     assert len(cache) == 2 * COUNT
     assert cache.complete

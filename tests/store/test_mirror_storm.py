@@ -19,7 +19,7 @@ SECONDS = 40.0
 
 
 @pytest.mark.timeout(400)
-def test_readers_of_one_mirror_smaller_than_the_cache_survive_kills(tmp_path: Path) -> None:
+def test_workers_of_one_mirror_smaller_than_the_cache_survive_kills(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'there'}"
     folder = open_folder(attach(url, tmp_path / "a"), "x", make_recipe(SOURCE, None, dtype=None))
     fill(folder, SOURCE, shard_bytes=3 * MIB)

@@ -171,7 +171,7 @@ def test_what_holds_where_few_files_may_be_open(tmp_path: Path) -> None:
 
 
 def test_shards_are_opened_while_another_one_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that is held while a file is opened makes sixteen readers one."""
+    """A lock that is held while a file is opened makes sixteen workers one."""
     cache = shards_of(tmp_path, 4)
     opened: list[int] = []
     plain = LocalFile.__init__

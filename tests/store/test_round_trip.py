@@ -163,7 +163,7 @@ def test_full_shards_have_equal_rows(tmp_path: Path) -> None:
 
 
 def test_parts_may_interleave(tmp_path: Path) -> None:
-    """Readers finish the end of one file and the beginning of the next in any order."""
+    """Workers finish the end of one file and the beginning of the next in any order."""
     source = FakeSource(parts=[(f"p{i}", 3) for i in range(7)])
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
     writer = folder.writer()

@@ -106,7 +106,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     held: list[set[int]] = []
 
     for rank in range(3):
-        pull(url, tmp_path / str(rank), wanted=Wanted(rank=rank, world=3))
+        pull(url, tmp_path / str(rank), wanted=Wanted(rank=rank, world_size=3))
         cache = open_cache(tmp_path / str(rank) / "x", require_complete=False)
         held.append({*cache.numbers.tolist()})
         assert {*range(16 * rank // 3, 16 * (rank + 1) // 3)} <= held[-1]
@@ -188,7 +188,7 @@ def test_two_pulls_at_once_into_one_folder_keep_the_shards_of_both(tmp_path: Pat
 
     def half(rank: int) -> None:
         begin.wait(60)
-        pull(url, tmp_path / "b", wanted=Wanted(rank=rank, world=2))
+        pull(url, tmp_path / "b", wanted=Wanted(rank=rank, world_size=2))
 
     with ThreadPoolExecutor(2) as pool:
         for one in [pool.submit(half, rank) for rank in (0, 1)]:
@@ -200,12 +200,12 @@ def test_two_pulls_at_once_into_one_folder_keep_the_shards_of_both(tmp_path: Pat
 def test_a_pull_counts_what_came_while_it_waited_for_the_index(tmp_path: Path) -> None:
     source = FakeSource()
     url = pushed(tmp_path, source)
-    pulled = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world=2)).path)
+    pulled = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2)).path)
     (pulled / "index.json").unlink()
     rest = {path.name: path for path in Path(pull(url, tmp_path / "c").path).glob("shard-*")}
     with ThreadPoolExecutor(1) as pool:
         with lock_folder(pulled, "index"):
-            again = pool.submit(pull, url, tmp_path / "b", wanted=Wanted(rank=0, world=2))
+            again = pool.submit(pull, url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2))
             wait([again], timeout=0.5)
             for name, path in rest.items():
                 shutil.copy(path, pulled / name)
@@ -221,7 +221,7 @@ def test_no_index_is_written_while_another_process_writes_it(
     source = FakeSource()
     url = pushed(tmp_path, source)
     there, mirrors = f"file://{tmp_path / 'there2'}", tmp_path / "m"
-    folder = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world=2)).path)
+    folder = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2)).path)
     if way == "push":
         folder = Path(push(tmp_path / "a" / "x", there, mirror_dir=mirrors).path)
         folder = attach(there, mirrors) / "x" / folder.name

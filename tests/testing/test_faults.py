@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.store import make_recipe
 from stoker.testing import Fault, FaultySource, check_source
 from tests.precompute.fake_sources import FakeSource
@@ -17,9 +17,9 @@ from tests.precompute.fake_sources import FakeSource
 PAGE = Path(__file__).parent.parent.parent / "docs" / "sources.md"
 
 
-def run(source, folder: Path, *, readers: int = 1, read_s: float = 30.0):
+def run(source, folder: Path, *, workers: int = 1, read_s: float = 30.0):
     settings = PrecomputeSettings(
-        progress=None, readers=readers, max_quarantined=1.0, deadlines=Deadlines(open=read_s, read=read_s)
+        progress=None, workers=workers, max_quarantined=1.0, timeouts=Timeouts(open=read_s, read=read_s)
     )
     return run_precompute(source, None, folder, name="c", settings=settings)
 
@@ -61,7 +61,7 @@ def test_a_sample_that_always_fails_is_quarantined_and_one_that_fails_once_is_no
 
 def test_a_slow_sample_is_late_and_right_and_a_corrupt_one_is_silently_wrong(tmp_path: Path) -> None:
     faults = [Fault("slow", {1}, seconds=0.01), Fault("corrupt", {2, 4})]
-    report = run(FaultySource(FakeSource((6,)), faults), tmp_path, readers=0)
+    report = run(FaultySource(FakeSource((6,)), faults), tmp_path, workers=0)
 
     sound = FakeSource((6,))
     wrong = [n for n in range(6) if not np.array_equal(report.cache[n]["data"], sound.read(n)["data"])]

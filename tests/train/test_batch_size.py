@@ -173,7 +173,7 @@ def test_not_even_one(model: nn.Module) -> None:
 def test_batches_of_a_loader_are_repeated_and_its_place_kept(model: nn.Module, tmp_path) -> None:
     dataset = [{"x": torch.ones(3) * i, "boxes": torch.ones(1 + i % 3, 4), "y": i} for i in range(40)]
     loader = stoker.cached(
-        dataset, name="rows", cache_dir=tmp_path, device="cpu", batch_size=6, precompute={"readers": 0}
+        dataset, name="rows", cache_dir=tmp_path, device="cpu", batch_size=6, precompute={"workers": 0}
     )
     next(iter(loader))
     state, shapes = loader.state_dict(), {}

@@ -26,8 +26,8 @@ from tests.train.fakes import FakeLoader, waves
 class Threads(Ranks):
     """One rank of several; they meet at a barrier and read what the others wrote."""
 
-    def __init__(self, rank: int, world: int, meeting: threading.Barrier, board: list[Any]) -> None:
-        self.rank, self.world, self._meeting, self._board = rank, world, meeting, board
+    def __init__(self, rank: int, world_size: int, meeting: threading.Barrier, board: list[Any]) -> None:
+        self.rank, self.world_size, self._meeting, self._board = rank, world_size, meeting, board
 
     def tell(self, text: str, what: str) -> list[str]:
         self._board[self.rank] = text
@@ -42,25 +42,25 @@ class Threads(Ranks):
 
     def mean(self, values: Tensor, what: str) -> Tensor:
         flat = self.sums(values.flatten().tolist(), what)
-        return (torch.tensor(flat, dtype=values.dtype) / self.world).reshape(values.shape)
+        return (torch.tensor(flat, dtype=values.dtype) / self.world_size).reshape(values.shape)
 
 
-def together(world: int, work: Callable[[Ranks], Any]) -> list[Any]:
+def together(world_size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """What `work` returns or raises on each rank."""
-    meeting, board = threading.Barrier(world), [None] * world
+    meeting, board = threading.Barrier(world_size), [None] * world_size
 
     def one(rank: int) -> Any:
         try:
-            return work(Threads(rank, world, meeting, board))
+            return work(Threads(rank, world_size, meeting, board))
         except Exception as error:
             return error
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, range(world)))
+        return list(pool.map(one, range(world_size)))
 
 
 @pytest.mark.parametrize(("world", "samples"), [(2, 5), (3, 2), (4, 9)])
-def test_ranks_evaluate_the_whole_set_each_example_once(world: int, samples: int) -> None:
+def test_ranks_evaluate_the_whole_set_each_example_once(world_size: int, samples: int) -> None:
     latent = waves(samples=7)
     model = LatentOperator(OperatorShape(tokens=4, dim=4, cond=0, width=8, depth=1, heads=2), seed=0)
     torch.nn.init.normal_(model.leave.weight, std=0.1)
@@ -70,7 +70,9 @@ def test_ranks_evaluate_the_whole_set_each_example_once(world: int, samples: int
         return evaluate(model, batches, {}, stride=1, samples=samples, ranks=ranks)
 
     whole = judge(latent, ALONE)
-    found = together(world, lambda r: judge(latent[7 * r.rank // world : 7 * (r.rank + 1) // world], r))
+    found = together(
+        world_size, lambda r: judge(latent[7 * r.rank // world_size : 7 * (r.rank + 1) // world_size], r)
+    )
 
     assert found[1:] == found[:-1], "a decision that depends on it is the same everywhere"
     assert (found[0].windows, found[0].rollout_steps) == (whole.windows, whole.rollout_steps) == (56, 8)

@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
     folder = tmp_path_factory.mktemp("data")
     write_burgers(folder / "1D_Burgers_Sols_Nu0.01.hdf5", samples=4)
     source = stoker.HDF5Source(str(folder / "*.hdf5"), preset="pdebench")
-    return stoker.precompute(source, keeping(ENCODER, "data"), folder / "cache", name="b", readers=0)
+    return stoker.precompute(source, keeping(ENCODER, "data"), folder / "cache", name="b", workers=0)
 
 
 @pytest.fixture(scope="module")

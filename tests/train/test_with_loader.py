@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         write_burgers(folder / f"1D_Burgers_Sols_Nu{nu}.hdf5", samples=6, nu=nu)
     source = stoker.HDF5Source(str(folder / "*.hdf5"), preset="pdebench")
     encoder = stoker.GridEncoder(channels=1, grid=(1, 32), patch=(1, 4), tokens=8, dim=4, seed=0)
-    return stoker.precompute(source, encoder, folder / "cache", name="b", readers=0)
+    return stoker.precompute(source, encoder, folder / "cache", name="b", workers=0)
 
 
 def run(cache: stoker.Cache, folder: Path, *, sink: Any = None, seed: int = 0, **changes: Any) -> TrainReport:

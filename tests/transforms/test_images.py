@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 def cache_of(root: Path, **settings: object) -> stoker.Cache:
     name = "_".join(settings)
     source = stoker.ImageSource(root, "voc", **settings)  # type: ignore[arg-type]
-    return stoker.precompute(source, None, root.parent / "cache", name=name, readers=0)
+    return stoker.precompute(source, None, root.parent / "cache", name=name, workers=0)
 
 
 @pytest.mark.parametrize("fit", ["stretch", "letterbox"])
@@ -53,7 +53,7 @@ def test_images_of_a_tar_file_are_decoded_and_a_wrong_field_is_explained(root: P
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
-    cache = stoker.precompute(TarSource(path), None, root.parent / "cache", name="tar", readers=0)
+    cache = stoker.precompute(TarSource(path), None, root.parent / "cache", name="tar", workers=0)
 
     def first(decode: Decode, **more: str) -> RecordBatch:
         return next(iter(stoker.Loader(cache, 4, transforms=[decode], **more)))

@@ -49,9 +49,9 @@ def examples_of(cache: Cache, epoch: int = 0, **changes: Any) -> dict[tuple[int,
     """What every example became, over all ranks."""
     given = {"batch_size": 8, "windows": WINDOWS, "transforms": TRANSFORMS, "seed": 3, **changes}
     found: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    world = given.pop("world", 1)
-    for rank in range(world):
-        loader = Loader(cache, rank=rank, world=world, drop_last=False, **given)
+    world_size = given.pop("world", 1)
+    for rank in range(world_size):
+        loader = Loader(cache, rank=rank, world_size=world_size, drop_last=False, **given)
         loader.set_epoch(epoch)
         for batch in loader:
             for i, index in enumerate(batch.index.tolist()):
@@ -67,17 +67,17 @@ def measure_of(cache: Cache, epoch: int) -> Any:
 @settings(deadline=None, max_examples=30)
 @given(
     tier=st.sampled_from(["host", "disk"]),
-    world=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     batch_size=st.integers(1, 40),
     epoch=st.integers(0, 2),
 )
 def test_augmentation_belongs_to_the_example(
-    cache: Cache, tier: str, world: int, batch_size: int, epoch: int
+    cache: Cache, tier: str, world_size: int, batch_size: int, epoch: int
 ) -> None:
     """Whatever the tier, batch size and ranks: batch size 8 of one rank from memory is the measure."""
     expected = measure_of(cache, epoch)
 
-    found = examples_of(cache, epoch, tier=tier, world=world, batch_size=batch_size)
+    found = examples_of(cache, epoch, tier=tier, world_size=world_size, batch_size=batch_size)
 
     assert found.keys() == expected.keys()
     for index, states in expected.items():

@@ -1,4 +1,4 @@
-"""The command line: parse, one call into `stoker.pipeline` or `stoker.store`, print.
+"""The command line: parse, one call into `stoker.run` or `stoker.store`, print.
 
 README.md has the map of this folder.
 """

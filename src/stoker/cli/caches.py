@@ -72,8 +72,8 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> None:
     from stoker.cli import output
     from stoker.config import load_config
-    from stoker.pipeline.context import Run
-    from stoker.pipeline.precompute import repair_cache
+    from stoker.run.context import Run
+    from stoker.run.precompute import repair_cache
 
     if config is None and overrides:
         raise ConfigError(f"settings ({', '.join(overrides)}) go with --config, which is not given")
@@ -196,8 +196,8 @@ def stage(
         raise typer.BadParameter("--dry-run and --force go with --prune")
     from stoker.cli import output
     from stoker.config import load_config
-    from stoker.pipeline.context import Run
-    from stoker.pipeline.staging import prune_staged, stage_config, stage_folder
+    from stoker.run.context import Run
+    from stoker.run.staging import prune_staged, stage_config, stage_folder
 
     run = Run(load_config(config, overrides or []))
     if prune:
@@ -247,7 +247,7 @@ def pull(
     rank: Annotated[
         int | None, typer.Option(min=0, help="Only what this rank reads in the order static(WORLD).")
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks there are.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks there are.")] = None,
     records: Annotated[
         str | None, typer.Option(metavar="FIRST:STOP", help="Only shards that hold these samples.")
     ] = None,
@@ -260,12 +260,12 @@ def pull(
     \b
     Example:
       stoker pull s3://bucket/caches/burgers1d_train
-      stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world 8
+      stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world-size 8
     """
     from stoker.store.mirror.transfer import Wanted
     from stoker.store.mirror.transfer import pull as run
 
-    wanted = Wanted(rank=rank, world=world, records=_range(records))
+    wanted = Wanted(rank=rank, world_size=world_size, records=_range(records))
     with Teller(out) as teller:
         report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
     out.show(report, render_transfer)

@@ -38,7 +38,7 @@ from stoker.scale.place import Place, find_place
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.pipeline.context import Run
+    from stoker.run.context import Run
     from stoker.schema import Json as JsonValue
 
 
@@ -69,7 +69,7 @@ def joined(config: Config) -> Generator[Run]:
         StalledError: The meeting point of the ranks is not there.
     """
     place = find_place(os.environ)
-    from stoker.pipeline.context import Run
+    from stoker.run.context import Run
 
     if place is None:
         yield Run(config)
@@ -93,8 +93,8 @@ def refuse_ranks(command: str) -> None:
     place = find_place(os.environ)
     if place is not None:
         raise ConfigError(
-            f"`stoker {command}` runs in one process, and this is rank {place.rank} of {place.world}. Run it "
-            "without torchrun; train and precompute are made for several"
+            f"`stoker {command}` runs in one process, and this is rank {place.rank} of {place.world_size}. "
+            "Run it without torchrun; train and precompute are made for several"
         )
 
 

@@ -95,9 +95,9 @@ class EarlierPrecomputeFlags:
         "cache_dir": "training.latent_cache_dir", "cache_dtype": "training.latent_cache_dtype",
         "device": "training.device", "batch_size": "precompute.encode_batch",
         "pin_memory": "training.pin_memory", "overwrite": "precompute.overwrite",
-        "dataloader_timeout": "precompute.deadlines.start",
-        "cache_write_timeout": "precompute.deadlines.write",
-        "watchdog_timeout": "precompute.deadlines.encode",
+        "dataloader_timeout": "precompute.timeouts.start",
+        "cache_write_timeout": "precompute.timeouts.write",
+        "watchdog_timeout": "precompute.timeouts.encode",
     }  # fmt: skip
     """The setting of each flag that is one."""
 
@@ -129,10 +129,10 @@ class EarlierPrecomputeFlags:
         float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
     ] = None
     cache_write_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.deadlines.write.")
+        float | None, typer.Option(metavar="S", help="precompute.timeouts.write.")
     ] = None
     watchdog_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
+        float | None, typer.Option(metavar="S", help="precompute.timeouts.encode, the first call included.")
     ] = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
@@ -152,8 +152,8 @@ class EarlierPrecomputeFlags:
         given = {
             **{key: getattr(self, name) for name, key in self.KEYS.items()},
             "training.num_workers": 0 if self.parallel is False else workers,
-            "precompute.deadlines.open": file_s,
-            "precompute.deadlines.read": file_s,
+            "precompute.timeouts.open": file_s,
+            "precompute.timeouts.read": file_s,
         }
         return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
 

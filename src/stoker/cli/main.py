@@ -173,7 +173,7 @@ def precompute(
     path, overrides = config_and_overrides(words or [], config)
     settings = load_settings(out, path, flags.settings(overrides))
     from stoker.cli import output
-    from stoker.pipeline.precompute import precompute_config
+    from stoker.run.precompute import precompute_config
 
     with joined(settings) as run:
         result = precompute_config(run, splits=split_words(splits or []), manifest=manifest)
@@ -216,8 +216,8 @@ def plan(
     refuse_words(words or [])
     settings = load_settings(out, *config_and_overrides(words or []))
     from stoker.cli import output
-    from stoker.pipeline.context import Run
-    from stoker.pipeline.plan import plan_config, plan_tasks
+    from stoker.run.context import Run
+    from stoker.run.plan import plan_config, plan_tasks
 
     run = Run(settings)
     if len(run.tasks) > 1:
@@ -263,7 +263,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     asked += [] if epochs is None else [f"training.epochs={epochs}"]
     path, overrides = config_and_overrides(words or [], config)
     settings = load_settings(out, path, [*overrides, *asked])
-    from stoker.pipeline.stages import with_epochs
+    from stoker.run.stages import with_epochs
 
     settings = with_epochs(settings, stage, epochs)
     run_training(out, settings, live=live, stage=stage)
@@ -283,7 +283,7 @@ def inspect(out: Edge, path: CachePath) -> None:
       stoker inspect data/latent_cache
     """
     from stoker.cli import output
-    from stoker.pipeline.caches import CacheSummary, inspect_path
+    from stoker.run.caches import CacheSummary, inspect_path
 
     found = inspect_path(path)
     if isinstance(found, CacheSummary):
@@ -327,7 +327,7 @@ def validate(
             out.write(settings.to_yaml())
         return
     from stoker.cli import output
-    from stoker.pipeline.validate import failed, validate_config
+    from stoker.run.validate import failed, validate_config
 
     result = validate_config(config, overrides or [], environment=os.environ)
     try:
@@ -363,7 +363,7 @@ def why(
       stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
     """
     from stoker.cli import output
-    from stoker.pipeline.caches import explain
+    from stoker.run.caches import explain
 
     _, overrides = tell_settings(words or [])
     paths = [word for word in words or [] if word not in overrides]

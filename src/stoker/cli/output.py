@@ -24,13 +24,13 @@ from rich.text import Text
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
-    from stoker.pipeline.demo import DemoResult
-    from stoker.pipeline.plan import PlanResult, TaskPlans
-    from stoker.pipeline.precompute import CacheResult, PrecomputeResult, RepairResult
-    from stoker.pipeline.staging import StageReport
-    from stoker.pipeline.train import TrainResult
-    from stoker.pipeline.validate import Validation
+    from stoker.run.caches import CacheFolder, CacheSummary, Explanation
+    from stoker.run.demo import DemoResult
+    from stoker.run.plan import PlanResult, TaskPlans
+    from stoker.run.precompute import CacheResult, PrecomputeResult, RepairResult
+    from stoker.run.staging import StageReport
+    from stoker.run.train import TrainResult
+    from stoker.run.validate import Validation
     from stoker.schema import Field, Json, Schema
     from stoker.store import BadRecord, VerifyReport
     from stoker.store.gc import GcItem, GcReport
@@ -416,7 +416,7 @@ def repair(result: RepairResult, console: Console) -> None:
     if result.ok:
         console.print("complete: every sample is stored or quarantined")
         return
-    from stoker.pipeline.precompute import number_ranges
+    from stoker.run.precompute import number_ranges
 
     count = len(result.missing)
     have = f"{format_count(count, 'sample')} {'has' if count == 1 else 'have'}"
@@ -440,7 +440,7 @@ def compact(result: CompactReport, console: Console) -> None:
         console.print(f"nothing to merge: {format_count(result.shards_after, 'shard')}")
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
-        console.print(f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them")
+        console.print(f"{size} of superseded shards stay for open workers; {_cleaner(result)} removes them")
     left = [f"  {one.shard}: {_fact(one.shard, one.why)}" for one in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:

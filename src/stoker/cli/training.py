@@ -20,9 +20,9 @@ from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
-    from stoker.pipeline.train import TrainResult
     from stoker.profile.result import Profile
+    from stoker.run.bench import BenchResult, EncodeBench, Figure, ServedJob
+    from stoker.run.train import TrainResult
 
 
 def load_settings(out: Edge, path: Path, overrides: Sequence[str], *, earlier: bool = False) -> Config:
@@ -39,7 +39,7 @@ def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage
     """Encode what is missing, train and print the result; `live` None: a screen on a terminal alone."""
     from stoker.cli import output
     from stoker.cli.output import watching
-    from stoker.pipeline.train import train_config
+    from stoker.run.train import train_config
 
     drawn = out.notes.is_terminal if live is None else live
     started = started_ns() / 1e9
@@ -111,7 +111,7 @@ def demo(
     if database is not None:
         raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
     from stoker.cli import output
-    from stoker.pipeline.demo import run_demo
+    from stoker.run.demo import run_demo
 
     result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
     out.show(result, output.demo)
@@ -162,15 +162,15 @@ def bench(
     if words and words[0] == "encode":
         out.show(_encode(words[1:]), show_encode)
         return
-    from stoker.pipeline.bench import run_bench
+    from stoker.run.bench import run_bench
 
     out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
 
 
 def _encode(words: list[str]) -> EncodeBench:
     from stoker.config import load_config
-    from stoker.pipeline.bench import bench_encode
-    from stoker.pipeline.context import Run
+    from stoker.run.bench import bench_encode
+    from stoker.run.context import Run
 
     return bench_encode(Run(load_config(*config_and_overrides(words))))
 
@@ -200,8 +200,8 @@ def show_encode(result: EncodeBench, console: Console) -> None:
 
 def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
     from stoker.config import load_config
-    from stoker.pipeline.bench import job_of_cache, job_of_config
-    from stoker.pipeline.context import Run
+    from stoker.run.bench import job_of_cache, job_of_config
+    from stoker.run.context import Run
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -302,8 +302,8 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     most = None if budget is None else _budget(budget)
     prices = _prices(price or [])
-    from stoker.pipeline.folders import require_writable
     from stoker.profile.page import write_page
+    from stoker.run.folders import require_writable
 
     require_writable(page.parent, "the folder of --page")
     if what.suffix.lower() in {".yaml", ".yml"}:
@@ -331,8 +331,8 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
-    from stoker.pipeline.context import Run
-    from stoker.pipeline.profile import profile_config
+    from stoker.run.context import Run
+    from stoker.run.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double

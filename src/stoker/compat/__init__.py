@@ -119,7 +119,7 @@ GONE = {
     "stoker.precompute and stoker.Loader",
     "GridLatentPairDataset": "encoding is not a dataset's work: build_parallel_latent_loader with the same "
     "dataset, encoder, coords, grid_shape and field_name",
-    "ProgressWatchdog": "stoker.precompute watches every stage from its start: deadlines={'encode': 120}, or "
+    "ProgressWatchdog": "stoker.precompute watches every stage from its start: timeouts={'encode': 120}, or "
     "`stoker compat precompute --watchdog-timeout 120`",
 }
 """Earlier names that are not offered, and what does their work."""

@@ -38,7 +38,7 @@ from stoker.train.config import STAGES
 
 RENAMED: Mapping[str, str] = {
     "data.patch_size": "encoder.patch_size",
-    "training.num_workers": "precompute.readers",
+    "training.num_workers": "precompute.workers",
     "training.learning_rate": "training.lr",
     "training.max_grad_norm": "training.grad_clip",
     "precompute.identity": "identity",
@@ -57,7 +57,7 @@ IGNORED: Mapping[str, str] = {
     "training.prefetch_factor": "depth follows the measured latency",
     "training.persistent_workers": "serving uses no worker processes",
     "training.num_gpus": "`torchrun --nproc-per-node N -m stoker train CONFIG` starts one process for each",
-    "training.use_parallel_encoding": "readers read, one process encodes",
+    "training.use_parallel_encoding": "workers read, one process encodes",
 }
 """Earlier name to why it has no effect."""
 
@@ -245,8 +245,8 @@ def of_then(given: dict[str, object], overrides: dict[str, object], where: str) 
 
 def lift_sequential(file: Layer, overrides: Mapping[str, object]) -> None:
     """Let `training.use_parallel_encoding=true` on the command line lift the file's `num_workers: 0`."""
-    if overrides.get("training.use_parallel_encoding") is True and file.values.get("precompute.readers") == 0:
-        del file.values["precompute.readers"]
+    if overrides.get("training.use_parallel_encoding") is True and file.values.get("precompute.workers") == 0:
+        del file.values["precompute.workers"]
 
 
 def is_earlier(given: Mapping[str, object]) -> bool:

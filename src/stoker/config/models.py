@@ -436,11 +436,11 @@ class TrainingConfig(SettingsSection):
     """How floats are stored, all or by field; null: as encoded, the default but for the grid encoder."""
 
 
-class DeadlinesConfig(SettingsSection):
+class TimeoutsConfig(SettingsSection):
     """Seconds without progress after which a stage counts as stalled."""
 
     start: PositiveFloat = 60.0
-    """Starting a reader process."""
+    """Starting a worker process."""
     open: PositiveFloat = 60.0
     """Opening a file."""
     read: PositiveFloat = 60.0
@@ -454,8 +454,8 @@ class DeadlinesConfig(SettingsSection):
 class PrecomputeConfig(SettingsSection):
     """Filling the cache."""
 
-    readers: CountInt | None = None
-    """Reader processes; 0 reads in this process, without deadlines; null: as many as pay."""
+    workers: CountInt | None = None
+    """Worker processes; 0 reads in this process, without timeouts; null: as many as pay."""
     devices: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
     """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001
@@ -482,7 +482,7 @@ class PrecomputeConfig(SettingsSection):
     ray: RayConfig = RayConfig()
     options: dict[str, JsonValue] | None = None
     """Settings of an engine that another package adds (docs/plugins.md)."""
-    deadlines: DeadlinesConfig = DeadlinesConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
 
 
 class VerifyConfig(SettingsSection):

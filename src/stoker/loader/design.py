@@ -418,7 +418,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     if lengths is not None and cuts is not None:  # windows: as long as their records
         lengths = lengths[examples.locate(np.arange(examples.count), examples.first)[0]]
     order = order_of(options, outputs, examples.count, draws, lengths)
-    places = replace(places, own=own_records(order, examples, options.rank, options.world))
+    places = replace(places, own=own_records(order, examples, options.rank, options.world_size))
     found = Found(
         places=places,
         examples=examples,
@@ -504,10 +504,10 @@ def order_of(
     """The order of `count` examples that was asked for; `lengths`: of each, where they differ."""
     example_bytes = gathered_bytes(outputs)
     return Order(
-        kind=parse_order(options.order, world=options.world, example_bytes=example_bytes),
+        kind=parse_order(options.order, world_size=options.world_size, example_bytes=example_bytes),
         count=count,
         seed=options.seed,
-        global_batch=options.batch_size * options.world,
+        global_batch=options.batch_size * options.world_size,
         draws=draws,
         lengths=lengths,
     )
@@ -529,7 +529,7 @@ def design(
     """
     static, drop_last = options.static, options.drop_last
     drop_last = static or None if drop_last is None else drop_last
-    share = _share(found.order, options.rank, options.world, drop_last)
+    share = _share(found.order, options.rank, options.world_size, drop_last)
     check_share(share)
     check_static(static, options.tier, share, ragged=any(output.ragged for output in found.outputs))
     demand, claim = found.demand, ledger.claim()
@@ -573,8 +573,8 @@ def check_filling(cache: Cache, options: Options) -> None:
         options.windows is not None and cache.schema[time_field(cache.schema, options.windows.field)].ragged
     )
     wants = {
-        f"world={options.world}": (
-            options.world > 1,
+        f"world_size={options.world_size}": (
+            options.world_size > 1,
             "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
         ),
         "windows over points": (
@@ -658,16 +658,16 @@ def _sizes(cache: Cache, places: Places, outputs: tuple[OutputSpec, ...]) -> NDA
     return np.stack(sizes).sum(axis=0, dtype=np.int64)
 
 
-def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> RankShare:
+def _share(order: Order, rank: int, world_size: int, drop_last: bool | None) -> RankShare:
     """This rank's part; without a word on `drop_last`, training over ranks has it and evaluation has not."""
     sequential = order.kind.kind == "sequential"
     return RankShare(
         positions=order.positions,
-        batch_size=order.global_batch // world,
+        batch_size=order.global_batch // world_size,
         rank=rank,
-        world=world,
-        drop_last=world > 1 and not sequential if drop_last is None else drop_last,
-        contiguous=sequential and world > 1,
+        world_size=world_size,
+        drop_last=world_size > 1 and not sequential if drop_last is None else drop_last,
+        contiguous=sequential and world_size > 1,
     )
 
 

@@ -408,7 +408,7 @@ class Loader(EpochIterable):
         device: str | torch.device = "cpu",
         seed: int = 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         order: str | None = None,
         indices: Sequence[int] | NDArray[Any] | None = None,
         weights: Sequence[float] | NDArray[Any] | Weights | None = None,
@@ -432,7 +432,7 @@ class Loader(EpochIterable):
             windows: How trajectories are cut; None serves whole records.
             tier: `auto`, or the tier that shall hold everything: `device`, `host`, `disk`, `encode`.
             device: Where batches are wanted: `cpu`, `cuda[:i]`, or `auto`: a GPU where there is one.
-            seed, rank, world: The order's seed; this process's part of every global batch.
+            seed, rank, world_size: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`, or
                 `bucket`, `bucket(batches)`: records of similar length in a batch.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
@@ -465,7 +465,7 @@ class Loader(EpochIterable):
             device=cast(torch.device, device),
             seed=seed,
             rank=rank,
-            world=world,
+            world_size=world_size,
             order=order,
             indices=joined_indices(cache, indices),
             weights=weights,
@@ -550,7 +550,7 @@ class Loader(EpochIterable):
         return states.dump(self._serving.design, self._place.at if position is None else position)
 
     def load_state_dict(self, state: dict[str, Any], *, allow_rebatch: bool = False) -> None:
-        """Go on where `state` was taken, at any tier, world size or number of readers.
+        """Go on where `state` was taken, at any tier, world size or number of workers.
 
         Args:
             allow_rebatch: Accept another global batch; its first example is the next one.

@@ -425,7 +425,7 @@ def _check_together(members: Members) -> None:
     """Refuse loaders that cannot take turns.
 
     Raises:
-        ConfigError: They differ in rank, world, device, or whether they serve windows.
+        ConfigError: They differ in rank, world_size, device, or whether they serve windows.
     """
     designs = members.designs
     first = next(iter(designs))
@@ -437,14 +437,14 @@ def _check_together(members: Members) -> None:
             )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
-            ("world", designs[first].share.world, design.share.world),
+            ("world_size", designs[first].share.world_size, design.share.world_size),
             ("device", str(designs[first].device), str(design.device)),
             ("windows", designs[first].windowed, design.windowed),
         ):
             if a != b:
                 raise ConfigError(
                     f"the loaders of {first!r} and {name!r} differ in {what}: {a} and {b}. "
-                    "Loaders of one mixture agree in rank, world, device, and whether they cut windows"
+                    "Loaders of one mixture agree in rank, world_size, device, and whether they cut windows"
                 )
 
 
@@ -673,7 +673,7 @@ class Mixture(EpochIterable):
             names: Of the caches; None: their own.
             seed: Of the turns; each cache gets a seed that is made from it.
             meter: Told how long each batch was waited for.
-            loader: Settings of `Loader`, for caches: `windows`, `tier`, `rank`, `world`, ...
+            loader: Settings of `Loader`, for caches: `windows`, `tier`, `rank`, `world_size`, ...
 
         Raises:
             ConfigError: A setting does not fit the caches or another one.
@@ -777,7 +777,7 @@ class Mixture(EpochIterable):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, at any tier, world size or number of readers.
+        """Go on where `state` was taken, at any tier, world size or number of workers.
 
         Raises:
             StaleStateError: The state belongs to other caches, or another mode, seed or batch size.

@@ -77,7 +77,7 @@ class Options:
     """Given by name, it is looked up."""
     seed: int
     rank: int
-    world: int
+    world_size: int
     order: str
     indices: Sequence[int] | NDArray[Any] | None
     weights: Sequence[float] | NDArray[Any] | Weights | None
@@ -95,11 +95,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cache."""
-        numbers = ("batch_size", "rank", "world", "seed")
+        numbers = ("batch_size", "rank", "world_size", "seed")
         whole = whole_numbers(**{name: getattr(self, name) for name in numbers})
         for name, value in zip(numbers, whole, strict=True):
             object.__setattr__(self, name, value)
-        check_ranks(self.batch_size, self.rank, self.world)
+        check_ranks(self.batch_size, self.rank, self.world_size)
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
@@ -182,7 +182,7 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
     return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
 
 
-_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
+_EXAMPLES = {"batch_size": 64, "rank": 0, "world_size": 1, "seed": 0, "epoch": 0}
 
 
 def check_cache(cache: object, what: str = "the cache") -> None:
@@ -226,8 +226,8 @@ def check_share(share: RankShare) -> None:
         ConfigError: `drop_last` leaves no batch.
     """
     if share.drop_last and share.positions and not share.steps():
-        most = share.positions // share.world
-        ranks = f" on each of {share.world} ranks" if share.world > 1 else ""
+        most = share.positions // share.world_size
+        ranks = f" on each of {share.world_size} ranks" if share.world_size > 1 else ""
         cure = f"Use a batch_size of {most} or less" if most else f"Use at most {share.positions} ranks"
         raise ConfigError(
             f"drop_last leaves no batch of {share.positions} examples: a whole one takes "

@@ -146,12 +146,12 @@ class OrderKind:
         return f"static({self.parts})" if self.kind == "static" else self.kind
 
 
-def parse_order(text: str, *, world: int, example_bytes: int) -> OrderKind:
+def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
     """Read `full`, `block`, `block(64,4096)`, `bucket`, `bucket(50)`, `static`, `static(8)` or `sequential`.
 
     Args:
         text: The kind; numbers left out are chosen from the other arguments.
-        world: Ranks, the parts of a plain `static`.
+        world_size: Ranks, the parts of a plain `static`.
         example_bytes: Bytes read for one example; a plain `block` reads at least 128 KiB at once.
 
     Raises:
@@ -172,7 +172,7 @@ def parse_order(text: str, *, world: int, example_bytes: int) -> OrderKind:
         )
     block_kind, block, window, _, parts = found.groups()
     if not block_kind:
-        return OrderKind(kind="static", parts=int(parts or world))
+        return OrderKind(kind="static", parts=int(parts or world_size))
     size = int(block) if block else max(1, -(-DEFAULT_BLOCK_BYTES // max(1, example_bytes)))
     span = int(window) if window else size * DEFAULT_WINDOW_BLOCKS
     if size < 1 or span < size or span % size:
@@ -628,30 +628,31 @@ def normal(keys: Tensor, count: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------
 # Which positions of an epoch one rank serves, and in batches of which size.
 #
-# `batch_size` is per rank, so a step takes `batch_size * world` consecutive positions, of which rank `r`
+# `batch_size` is per rank, so a step takes `batch_size * world_size` consecutive positions, of which rank `r`
 # has slice `r`: the global batch is the same at every world size. In sequential order (evaluation) each
 # rank has one contiguous piece instead, and no example is served twice.
 
 
-def check_ranks(batch_size: int, rank: int, world: int) -> None:
+def check_ranks(batch_size: int, rank: int, world_size: int) -> None:
     """Refuse a batch without examples, and a rank outside the world.
 
     Raises:
         ConfigError: As said.
     """
-    if batch_size < 1 or not 0 <= rank < world:
+    if batch_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
-            f"batch_size {batch_size}, rank {rank} of {world}. Expected batch_size >= 1 and 0 <= rank < world"
+            f"batch_size {batch_size}, rank {rank} of {world_size}. Expected batch_size >= 1 "
+            "and 0 <= rank < world_size"
         )
 
 
-def own_records(order: Order, examples: Examples, rank: int, world: int) -> tuple[int, int | None]:
+def own_records(order: Order, examples: Examples, rank: int, world_size: int) -> tuple[int, int | None]:
     """First and one past the last record that a rank may ever serve: in static order those of its parts."""
     parts = order.kind.parts
     if order.kind.kind != "static" or order.draws is not None:
         return 0, None
-    begin = order.count * (rank * parts // world) // parts
-    end = order.count * -(-(rank + 1) * parts // world) // parts
+    begin = order.count * (rank * parts // world_size) // parts
+    end = order.count * -(-(rank + 1) * parts // world_size) // parts
     if begin == end:
         return 0, None
     if examples.per_record:
@@ -669,7 +670,7 @@ class RankShare:
     batch_size: int
     """Examples in a batch of one rank."""
     rank: int
-    world: int
+    world_size: int
     drop_last: bool
     """Leave out the last, short step; every rank then has the same number of batches."""
     contiguous: bool
@@ -677,26 +678,28 @@ class RankShare:
 
     def __post_init__(self) -> None:
         """Refuse ranks and sizes that are none."""
-        check_ranks(self.batch_size, self.rank, self.world)
+        check_ranks(self.batch_size, self.rank, self.world_size)
 
     @property
     def step(self) -> int:
         """Positions of one step over all ranks: the global batch."""
-        return self.batch_size * self.world
+        return self.batch_size * self.world_size
 
     @property
     def _own(self) -> range:
         """Positions of a contiguous rank."""
-        return range(self.positions * self.rank // self.world, self.positions * (self.rank + 1) // self.world)
+        return range(
+            self.positions * self.rank // self.world_size, self.positions * (self.rank + 1) // self.world_size
+        )
 
     def steps(self, position: int = 0) -> int:
         """Batches that this rank serves from `position` to the end of the epoch."""
         if self.contiguous:
-            left, size = len(self._own) - position // self.world, self.batch_size
+            left, size = len(self._own) - position // self.world_size, self.batch_size
         else:
             left, size = self.positions - position, self.step
         if self.drop_last and self.contiguous:
-            return max(0, self.positions // self.world - position // self.world) // size
+            return max(0, self.positions // self.world_size - position // self.world_size) // size
         if self.drop_last:
             return max(0, left) // size
         whole, rest = divmod(max(0, left), size)
@@ -706,13 +709,13 @@ class RankShare:
         """Examples of this rank in a last step of `rest` positions."""
         if self.contiguous:
             return rest
-        return rest * (self.rank + 1) // self.world - rest * self.rank // self.world
+        return rest * (self.rank + 1) // self.world_size - rest * self.rank // self.world_size
 
     def whole_and_tail(self, position: int) -> tuple[int, int]:
         """From `position` on: how many full batches this rank serves, and examples in the short last one."""
         steps = self.steps(position)
         if self.contiguous:
-            own, size = len(self._own) - position // self.world, self.batch_size
+            own, size = len(self._own) - position // self.world_size, self.batch_size
         else:
             own, size = self.positions - position, self.step
         whole = min(steps, own // size)
@@ -721,19 +724,19 @@ class RankShare:
     def take(self, ids: Ids, position: int, steps: int) -> Any:
         """Examples of this rank in `steps` whole steps from `position`, in the order they are served."""
         if self.contiguous:
-            begin = self._own.start + position // self.world
+            begin = self._own.start + position // self.world_size
             return ids(begin, begin + steps * self.batch_size)
         examples = ids(position, position + steps * self.step)
-        if self.world == 1:
+        if self.world_size == 1:
             return examples
-        return examples.reshape(steps, self.world, self.batch_size)[:, self.rank].reshape(-1)
+        return examples.reshape(steps, self.world_size, self.batch_size)[:, self.rank].reshape(-1)
 
     def take_tail(self, ids: Ids, position: int) -> Any:
         """Examples of this rank in the short last step, which begins at `position`."""
         if self.contiguous:
-            return ids(self._own.start + position // self.world, self._own.stop)
+            return ids(self._own.start + position // self.world_size, self._own.stop)
         rest = self.positions - position
-        begin = rest * self.rank // self.world
+        begin = rest * self.rank // self.world_size
         return ids(position + begin, position + begin + self._tail(rest))
 
 

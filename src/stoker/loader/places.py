@@ -122,7 +122,7 @@ def lengths_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
 # ----------------------------------------------------------------------------------------------------------
 # Which positions of an epoch one rank serves, and in batches of which size.
 #
-# `batch_size` is per rank, so a step takes `batch_size * world` consecutive positions, of which rank `r`
+# `batch_size` is per rank, so a step takes `batch_size * world_size` consecutive positions, of which rank `r`
 # has slice `r`: the global batch is the same at every world size. In sequential order (evaluation) each
 # rank has one contiguous piece instead, and no example is served twice.
 

@@ -292,7 +292,7 @@ class UpcomingBlocks:
         if steps:
             own = self._blocks(share.take(ids, position, steps))
             end = position + steps * share.step
-            alone = share.world == 1 or share.contiguous
+            alone = share.world_size == 1 or share.contiguous
             every = own if alone else self._blocks(ids(position, end))
         else:
             own = self._blocks(share.take_tail(ids, position))

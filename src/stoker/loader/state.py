@@ -1,6 +1,6 @@
 """A loader's state: a few numbers that say which example comes next.
 
-The state holds at another tier, another number of readers and another world size, because the order is a pure
+The state holds at another tier, another number of workers and another world size, because the order is a pure
 function of what it contains. Anything else that decides an example must be the same when it is loaded.
 """
 
@@ -28,9 +28,9 @@ VERSION = 1
 def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
     """The state at epoch and position `at`, as plain JSON values: what the meaning of a position depends on.
 
-    `generation` is kept for the reader of a state, what counts is `records`. `world` matters in sequential
-    order alone, where every rank has a piece of its own. Examples are the same whatever the `transforms` are,
-    so others are no reason to refuse a state.
+    `generation` is kept for whoever reads a state, what counts is `records`. `world_size` matters
+    in sequential order alone, where every rank has its own piece. Transforms do not change which examples
+    come, so other `transforms` do not refuse a state.
     """
     order, cache, options = design.order, design.cache, design.options
     transforms: list[Json] = [*names_of(options.transforms)]
@@ -46,7 +46,7 @@ def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
         "generation": cache.index.generation,
         "records": design.records_digest,
         "windows": None if options.windows is None else options.windows.text(),
-        "world": design.share.world,
+        "world": design.share.world_size,
         **({} if design.fill is None else {"beside": design.fill.kind}),
         **({NOTED: transforms} if transforms else {}),
     }

@@ -214,7 +214,7 @@ ANSWER_S = 10.0
 """Beyond its own seconds, in which a disk has to answer a measurement."""
 WARM_S = 5.0
 """Seconds to bring them there."""
-READERS = 4
+WORKERS = 4
 """Reads in flight one after another."""
 
 
@@ -266,7 +266,7 @@ def to_device_limit(device: str) -> Limit:
 
 def sequential_limit(files: Sequence[Path]) -> Limit:
     """Reading files from end to end past the page cache."""
-    return lambda seconds: _read(_blocks(files, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES, READERS, seconds)
+    return lambda seconds: _read(_blocks(files, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES, WORKERS, seconds)
 
 
 def random_limit(files: Sequence[Path], block_bytes: int, *, cached: bool = False) -> Limit:

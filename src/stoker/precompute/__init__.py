@@ -1,4 +1,4 @@
-"""Source and encoder in, cache out: supervised readers, the encoder in this process, one writer.
+"""Source and encoder in, cache out: supervised workers, the encoder in this process, one writer.
 
 README.md has the map of this folder.
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from stoker.precompute.engine import begin_precompute, precompute, run_precompute
     from stoker.precompute.measure import EncodeBatch, measure_encode_batch
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
-    from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
+    from stoker.precompute.settings import PrecomputeReport, PrecomputeSettings, Timeouts
     from stoker.precompute.stages import encode_here
 
 __all__ = [
-    "Deadlines",
     "EncodeBatch",
     "EncodeFiller",
     "LineProgress",
@@ -27,6 +26,7 @@ __all__ = [
     "PrecomputeSettings",
     "ProgressSink",
     "Snapshot",
+    "Timeouts",
     "begin_precompute",
     "encode_here",
     "measure_encode_batch",
@@ -45,7 +45,7 @@ _HOMES = {
     "LineProgress": "progress",
     "ProgressSink": "progress",
     "Snapshot": "progress",
-    "Deadlines": "settings",
+    "Timeouts": "settings",
     "PrecomputeReport": "settings",
     "PrecomputeSettings": "settings",
 }

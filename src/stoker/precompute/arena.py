@@ -1,6 +1,6 @@
 """The arena: a fixed piece of anonymous shared memory, cut into slots, through which arrays travel.
 
-One arena per reader, never shared between readers: the kernel may still be copying into the slots of a reader
+One arena per reader, never shared between workers: the kernel may still be copying into the slots of a reader
 that was killed in the middle of a read, and such a slot must not belong to its replacement. A memfd has no
 name, so nothing outlives the processes that hold it.
 """
@@ -199,7 +199,7 @@ class Arena:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ResourceError(
                     f"no memory for a reader's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}. "
-                    f"Use fewer readers or a smaller memory_bytes"
+                    f"Use fewer workers or a smaller memory_bytes"
                 ) from error
             raise
 

@@ -100,7 +100,7 @@ class Background:
         again = {number: failure for number, failure in folder.failures().items() if number in missing}
         self._path = folder.path
         self._growing = Growing(folder.path, folder.recipe, again)
-        limits = settings.deadlines
+        limits = settings.timeouts
         self._quiet_s = sum(getattr(limits, entry.name) for entry in fields(limits))
         self._mark, self._moved = folder_mark(folder.path), time.monotonic()
         self._end: dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class Background:
         self._error: StokerError | Interrupted | None = None
         self._oom_kills = oom_kills()
         payload = _pickled(replace(job, settings=settings))
-        logs = folder.path.parent.parent / ".readers"
+        logs = folder.path.parent.parent / ".workers"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._output = Output(logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt")
         self._outputs = (Drain(), self._output)
@@ -337,7 +337,7 @@ class SpotCheck:
         seed: int = 0,
     ) -> None:
         self._source, self._encoder, self._cache = source, copy.deepcopy(encoder), cache
-        self._settings = replace(settings, device="cpu", readers=1, progress=None)
+        self._settings = replace(settings, device="cpu", workers=1, progress=None)
         count = min(count, len(cache))
         chosen = np.random.default_rng(seed).choice(cache.numbers, count, replace=False)
         self._numbers = np.sort(chosen).astype(np.int64)
@@ -466,7 +466,7 @@ class EncodeFiller:
     """A `stoker.store.storage.Filler`: encodes in this process, exactly the groups asked for.
 
     Works in the same fixed groups as `precompute`, so a record filled in has the bits it would have had. One
-    reader process reads, under the deadlines of the settings; with `readers=0` this process does, without.
+    worker process reads, under the timeouts of the settings; with `workers=0` this process does, without.
     Nothing is opened before the first call.
 
     Args:
@@ -489,7 +489,7 @@ class EncodeFiller:
         self._cache_dir = cache_dir
         self._name = name
         self._all = settings
-        self._settings = replace(settings, readers=settings.readers and 1, devices=(), progress=None)
+        self._settings = replace(settings, workers=settings.workers and 1, devices=(), progress=None)
         self._fingerprint = fingerprint
 
     @property

@@ -478,7 +478,7 @@ def _alike(value: Tensor) -> Tensor:
 
 
 def _copied(value: Tensor) -> Tensor:
-    """A copy made by one thread: readers have the other cores, and torch would wait for all of them."""
+    """A copy made by one thread: workers have the other cores, and torch would wait for all of them."""
     fresh = torch.empty_like(value, memory_format=torch.contiguous_format)
     np.copyto(np.asarray(view_bytes(fresh.reshape(-1))), np.asarray(view_bytes(value.reshape(-1))))
     return fresh

@@ -1,4 +1,4 @@
-"""The encoder in child processes: one on each device, fed by the same readers, and one writer for all.
+"""The encoder in child processes: one on each device, fed by the same workers, and one writer for all.
 
 A child for each, also for a single device or the CPU. A call that hangs is killed with its process, an error
 that leaves a CUDA context beyond use takes nothing else along, allocator and switches of torch are set where
@@ -189,7 +189,7 @@ class EncoderProcesses:
         return True
 
     def results(self) -> list[Encoded]:
-        """See `Encoding`. Deadlines are enforced here."""
+        """See `Encoding`. Timeouts are enforced here."""
         for device in self._devices:
             if device.child is not None:
                 self._take_in(device, device.child)

@@ -23,7 +23,7 @@ from stoker.precompute.background import EncodeFiller, recipe_of
 from stoker.precompute.heartbeat import first_time
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import check_quarantined, check_values, describe_failures, too_many
-from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
+from stoker.precompute.settings import PrecomputeReport, PrecomputeSettings, Timeouts, as_timeouts
 from stoker.precompute.share import POLL_S, Done, Engine, Interrupts, Share, folder_mark, take_turn
 from stoker.precompute.space import check_space
 from stoker.precompute.stages import encode_here
@@ -91,13 +91,13 @@ def encode_parts(
     Raises:
         Interrupted: A signal came while waiting.
     """
-    rank, world = settings.part
+    rank, world_size = settings.part
     if not settings.together:  # whoever holds the claim of the cache holds that of its only part
         encode(0, True)
         return
-    left = [(rank + step) % world for step in range(world)]
-    patience_s = settings.deadlines.start if settings.among == "rest" else 0.0
-    apart, said = open_storage(folder.path).mirror is not None and world > 1, False
+    left = [(rank + step) % world_size for step in range(world_size)]
+    patience_s = settings.timeouts.start if settings.among == "rest" else 0.0
+    apart, said = open_storage(folder.path).mirror is not None and world_size > 1, False
     mark, changed = _mark(folder.path, apart), time.monotonic()
     while left:
         if interrupts.signal is not None:
@@ -106,7 +106,7 @@ def encode_parts(
         beside, done = quiet > quiet_s, list[int]()
         for number in left:
             mine = quiet >= patience_s and (number == rank or not apart)
-            if _take(folder, number, world, encode, mine, beside=beside):
+            if _take(folder, number, world_size, encode, mine, beside=beside):
                 done.append(number)
         left = [number for number in left if number not in done]
         if left and not done:
@@ -114,7 +114,7 @@ def encode_parts(
                 said = True
                 log.info(
                     "%s: waiting for %d of %d machines to store their parts; they are encoded here when "
-                    "nothing was stored for %.0f s", folder.path, len(left), world, quiet_s,
+                    "nothing was stored for %.0f s", folder.path, len(left), world_size, quiet_s,
                 )  # fmt: skip
             poll_s = ADDRESS_POLL_S if apart else POLL_S
             select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], poll_s)
@@ -132,10 +132,16 @@ def _mark(folder: Path, apart: bool) -> tuple[int, int]:
 
 
 def _take(
-    folder: Folder, number: int, world: int, encode: Callable[[int, bool], bool], mine: bool, *, beside: bool
+    folder: Folder,
+    number: int,
+    world_size: int,
+    encode: Callable[[int, bool], bool],
+    mine: bool,
+    *,
+    beside: bool,
 ) -> bool:
     """Deal with a part unless somebody else is at it; whether it is dealt with."""
-    with folder.claim(f"encode-{number}-of-{world}", shared=not mine) as got:
+    with folder.claim(f"encode-{number}-of-{world_size}", shared=not mine) as got:
         return (got or beside) and encode(number, mine or beside)
 
 
@@ -152,17 +158,17 @@ class _Tally:
     encoded: int = 0
     adopted: int = 0
     encode_seconds: float = 0.0
-    readers: int = 0
-    lost_readers: int = 0
-    abandoned_readers: int = 0
+    workers: int = 0
+    lost_workers: int = 0
+    abandoned_workers: int = 0
 
     def add(self, done: Done) -> None:
         """Count what came of a share."""
         self.encoded += done.encoded
         self.adopted += done.adopted
         self.encode_seconds += done.encode_seconds
-        self.readers, self.lost_readers = done.readers, done.lost_readers
-        self.abandoned_readers = done.abandoned_readers
+        self.workers, self.lost_workers = done.workers, done.lost_workers
+        self.abandoned_workers = done.abandoned_workers
 
 
 def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
@@ -173,9 +179,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     name: str,
     dtype: str | Mapping[str, str] | None = None,
     encode_batch: int | None = None,
-    readers: int | None = None,
+    workers: int | None = None,
     device: str | torch.device | Sequence[str | torch.device] | None = None,
-    deadlines: Deadlines | Mapping[str, float] | None = None,
+    timeouts: Timeouts | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
     nan: Literal["reject", "allow"] = "reject",
@@ -196,11 +202,11 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         dtype: Storage dtype of float fields, for all or by field name.
         encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
             and records. `stoker.precompute.measure` finds a good number on a device.
-        readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
+        workers: Worker processes; None: automatic; 0: read in this process, without timeouts.
         device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
             in processes of their own.
-        deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
+        timeouts: Seconds by stage, as `{"read": 120}`, or `Timeouts`.
         keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, compression, progress: See
             `PrecomputeSettings`.
@@ -227,10 +233,10 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     settings = PrecomputeSettings(
         dtype=dtype,
         encode_batch=encode_batch,
-        readers=readers,
+        workers=workers,
         device=devices[0],
         devices=devices,
-        deadlines=as_deadlines(deadlines),
+        timeouts=as_timeouts(timeouts),
         max_quarantined=max_quarantined,
         retry_quarantined=retry_quarantined,
         nan=nan,
@@ -398,7 +404,7 @@ def _work(engine: Engine, share: Share, tally: _Tally) -> None:
 
 def _quiet_s(settings: PrecomputeSettings) -> float:
     """How long another process that encodes may show nothing: every stage within its deadline."""
-    return sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
+    return sum(getattr(settings.timeouts, stage) for stage in Timeouts.__slots__)
 
 
 def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
@@ -445,7 +451,7 @@ def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
         bytes=sum(shard.bytes for shard in cache.index.shards),
         seconds=time.monotonic() - tally.begun,
         encode_seconds=tally.encode_seconds,
-        readers=tally.readers,
-        lost_readers=tally.lost_readers,
-        abandoned_readers=tally.abandoned_readers,
+        workers=tally.workers,
+        lost_workers=tally.lost_workers,
+        abandoned_workers=tally.abandoned_workers,
     )

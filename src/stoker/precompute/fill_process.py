@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     keep_freed_memory()  # before there are threads
     socket_fd, work_fd, parent = (int(text) for text in arguments)
     for fd in (socket_fd, work_fd):
-        os.set_inheritable(fd, False)  # readers must not hold them
+        os.set_inheritable(fd, False)  # workers must not hold them
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     caller = socket.socket(fileno=socket_fd)

@@ -63,7 +63,7 @@ def attach(lifeline: Lifeline) -> None:
     global _page, _notes_fd, _started_ns  # noqa: PLW0603  being guarded is a fact about the process
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
     for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
-        os.set_inheritable(fd, False)  # readers must not hold them
+        os.set_inheritable(fd, False)  # workers must not hold them
     tie_to_parent(signal.SIGTERM, lifeline.parent)
     faulthandler.enable(file=lifeline.stack_fd)
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)

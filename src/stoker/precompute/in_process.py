@@ -1,4 +1,4 @@
-"""What a run does in the process that called: reading with `readers=0`, and encoding where no child does.
+"""What a run does in the process that called: reading with `workers=0`, and encoding where no child does.
 
 Reading is in order, in one thread, and so without timeouts. The encoder is called in a thread that can be
 left behind: nothing can end a call of it here. Past its timeout the stacks of all threads go to a file, and
@@ -210,7 +210,7 @@ class EncodeWatchdog:
         """Return one with the deadline of `settings`; without a clock, with one of its own."""
         return cls(
             clock or EncodeClock(),
-            deadline_s=settings.deadlines.encode,
+            deadline_s=settings.timeouts.encode,
             logs=logs,
             exit_on_hang=settings.on_hang == "exit",
             interrupts=interrupts or Interrupts(),
@@ -270,7 +270,7 @@ class EncodeWatchdog:
             os._exit(StalledError.exit_code)
         return StalledError(
             f"{said}. Its call is left behind in a thread of this process. What was encoded is kept; run "
-            "it again to encode the rest. For an encoder that is only slow, give deadlines={'encode': "
+            "it again to encode the rest. For an encoder that is only slow, give timeouts={'encode': "
             f"{10 * self._deadline_s:g}}}"
         )
 

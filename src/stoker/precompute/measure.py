@@ -146,7 +146,7 @@ def try_stages(
     Args:
         source, encoder: As for precompute.
         place: Folder to write to, name, and the recipe that source and encoder give.
-        settings: As for precompute; readers and what they are told have no meaning here.
+        settings: As for precompute; workers and what they are told have no meaning here.
         trial: Filled while it goes on, by numbers of `source`.
 
     Raises:
@@ -154,7 +154,7 @@ def try_stages(
         StokerError: As precompute.
     """
     cache_dir, name, whole = place
-    own = replace(settings, readers=0, progress=None, overwrite=False, by_blocks=False, identity="auto")
+    own = replace(settings, workers=0, progress=None, overwrite=False, by_blocks=False, identity="auto")
     chosen = _Chosen(source, spread(whole, SAMPLES), trial)
     folder = open_folder(
         cache_dir,
@@ -210,13 +210,13 @@ def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
 # Measure on a device how many samples to give an encoder in one call.
 #
 # More samples a call cost less overhead each, until the device is full. So the number is doubled until
-# throughput stops rising, or memory ends. The number is a part of the recipe; `pipeline/build.py`
+# throughput stops rising, or memory ends. The number is a part of the recipe; `run/build.py`
 # has it measured once (docs/design/039-encode-batch-size.md).
 
 
 MOST_SAMPLES = 1024
 MOST_BYTES = 128 * MIB
-"""Samples and records of one call: reader processes hold a few calls' samples each."""
+"""Samples and records of one call: worker processes hold a few calls' samples each."""
 GAIN = 1.05
 """A number of samples that is not this much faster than the best smaller one gained nothing."""
 VAIN = 2

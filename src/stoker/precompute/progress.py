@@ -43,7 +43,7 @@ class Snapshot:
     """Samples a second over the last while; 0 until the first is done."""
     written_bytes: int
     """Bytes of records made by this run."""
-    readers: tuple[ReaderView, ...]
+    workers: tuple[ReaderView, ...]
     """What each reader is doing."""
     device: str
     """Where the encoder runs."""
@@ -159,7 +159,7 @@ def outcome(snapshot: Snapshot) -> str:
 def line(snapshot: Snapshot) -> str:
     """A snapshot in one line."""
     left = "" if snapshot.left_s is None else f" · {clock(snapshot.left_s)} left"
-    stages = ", ".join(describe(view) for view in snapshot.readers)
+    stages = ", ".join(describe(view) for view in snapshot.workers)
     aside = f" · {format_count(snapshot.quarantined)} quarantined" if snapshot.quarantined else ""
     return (
         f"{snapshot.name}  {format_count(snapshot.done)}/{format_count(snapshot.total)} · "
@@ -205,7 +205,7 @@ def automatic(stream: IO[str] | None = None) -> ProgressSink:
 # The live view on a terminal: a bar, and a line for each reader, the encoder and the writer.
 
 
-_READERS_SHOWN = 8
+_WORKERS_SHOWN = 8
 
 
 class LiveProgress:
@@ -246,12 +246,12 @@ def draw(snapshot: Snapshot) -> Group:
         format_bytes(snapshot.written_bytes),
         left,
     )
-    return Group(head, _readers(snapshot), Text(_encoder(snapshot)), *_failure(snapshot))
+    return Group(head, _workers(snapshot), Text(_encoder(snapshot)), *_failure(snapshot))
 
 
-def _readers(snapshot: Snapshot) -> Table:
+def _workers(snapshot: Snapshot) -> Table:
     table = Table.grid(padding=(0, 2))
-    for view in snapshot.readers[:_READERS_SHOWN]:
+    for view in snapshot.workers[:_WORKERS_SHOWN]:
         busy = view.stage in ("open", "read") or (view.name and view.stage == "encode")
         sample = f"sample {format_count(view.sample)}" if busy and view.sample >= 0 else ""
         if view.stage == "wait":
@@ -259,8 +259,8 @@ def _readers(snapshot: Snapshot) -> Table:
         who = f"  {view.name or f'reader {view.number}'}" if view.number else "  this process"
         since = f"{view.seconds:.1f} s" if (busy and not view.name) or view.stage == "start" else ""
         table.add_row(who, view.stage, sample, since)
-    if len(snapshot.readers) > _READERS_SHOWN:
-        table.add_row(f"  and {len(snapshot.readers) - _READERS_SHOWN} more", "", "", "")
+    if len(snapshot.workers) > _WORKERS_SHOWN:
+        table.add_row(f"  and {len(snapshot.workers) - _WORKERS_SHOWN} more", "", "", "")
     return table
 
 

@@ -5,7 +5,7 @@ group whatever is missing, whoever reads it, and however far the source has grow
 each; a `GroupWork` is made when it is handed out.
 
 Groups and runs (rows of chunks) rarely end together: a group that lies across two runs needs both of them
-decoded. Were runs dealt out in turn, every one of them would be decoded by two readers. So each reader works
+decoded. Were runs dealt out in turn, every one of them would be decoded by two workers. So each reader works
 through a stretch of its own from front to back. One that has nothing left takes half of the longest stretch,
 and that cut costs a run decoded twice, unless a group ends there; so few cuts of the costly kind are made.
 """
@@ -107,7 +107,7 @@ class WorkQueue:
         self._weight = 1
 
     def follow_runs(self, runs: Sequence[range], group_bytes: int) -> None:
-        """Cut between readers where runs end from now on.
+        """Cut between workers where runs end from now on.
 
         Args:
             runs: Of the source; a group goes with the run of its first member.
@@ -157,10 +157,10 @@ class WorkQueue:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
-    def take(self, reader: int, readers: int) -> list[GroupWork]:
-        """The next item for `reader` out of `readers`: consecutive groups; empty if there is none for it."""
+    def take(self, reader: int, workers: int) -> list[GroupWork]:
+        """The next item for `reader` out of `workers`: consecutive groups; empty if there is none for it."""
         while self._again:
-            suits = (i for i, work in enumerate(self._again) if self._suits(work, reader, readers))
+            suits = (i for i, work in enumerate(self._again) if self._suits(work, reader, workers))
             place = next(suits, None)
             if place is None or (self.untaken and self._again[place].avoid >= 0):
                 break  # what failed once comes after everything else: its storage may be back by then
@@ -170,7 +170,7 @@ class WorkQueue:
                 self._outstanding += 1
                 return [work]
         while (stretch := self._stretch(reader)) is not None:
-            stop = min(stretch.stop, stretch.next + self._item_groups(stretch, readers))
+            stop = min(stretch.stop, stretch.next + self._item_groups(stretch, workers))
             if self.on_hold:
                 stop = next((key for key in range(stretch.next, stop) if self._held(key)), stop)
             works = [self._work(key) for key in range(stretch.next, stop)]
@@ -180,8 +180,8 @@ class WorkQueue:
                 return works
         return []
 
-    def _suits(self, work: GroupWork, reader: int, readers: int) -> bool:
-        return work.part not in self.on_hold and (readers < 2 or work.avoid != reader)
+    def _suits(self, work: GroupWork, reader: int, workers: int) -> bool:
+        return work.part not in self.on_hold and (workers < 2 or work.avoid != reader)
 
     def _held(self, key: int) -> bool:
         return bool(self.on_hold) and int(self._group_parts[key]) in self.on_hold
@@ -192,8 +192,8 @@ class WorkQueue:
             if stretch.owner == reader:
                 stretch.owner = _NOBODY
 
-    def _item_groups(self, stretch: _Stretch, readers: int) -> int:
-        left = (stretch.stop - stretch.next) // (4 * max(readers, 1))
+    def _item_groups(self, stretch: _Stretch, workers: int) -> int:
+        left = (stretch.stop - stretch.next) // (4 * max(workers, 1))
         return max(1, min(_ITEM_BYTES // self._weight, _ITEM_GROUPS, left))
 
     def _stretch(self, reader: int) -> _Stretch | None:
@@ -309,7 +309,7 @@ class ReaderView:
 
 
 class Feed(Protocol):
-    """Where parcels come from: reader processes, or this process itself."""
+    """Where parcels come from: worker processes, or this process itself."""
 
     def poll(self, timeout_s: float) -> list[Parcel]:
         """Parcels that are ready, after waiting at most `timeout_s` for the first."""
@@ -329,7 +329,7 @@ class Feed(Protocol):
         ...
 
     def close(self) -> None:
-        """End all readers, without waiting for what they are doing."""
+        """End all workers, without waiting for what they are doing."""
         ...
 
 
@@ -493,9 +493,9 @@ class _PartRecord:
     answered: bool = False
     """A sample of it has been read."""
     hung: set[int] = field(default_factory=set[int])
-    """Samples on which readers hung or died at their first try, since one was read."""
+    """Samples on which workers hung or died at their first try, since one was read."""
     stuck: int = 0
-    """Readers that could not even be killed in the middle of it."""
+    """Workers that could not even be killed in the middle of it."""
 
 
 class Ledger:
@@ -572,16 +572,16 @@ class Ledger:
     def part_is_dead(self, part: int, number: int) -> bool:
         """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
 
-        That is so once readers were lost on three different samples of a part of which none was ever read,
+        That is so once workers were lost on three different samples of a part of which none was ever read,
         or on eight one after another of one that used to answer: trying each of its samples would cost two
-        deadlines each. A second try that fails like the first says nothing new about the part.
+        timeouts each. A second try that fails like the first says nothing new about the part.
         """
         record = self._parts.setdefault(part, _PartRecord())
         if self.attempts(number) < ATTEMPTS:
             record.hung.add(number)
         return len(record.hung) >= (_DEAD_LATER if record.answered else _DEAD_AT_FIRST)
 
-    def part_holds_readers(self, part: int) -> bool:
+    def part_holds_workers(self, part: int) -> bool:
         """Take note that a reader of `part` cannot be killed; True, at the second, to give the part up.
 
         Each further try would cost a process that nothing can end, even where the part answered before.

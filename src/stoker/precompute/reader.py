@@ -1,7 +1,7 @@
-"""The reader process: what a child of a run does.
+"""The worker process: what a child of a run does.
 
 It unpickles the source that comes over its private socketpair, reads the groups it is given into free slots
-of its arena, and says so. It decides nothing: retries, quarantine and deadlines are the caller's. It ends at
+of its arena, and says so. It decides nothing: retries, quarantine and timeouts are the caller's. It ends at
 end of file on the socket, or with its parent. Torch is imported only if unpickling the source imports it.
 """
 
@@ -164,7 +164,7 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
 def serve(connection: Connection) -> int:
     """Run one reader, until the caller is gone.
 
-    Torch, whenever the source imports it, begins with one thread, as `InProcess` reads: readers share the
+    Torch, whenever the source imports it, begins with one thread, as `InProcess` reads: workers share the
     cores with the encoder. Numpy has read its own settings by now and keeps its threads.
     """
     use_one_thread()

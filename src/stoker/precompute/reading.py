@@ -1,6 +1,6 @@
 """Read samples out of a source into arrays, with every error wrapped by sample and stage.
 
-Used by reader processes, and by the calling process when there are none: both read the same way. This module
+Used by worker processes, and by the calling process when there are none: both read the same way. This module
 does not import torch.
 """
 

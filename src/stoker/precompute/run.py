@@ -1,4 +1,4 @@
-"""The loop of one run: take parcels, encode, hand to the writer, look after readers, show progress."""
+"""The loop of one run: take parcels, encode, hand to the writer, look after workers, show progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.store.write import RecordWriter
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
-# How many readers: more while the encoder waits and another one helps, fewer while several are idle.
+# How many workers: more while the encoder waits and another one helps, fewer while several are idle.
 
 
 _FIRST_WINDOW_S = 0.25
@@ -29,7 +29,7 @@ _WINDOW_GROUPS = 4
 _WAITS_MUCH = 0.15
 _WAITS_LITTLE = 0.02
 _GAIN = 1.05
-_IDLE_READERS = 1.25
+_IDLE_WORKERS = 1.25
 _SPARE_PROCESSOR = 0.25
 _FIRST_REST = 8
 _LONGEST_REST = 64
@@ -42,10 +42,10 @@ class Pace:
     """Decides from what it is told; asks no clock and starts nothing.
 
     A window of time ends when it is long enough and enough groups came through; the first is short, since a
-    run begins with few readers. A reader is added when the
+    run begins with few workers. A reader is added when the
     encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
     faster: then this source gives no more, or something else is the limit. None is tried while this process
-    and its readers use all processors: it would cost a start and bring nothing. One is taken away when the
+    and its workers use all processors: it would cost a start and bring nothing. One is taken away when the
     encoder hardly waited while more than one reader stood before a full arena. After a change that did not
     pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
     """
@@ -67,29 +67,29 @@ class Pace:
         """Count what happened since the last call.
 
         Args:
-            waited_s: Time that the encoder waited for readers.
+            waited_s: Time that the encoder waited for workers.
             elapsed_s: Time in all.
             groups: Groups encoded.
-            idle: Readers that have filled all their slots.
+            idle: Workers that have filled all their slots.
         """
         self.waited_s += waited_s
         self.elapsed_s += elapsed_s
         self.idle_s += idle * elapsed_s
         self.groups += groups
 
-    def full(self, readers: int) -> bool:
+    def full(self, workers: int) -> bool:
         """Whether the window is long enough to decide on."""
         length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
-        return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * readers
+        return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * workers
 
-    def change(self, readers: int, processor_s: float = 0.0) -> Change:
-        """How many to add to the `readers` there are, or to do without; ends the window if it is full.
+    def change(self, workers: int, processor_s: float = 0.0) -> Change:
+        """How many to add to the `workers` there are, or to do without; ends the window if it is full.
 
         Args:
-            readers: At work.
+            workers: At work.
             processor_s: Processor time used in the window, by this process and them.
         """
-        if not self.full(readers):
+        if not self.full(workers):
             return 0
         spare = self.processors - processor_s / self.elapsed_s
         rate, waits, idle = (x / self.elapsed_s for x in (self.groups, self.waited_s, self.idle_s))
@@ -103,9 +103,9 @@ class Pace:
         if trial:
             self._next_rest = _FIRST_REST
         self._before = rate
-        if waits > _WAITS_MUCH and readers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
+        if waits > _WAITS_MUCH and workers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
             self._trial = 1
-        elif waits < _WAITS_LITTLE and idle > _IDLE_READERS and readers > 1 and not self._rest:
+        elif waits < _WAITS_LITTLE and idle > _IDLE_WORKERS and workers > 1 and not self._rest:
             self._trial = -1
         return self._trial
 
@@ -114,7 +114,7 @@ class Pace:
         self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
 
     def restart(self) -> None:
-        """Begin a new window, as when readers have just been started."""
+        """Begin a new window, as when workers have just been started."""
         self.waited_s = self.elapsed_s = self.idle_s = 0.0
         self.groups = 0
 
@@ -127,7 +127,7 @@ class Pace:
 # ----------------------------------------------------------------------------------------------------------
 # The writer: one thread that converts, checksums and seals, while the next group is encoded.
 #
-# What waits for it is bounded in bytes, so a slow disk slows the encoder and the readers down and memory
+# What waits for it is bounded in bytes, so a slow disk slows the encoder and the workers down and memory
 # stays flat. Its errors surface in the calling thread, with the figures that matter, and leave a cache that
 # resumes.
 
@@ -409,7 +409,7 @@ class Run:
         results = self._stages.encoding.results()
         for encoded in results:
             while not self._stages.writer.offer(encoded, _OFFER_S):
-                # A slow disk has a deadline of its own, and must not keep us from noticing readers that hang.
+                # A slow disk has a deadline of its own, and must not keep us from noticing workers that hang.
                 self._alive()
                 if isinstance(self._stages.feed, Supervisor):
                     self._parcels.extend(self._stages.feed.poll(0.0))
@@ -423,7 +423,7 @@ class Run:
     def _wait(self, timeout_s: float) -> None:
         """Wait for parcels, or for encoders where only they can go on."""
         feed = self._stages.feed
-        # Reading in this process fills one buffer again and again; readers are looked after at all times.
+        # Reading in this process fills one buffer again and again; workers are looked after at all times.
         if isinstance(feed, Supervisor) or not self._parcels:
             self._parcels.extend(feed.poll(timeout_s))
         if not isinstance(feed, Supervisor) and not self._parcels:
@@ -446,10 +446,10 @@ class Run:
         if self._processor_s is None:
             self._processor_s = self._used_s(feed)
         pace.step(waited_s, elapsed_s, groups, feed.idle)
-        if not pace.full(feed.readers):
+        if not pace.full(feed.workers):
             return
         used = self._used_s(feed)
-        change = pace.change(feed.readers, used - self._processor_s)
+        change = pace.change(feed.workers, used - self._processor_s)
         self._processor_s = used
         if change > 0:
             feed.start(1)
@@ -482,7 +482,7 @@ class Run:
             seconds=now - self._begun,
             rate=self._rate(now, self.encoded + self.copied),
             written_bytes=self._stages.writer.bytes,
-            readers=tuple(self._stages.feed.views()),
+            workers=tuple(self._stages.feed.views()),
             device=standing.device,
             group=clock.numbers,
             call_s=clock.seconds / max(1, clock.calls),

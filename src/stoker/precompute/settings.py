@@ -20,10 +20,10 @@ Among: TypeAlias = Literal["alone", "first", "rest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
+class Timeouts:
     """How long each stage may go without progress, in seconds. Progress resets the clock.
 
-    A reader makes progress with every sample, and while it reads bytes: that for ten deadlines at most.
+    A reader makes progress with every sample, and while it reads bytes: that for ten timeouts at most.
     """
 
     start: float = 60.0
@@ -45,27 +45,27 @@ class Deadlines:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not (isinstance(value, int | float) and value > 0):
-                raise ConfigError(f"precompute.deadlines.{entry.name} must be above 0 seconds, got {value!r}")
+                raise ConfigError(f"precompute.timeouts.{entry.name} must be above 0 seconds, got {value!r}")
 
 
-def as_deadlines(given: Deadlines | Mapping[str, float] | None) -> Deadlines:
-    """Deadlines from those that are given by name; the others are the defaults.
+def as_timeouts(given: Timeouts | Mapping[str, float] | None) -> Timeouts:
+    """Timeouts from those that are given by name; the others are the defaults.
 
-    >>> as_deadlines({"read": 4.0}).read
+    >>> as_timeouts({"read": 4.0}).read
     4.0
 
     Raises:
         ConfigError: A name is unknown, or a value is no time.
     """
-    if given is None or isinstance(given, Deadlines):
-        return given or Deadlines()
-    names = [entry.name for entry in fields(Deadlines)]
+    if given is None or isinstance(given, Timeouts):
+        return given or Timeouts()
+    names = [entry.name for entry in fields(Timeouts)]
     if not isinstance(cast("object", given), Mapping) or not given.keys() <= {*names}:
         raise ConfigError(
-            f"deadlines is {given!r}. Expected seconds by stage, as {{'read': 120}}; the stages are "
+            f"timeouts is {given!r}. Expected seconds by stage, as {{'read': 120}}; the stages are "
             f"{', '.join(names)}"
         )
-    return Deadlines(**given)
+    return Timeouts(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,15 @@ class PrecomputeSettings:
     """Storage dtype of float fields, for all or by field; None: as encoded."""
     encode_batch: int | None = None
     """Samples in one call of the encoder; None: the encoder's own fixed number, about 8 MiB of samples."""
-    readers: int | None = None
-    """Reader processes, on Linux; None: one (without an encoder: one for each core), and more while
-    the encoder waits for data; 0, and None elsewhere: read in this process, without deadlines."""
+    workers: int | None = None
+    """Worker processes, on Linux; None: one (without an encoder: one for each core), and more while
+    the encoder waits for data; 0, and None elsewhere: read in this process, without timeouts."""
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""
     devices: tuple[str, ...] = ()
-    """Where there are several, an encoder on each, fed by the same readers; else on `device`, in this
+    """Where there are several, an encoder on each, fed by the same workers; else on `device`, in this
     process, where single records are encoded in any case."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     """How long each stage may go without progress."""
     max_quarantined: float = 0.001
     """Largest fraction of samples that may be quarantined before the run counts as failed."""
@@ -125,8 +125,8 @@ class PrecomputeSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if self.readers is not None and self.readers < 0:
-            raise ConfigError(f"readers must be 0 or more, got {self.readers}. Leave it out for automatic")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"workers must be 0 or more, got {self.workers}. Leave it out for automatic")
         if self.compression != "none":
             from stoker.store.compressed import check_compression  # the store imports torch
 
@@ -185,9 +185,9 @@ class PrecomputeReport:
     """Wall time of the call."""
     encode_seconds: float
     """Time inside the encoder."""
-    readers: int = 0
-    """Reader processes at the end of the run."""
-    lost_readers: int = 0
-    """Readers that died or were killed past a deadline."""
-    abandoned_readers: int = 0
+    workers: int = 0
+    """Worker processes at the end of the run."""
+    lost_workers: int = 0
+    """Workers that died or were killed past a deadline."""
+    abandoned_workers: int = 0
     """Those of them that SIGKILL did not end in time: they waited in the kernel for storage."""

@@ -1,4 +1,4 @@
-"""What is handed to whoever encodes: this process with its readers, or many of them elsewhere.
+"""What is handed to whoever encodes: this process with its workers, or many of them elsewhere.
 
 `engine.py` knows whose turn it is, what is missing, and what to do about what comes back; an `Engine` does
 the work between. `here.py` is the one of this machine, `stoker.extras.ray.engine` that of a cluster.
@@ -100,7 +100,7 @@ class Interrupts:
         now = time.monotonic()
         if self.signal is not None:
             if not self._patient and now - self._since > TOGETHER_S:
-                os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; readers die with us
+                os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; workers die with us
             return
         self.signal, self._since = signal.Signals(number), now
         os.write(self._write_fd, b"x")
@@ -151,10 +151,10 @@ class Done:
     """Records of sibling caches that were stored for samples which were recognized."""
     encode_seconds: float = 0.0
     """Time inside the encoder, of all that there were."""
-    readers: int = 0
-    """Reader processes at the end."""
-    lost_readers: int = 0
-    abandoned_readers: int = 0
+    workers: int = 0
+    """Worker processes at the end."""
+    lost_workers: int = 0
+    abandoned_workers: int = 0
     failures: tuple[Failure, ...] = ()
     """Samples set aside meanwhile."""
 

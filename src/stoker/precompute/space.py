@@ -69,16 +69,16 @@ def fit_memory(
 ) -> tuple[PrecomputeSettings, int]:
     """Have the settings ask for no more memory than there is.
 
-    Half of what is free may be in flight and a quarter may be readers; the rest is the encoder's.
+    Half of what is free may be in flight and a quarter may be workers; the rest is the encoder's.
 
     Args:
         samples: Fields of a raw sample.
         recipe: Its group, and its records as encoded and as stored.
-        settings: Their `memory_bytes` and `readers` are upper bounds.
+        settings: Their `memory_bytes` and `workers` are upper bounds.
         resources: What is free for this process.
 
     Returns:
-        The settings, and how many readers there may be at most.
+        The settings, and how many workers there may be at most.
 
     Raises:
         ResourceError: Not even one group with its records and a reader fit; nothing has been read.
@@ -97,40 +97,40 @@ def fit_memory(
             "programs, or give the encoder a smaller group"
         )
     most = max(1, resources.host_bytes // 4 // _READER_BYTES)
-    readers = settings.readers
-    if readers is not None and readers > most:
+    workers = settings.workers
+    if workers is not None and workers > most:
         log.warning(
             "%s instead of %d: %s of host memory are free (%s)",
             format_count(most, "reader"),
-            readers,
+            workers,
             format_bytes(resources.host_bytes),
             resources.host_limit,
         )
-        readers = most
+        workers = most
     memory_bytes = min(settings.memory_bytes, resources.host_bytes // 2)
-    return replace(settings, memory_bytes=memory_bytes, readers=readers), most
+    return replace(settings, memory_bytes=memory_bytes, workers=workers), most
 
 
 def fit_copies(
     held_bytes: int, settings: PrecomputeSettings, resources: Resources, *, wanted: int
 ) -> tuple[PrecomputeSettings, int]:
-    """Bound readers by the data that each of them has a copy of.
+    """Bound workers by the data that each of them has a copy of.
 
-    A copy is there twice while a reader unpickles it, and once more here, for readers that have to be
+    A copy is there twice while a reader unpickles it, and once more here, for workers that have to be
     replaced. All of that may take a quarter of what is free.
 
     Args:
         held_bytes: Data that the source holds in memory.
-        settings: Their `readers` are an upper bound.
+        settings: Their `workers` are an upper bound.
         resources: What is free for all processes that read on this machine.
-        wanted: Readers that there would be at most without this bound.
+        wanted: Workers that there would be at most without this bound.
 
     Returns:
-        The settings, whose `readers` are 0 where not even one copy fits, and how many there may be at most.
+        The settings, whose `workers` are 0 where not even one copy fits, and how many there may be at most.
     """
     room = resources.host_bytes // 4
     most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
-    if settings.readers == 0 or most >= wanted:
+    if settings.workers == 0 or most >= wanted:
         return settings, most
     log.warning(
         "the source holds %s in memory, of which each reader has a copy; %s of host memory are free (%s): "
@@ -138,10 +138,10 @@ def fit_copies(
         format_bytes(held_bytes),
         format_bytes(resources.host_bytes),
         resources.host_limit,
-        f"{most} readers at most" if most else "samples are read in this process, without deadlines",
+        f"{most} workers at most" if most else "samples are read in this process, without timeouts",
     )
-    fewest = most if settings.readers is not None or not most else None
-    return replace(settings, readers=fewest), most
+    fewest = most if settings.workers is not None or not most else None
+    return replace(settings, workers=fewest), most
 
 
 def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:

@@ -139,7 +139,7 @@ class Recognizing:
 
 log = logging.getLogger("stoker")
 
-LOG_FOLDER = ".readers"
+LOG_FOLDER = ".workers"
 _LEFT = "Make what it holds of that kind at its first call"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
@@ -217,7 +217,7 @@ class Bench:
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
         self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
-        self._layout, self._first_readers, self.most_readers = self._plan()
+        self._layout, self._first_workers, self.most_workers = self._plan()
         self._children = () if rehearsal else self._devices_of_children()
 
     def _devices_of_children(self) -> tuple[str, ...]:
@@ -237,10 +237,10 @@ class Bench:
         return (self.settings.device,)
 
     def _plan(self) -> tuple[Layout, int, int]:
-        """The layout of each arena, readers to start with, and the most that there is room and work for."""
+        """The layout of each arena, workers to start with, and the most that there is room and work for."""
         settings, group = self.settings, self.folder.recipe.group
         memory = int(settings.memory_bytes * _READER_SHARE)
-        asked = settings.readers
+        asked = settings.workers
         share = memory // (asked or 2)
         layout = plan_layout(self._schema, group.samples, group.steps, share)
         most = max(1, memory // layout.flight_bytes)
@@ -249,10 +249,10 @@ class Bench:
         return layout, min(asked, most, self.queue.groups), asked
 
     def feed(self, *, cores: int = 1) -> Feed:
-        """Readers, started; or this process itself.
+        """Workers, started; or this process itself.
 
         Args:
-            cores: Where the number of readers is left to us, and there is no encoder, reading is all the
+            cores: Where the number of workers is left to us, and there is no encoder, reading is all the
                 work, and begins on so many cores. With an encoder, which may be what is slow, on one.
 
         Raises:
@@ -266,7 +266,7 @@ class Bench:
             self.queue.follow_blocks(fill_blocks(self.folder.recipe))
         if self._children:
             preload(TORCH)
-        if self._first_readers == 0:
+        if self._first_workers == 0:
             pulse = Silent()
             samples = SampleReader(
                 self._reading, self._schema, self._parts.offsets, pulse=pulse, nan=self.settings.nan
@@ -277,16 +277,16 @@ class Bench:
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
-            feed.start(self._first_readers if self._encoder is not None else self._at_once(cores))
+            feed.start(self._first_workers if self._encoder is not None else self._at_once(cores))
         except BaseException:
             feed.close()
             raise
         return feed
 
     def _at_once(self, cores: int) -> int:
-        if self.settings.readers is not None:
-            return self._first_readers
-        return max(self._first_readers, min(cores, self.most_readers, self.queue.groups // _GROUPS_A_READER))
+        if self.settings.workers is not None:
+            return self._first_workers
+        return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_READER))
 
     def _launch(self) -> Launch:
         payload = packed(self._reading)
@@ -309,7 +309,7 @@ class Bench:
         )
 
     def _make_logs(self) -> None:
-        """The folder for readers' output; what is left there from more than a day ago goes."""
+        """The folder for workers' output; what is left there from more than a day ago goes."""
         self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self.logs.glob("*.txt"):
             with suppress(OSError):
@@ -344,7 +344,7 @@ class Bench:
             return EncoderProcesses(self._children, launch, feed=feed, queue=self.queue, ledger=self.ledger)
         self._children = ()
         encoder = self.encoder()
-        encoder.clock.limit_s = self.settings.deadlines.encode
+        encoder.clock.limit_s = self.settings.timeouts.encode
         encoder.compare_first = compare_first
         return InPlace(encoder, self._watchdog, feed, self.queue, self.ledger)
 
@@ -355,7 +355,7 @@ class Bench:
             SourceError: It cannot, and is to encode on several devices.
         """
         assert self._encoder is not None
-        recipe, limits = self.folder.recipe, self.settings.deadlines
+        recipe, limits = self.folder.recipe, self.settings.timeouts
         task = EncodeTask(
             encoder=self._encoder,
             recipe=recipe,
@@ -415,7 +415,7 @@ class Bench:
             self.folder.writer(kept),
             self.folder.path,
             limit_bytes=int(settings.memory_bytes * (1 - _READER_SHARE)),
-            deadline_s=settings.deadlines.write,
+            deadline_s=settings.timeouts.write,
         )
 
     def stages(self, feed: Feed, encoding: Encoding, writer: WriteThread) -> Stages:
@@ -441,19 +441,19 @@ def _forget(failures: Sequence[Failure]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Encode a share on this machine: readers beside this process, the encoder and the writer in it.
+# Encode a share on this machine: workers beside this process, the encoder and the writer in it.
 #
 # Of several devices each has an encoder in a process of its own (`crew.py`).
 
 
-_READERS_A_CORE = 2
+_WORKERS_A_CORE = 2
 """At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
 _READER_MIND_BYTES = MIB
 """Less than that in a source is nothing beside the interpreter that reads it."""
 
 
 def encode_here(share: Share, sink: ProgressSink | None) -> Done:
-    """Encode in this process, with readers of its own: the `Engine` of one machine.
+    """Encode in this process, with workers of its own: the `Engine` of one machine.
 
     Raises:
         StokerError: As `run_precompute`.
@@ -461,7 +461,7 @@ def encode_here(share: Share, sink: ProgressSink | None) -> Done:
     source, folder = share.source, share.folder
     share = replace(share, settings=_on_device(share, sink))
     settings, copies = _with_copies(source, share.settings)
-    if settings.readers != 0 and isinstance(source, Proving):
+    if settings.workers != 0 and isinstance(source, Proving):
         with share.interrupts.raising():
             source.prove()
     resources = probe(path=folder.path)
@@ -492,31 +492,31 @@ def _on_device(share: Share, sink: ProgressSink | None) -> PrecomputeSettings:
 
 
 def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
-    """The settings, and how many readers may have a copy of what the source holds (`fit_copies`)."""
-    held = 0 if settings.readers == 0 else held_bytes(source)
+    """The settings, and how many workers may have a copy of what the source holds (`fit_copies`)."""
+    held = 0 if settings.workers == 0 else held_bytes(source)
     if held < _READER_MIND_BYTES:
         return settings, sys.maxsize
     resources = probe()
-    wanted = settings.readers or _useful(resources)
+    wanted = settings.workers or _useful(resources)
     return fit_copies(held, settings, resources, wanted=wanted)
 
 
 def _useful(resources: Resources) -> int:
-    """Readers that the cores have use for."""
-    return _READERS_A_CORE * int(resources.cpus)
+    """Workers that the cores have use for."""
+    return _WORKERS_A_CORE * int(resources.cpus)
 
 
 def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -> Done:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     if guard_page() is not None:  # a process of ours
         keep_freed_memory()
-    settings, feed = bench.settings, bench.feed(cores=pace.most // _READERS_A_CORE)
-    pace.most = min(pace.most, bench.most_readers)
+    settings, feed = bench.settings, bench.feed(cores=pace.most // _WORKERS_A_CORE)
+    pace.most = min(pace.most, bench.most_workers)
     writer = encoding = None
     try:
         if not isinstance(feed, Supervisor) and sink is not None:
-            sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        encoding = _encoding(bench, feed, share)  # the readers are starting meanwhile
+            sink.note(f"{bench.name}: workers=0, reading in this process: in order and without timeouts")
+        encoding = _encoding(bench, feed, share)  # the workers are starting meanwhile
         writer = bench.writer()
         run = Run(
             bench.stages(feed, encoding, writer),
@@ -529,7 +529,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
             ),
             interrupts=share.interrupts,
             sink=sink,
-            pace=pace if settings.readers is None else None,
+            pace=pace if settings.workers is None else None,
         )
         try:
             finished = run.go(lasts_s=share.lasts_s)
@@ -553,15 +553,15 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
         encoded=run.encoded,
         adopted=writer.copied,
         encode_seconds=encoding.clock.seconds,
-        readers=feed.readers if supervised else 0,
-        lost_readers=feed.losses if supervised else 0,
-        abandoned_readers=feed.abandoned if supervised else 0,
+        workers=feed.workers if supervised else 0,
+        lost_workers=feed.losses if supervised else 0,
+        abandoned_workers=feed.abandoned if supervised else 0,
         failures=tuple(bench.ledger.failures),
     )
 
 
 def _encoding(bench: Bench, feed: Feed, share: Share) -> Encoding:
-    """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
+    """Whoever encodes; a feed that waits for workers wakes up for it, and for signals."""
     inner = bench.encoding(feed, compare_first=share.compare_first)
     children = isinstance(inner, EncoderProcesses)
     if children:

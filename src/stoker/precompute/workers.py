@@ -1,11 +1,11 @@
-"""Readers under supervision: hand out work, collect parcels, and never wait for a process.
+"""Workers under supervision: hand out work, collect parcels, and never wait for a process.
 
 One poll over sockets and pidfds, with the next deadline as its timeout. A reader past a deadline is asked for
 its stack, killed, and replaced; the sample it was at gets one more try on another reader and is then set
 aside. The caller encodes between polls, so a hang is noticed at the latest one encoder call late.
 
 What fails without end meets a limit: tries of a sample, samples of a part (`ledger.py`), starts of a reader,
-readers lost in all (`limits.py`). What cannot even be killed is left behind, up to a number (`roster.py`).
+workers lost in all (`limits.py`). What cannot even be killed is left behind, up to a number (`roster.py`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from stoker.errors import ReaderError, ResourceError, SourceError, arg
 from stoker.precompute.arena import Arena, Layout
 from stoker.precompute.queue import ATTEMPTS, Assembly, GroupWork, Ledger, Parcel, ReaderView, WorkQueue
 from stoker.precompute.reading import PartNames, SampleFault, passing_fault
-from stoker.precompute.settings import Deadlines, PrecomputeSettings
+from stoker.precompute.settings import PrecomputeSettings, Timeouts
 from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.processes.heartbeat import Beat
 from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample
 
 # ----------------------------------------------------------------------------------------------------------
-# When losing readers must end: it is the machine or the code then, not the data.
+# When losing workers must end: it is the machine or the code then, not the data.
 
 
 _MAX_IN_A_ROW = 16
 _LOST_OFTEN = 0.125
-"""Readers may be lost on this part of the samples, or on what the settings allow to be quarantined."""
+"""Workers may be lost on this part of the samples, or on what the settings allow to be quarantined."""
 
 
 class LossLimits:
-    """Compares the readers lost with the samples read.
+    """Compares the workers lost with the samples read.
 
     Args:
         max_quarantined: Fraction of the samples that the settings allow to fail.
@@ -50,7 +50,7 @@ class LossLimits:
         self._lost_often = max(_LOST_OFTEN, max_quarantined)
         self._in_a_row = 0
         self.losses = 0
-        """Readers that died or were killed."""
+        """Workers that died or were killed."""
         self.read = 0
         """Samples read."""
 
@@ -64,23 +64,23 @@ class LossLimits:
         self.losses += 1
         self._in_a_row += attempt < ATTEMPTS  # what failed once is expected to fail again
 
-    def check(self, readers: int, quarantined: int, last: str) -> None:
+    def check(self, workers: int, quarantined: int, last: str) -> None:
         """Go on while losses stay within what bad samples explain.
 
         Args:
-            readers: Those that are wanted.
+            workers: Those that are wanted.
             quarantined: Samples set aside by this run.
             last: The last loss in words.
 
         Raises:
             ReaderError: Too many in a row, or in all.
         """
-        few = _MAX_IN_A_ROW + 2 * readers
+        few = _MAX_IN_A_ROW + 2 * workers
         if self._in_a_row > few:
-            what = f"{self._in_a_row} readers were lost in a row without a sample read"
+            what = f"{self._in_a_row} workers were lost in a row without a sample read"
         elif self.losses > few + ATTEMPTS * self._lost_often * (self.read + quarantined):
             what = (
-                f"{self.losses} readers were lost while {self.read} samples were read, more than "
+                f"{self.losses} workers were lost while {self.read} samples were read, more than "
                 f"{100 * self._lost_often:g} % of bad samples explains; a larger max_quarantined allows more"
             )
         else:
@@ -97,7 +97,7 @@ class LossLimits:
 
 
 MOST_DEADLINES = 10
-"""Deadlines that one stage of one sample may last at most, however much is read meanwhile."""
+"""Timeouts that one stage of one sample may last at most, however much is read meanwhile."""
 
 
 class Patience:
@@ -175,7 +175,7 @@ class Launch:
     layout: Layout
     """Of each reader's arena."""
     logs: Path
-    """Folder of the readers' output and stack dumps."""
+    """Folder of the workers' output and stack dumps."""
     drain: Drain
     """Takes in their output."""
     modules: tuple[str, ...]
@@ -183,7 +183,7 @@ class Launch:
 
 
 class Worker:
-    """A reader process and the groups it owes.
+    """A worker process and the groups it owes.
 
     Raises:
         ResourceError: No process or descriptor is left.
@@ -212,7 +212,7 @@ class Worker:
             self.process = LoggedChild(
                 "stoker.precompute.reader:serve",
                 (self.arena.fd,),
-                what="a reader process",
+                what="a worker process",
                 log=log,
                 drain=launch.drain,
                 modules=launch.modules,
@@ -273,31 +273,31 @@ class Worker:
             self.items.popleft()
         return self.work.pop(key, None)
 
-    def deadline(self, deadlines: Deadlines, slots: int) -> float | None:
+    def deadline(self, timeouts: Timeouts, slots: int) -> float | None:
         """When to look whether it has moved, in `time.monotonic()` seconds; None while it owes nothing."""
         if self.state in ("dumping", "killed"):
             return self.until
-        clock = self._clock(deadlines, slots)
+        clock = self._clock(timeouts, slots)
         return None if clock is None else self._patience.due(*clock)
 
-    def _clock(self, deadlines: Deadlines, slots: int) -> tuple[float, float] | None:
+    def _clock(self, timeouts: Timeouts, slots: int) -> tuple[float, float] | None:
         """Since when it has not moved, by its own word, and how long it may stay so."""
         beat = self.beat.look()
         if beat != self._seen:  # whatever a page holds that was scribbled over, it cannot have moved later
             self._seen = beat
             self._moved = min(beat.time_ns / 1e9, time.monotonic())
         if self.state == "starting":
-            return self._since, deadlines.start
+            return self._since, timeouts.start
         if beat.stage in ("open", "read"):
-            return self._moved, deadlines.open if beat.stage == "open" else deadlines.read
+            return self._moved, timeouts.open if beat.stage == "open" else timeouts.read
         if self.work and self.held < slots:  # it has work and room, and does not take it
-            return max(self._moved, self._since), deadlines.read
+            return max(self._moved, self._since), timeouts.read
         return None
 
-    def advance(self, deadlines: Deadlines, slots: int, now: float) -> Loss | None:
+    def advance(self, timeouts: Timeouts, slots: int, now: float) -> Loss | None:
         """Take the next step against a reader past its deadline; the loss, at the moment it is killed."""
         if self.state in ("starting", "ready"):
-            clock = self._clock(deadlines, slots)
+            clock = self._clock(timeouts, slots)
             if clock is None or now < self._patience.due(*clock):
                 return None
             if self._patience.overdue(clock[1], now):
@@ -357,13 +357,13 @@ def _arena(layout: Layout) -> Arena:
         return Arena.create(layout)
     except OSError as error:
         raise ResourceError(
-            f"no descriptor or address is left for a reader's arena: {error}. Use fewer readers, or raise "
+            f"no descriptor or address is left for a reader's arena: {error}. Use fewer workers, or raise "
             "the limits (ulimit -n, ulimit -v)"
         ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The reader processes of a run: those at work, one in reserve, and those killed that are not yet gone.
+# The worker processes of a run: those at work, one in reserve, and those killed that are not yet gone.
 #
 # A replacement must import what the source needs, seconds with torch; the reserve has done so already. It
 # costs a process without an arena, and is started once the others are at work or one was lost.
@@ -375,11 +375,11 @@ _CLOSE_S = 1.0
 
 
 class Roster:
-    """Starts readers, and keeps account of them until the kernel says that they are gone."""
+    """Starts workers, and keeps account of them until the kernel says that they are gone."""
 
     def __init__(self, launch: Launch) -> None:
         self.wanted = 0
-        """Readers that are to be at work."""
+        """Workers that are to be at work."""
         self.working: dict[int, Worker] = {}
         """By number."""
         self.parked: set[int] = set()
@@ -494,12 +494,12 @@ class Roster:
         """Go on while few are abandoned: each holds a process and its memory.
 
         Raises:
-            ReaderError: More than there are readers, and more than two.
+            ReaderError: More than there are workers, and more than two.
         """
         most = max(2, self.wanted)
         if len(self.abandoned) > most:
             raise ReaderError(
-                f"{len(self.abandoned)} readers cannot be killed (at most {most} are left behind): they wait "
+                f"{len(self.abandoned)} workers cannot be killed (at most {most} are left behind): they wait "
                 f"in the kernel for storage that does not answer. The last: {where}. What is stored stays; "
                 "when the storage answers again, run it again to resume"
             )
@@ -541,7 +541,7 @@ class _Incoming:
 
 
 class Supervisor:
-    """A `Feed` over reader processes."""
+    """A `Feed` over worker processes."""
 
     def __init__(
         self,
@@ -555,7 +555,7 @@ class Supervisor:
         self._layout: Layout = launch.layout
         self._queue = queue
         self._ledger = ledger
-        self._deadlines = settings.deadlines
+        self._timeouts = settings.timeouts
         self._limits = LossLimits(settings.max_quarantined)
         self._parts = parts
         self._roster = Roster(launch)
@@ -568,23 +568,23 @@ class Supervisor:
         """A descriptor whose readiness ends a poll early (signals)."""
 
     @property
-    def readers(self) -> int:
-        """Readers that are wanted."""
+    def workers(self) -> int:
+        """Workers that are wanted."""
         return self._roster.wanted
 
     @property
     def idle(self) -> int:
-        """Readers that cannot go on because the caller has not taken what they read."""
+        """Workers that cannot go on because the caller has not taken what they read."""
         return sum(worker.held >= self._layout.slots for worker in self._roster.working.values())
 
     @property
     def losses(self) -> int:
-        """Readers that died or were killed."""
+        """Workers that died or were killed."""
         return self._limits.losses
 
     @property
     def abandoned(self) -> int:
-        """Readers that could not be killed in time."""
+        """Workers that could not be killed in time."""
         return self._roster.abandoned_count
 
     @property
@@ -602,14 +602,14 @@ class Supervisor:
         """Every reader has delivered something, so that waiting is no longer for their start."""
         return self._roster.all_delivering
 
-    def start(self, readers: int) -> None:
-        """Put that many more readers to work, parked ones first; they get it from the next `poll` on.
+    def start(self, workers: int) -> None:
+        """Put that many more workers to work, parked ones first; they get it from the next `poll` on.
 
         Raises:
             ResourceError: Not one can be started. Fewer than asked for are said, and do.
         """
-        self._roster.wanted += readers
-        for _ in range(readers):
+        self._roster.wanted += workers
+        for _ in range(workers):
             self._add()
 
     def park(self) -> None:
@@ -637,10 +637,10 @@ class Supervisor:
             self._roster.keep_spare(now, at_once=self.losses > 0)
 
     def poll(self, timeout_s: float) -> list[Parcel]:
-        """See `Feed.poll`. Deadlines are enforced here, after what has arrived was taken in.
+        """See `Feed.poll`. Timeouts are enforced here, after what has arrived was taken in.
 
         Raises:
-            ReaderError: Readers cannot start, or are lost one after another.
+            ReaderError: Workers cannot start, or are lost one after another.
             SourceError: The source cannot be loaded in a reader; holds the first traceback.
         """
         self._hand_out()
@@ -688,7 +688,7 @@ class Supervisor:
 
     def _next_deadline(self) -> float:
         watched = [*self._roster.present, *self._roster.ending]
-        dues = [worker.deadline(self._deadlines, self._layout.slots) for worker in watched]
+        dues = [worker.deadline(self._timeouts, self._layout.slots) for worker in watched]
         return min((due for due in dues if due is not None), default=float("inf"))
 
     def _wait(self, timeout_s: float) -> None:
@@ -723,7 +723,7 @@ class Supervisor:
 
     def _enforce(self, now: float) -> None:
         for worker in self._roster.present:
-            loss = worker.advance(self._deadlines, self._layout.slots, now)
+            loss = worker.advance(self._timeouts, self._layout.slots, now)
             if loss is not None:
                 self._lose(worker, loss)
         for worker in self._roster.sweep(now):
@@ -739,8 +739,8 @@ class Supervisor:
             "reader %d was not gone %g s after SIGKILL and is left behind: %s", worker.number, GRACE_S, where
         )
         part = self._parts.index(number)
-        if number >= 0 and self._ledger.part_holds_readers(part):
-            cause = "readers stuck in it cannot be killed; no more of it is read"
+        if number >= 0 and self._ledger.part_holds_workers(part):
+            cause = "workers stuck in it cannot be killed; no more of it is read"
             self._give_up(part, number, f"{self._parts.name(number)}: {cause}")
         self._roster.check_abandoned(where)
 
@@ -755,9 +755,9 @@ class Supervisor:
         kind = frame["kind"]
         if kind == "fatal":
             worker.failed = True
-            said = f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}"
+            said = f"the source cannot be loaded in a worker process:\n{frame['error'].rstrip()}"
             if not self._works:
-                raise SourceError(f"{said}\nFix that, or read in this process with {arg('readers', 0)}")
+                raise SourceError(f"{said}\nFix that, or read in this process with {arg('workers', 0)}")
             log.warning("reader %d: %s", worker.number, said)
             return
         if kind == "ready":
@@ -851,10 +851,10 @@ class Supervisor:
             return True
         tail = worker.process.tail()
         raise ReaderError(
-            f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
+            f"{self._start_failures} workers in a row could not start. The last: {loss.cause}"
             + (f"\n{tail}" if tail else "")
             + f"\nOutput and stack: {worker.process.log}. Reading in this process "
-            f"({arg('readers', 0)}) may show more"
+            f"({arg('workers', 0)}) may show more"
         )
 
     def _blame(self, worker: Worker, loss: Loss) -> None:
@@ -885,7 +885,7 @@ class Supervisor:
             log.warning("%s does not answer: its other %d samples are quarantined as well", name, count)
 
     def _hand_out(self) -> None:
-        """Give readers work: one item in hand and one ahead, unless another has none and few are left."""
+        """Give workers work: one item in hand and one ahead, unless another has none and few are left."""
         working = self._roster.active
         live = sum(worker.state == "ready" for worker in working)
         idle = sum(worker.state in ("starting", "ready") and not worker.items for worker in working)

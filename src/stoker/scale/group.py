@@ -59,8 +59,8 @@ def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
         )
     except RuntimeError as error:
         raise StalledError(
-            f"rank {place.rank} of {place.world} found no meeting point at {place.host}:{place.port} within "
-            f"{deadline_s:g} s. Expected rank 0, or the launcher, to have opened it: is MASTER_ADDR right?"
+            f"rank {place.rank} of {place.world_size} found no meeting point at {place.host}:{place.port} "
+            f"within {deadline_s:g} s. Rank 0 or the launcher should have opened it: is MASTER_ADDR right?"
         ) from error
     return PrefixStore(f"stoker/{place.attempt}", store)
 
@@ -127,7 +127,7 @@ class Pulse:
         try:
             self._store.set(f"left/{self._place.rank}", "1")
             while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
-                if all(self._has_left(rank) for rank in range(1, self._place.world)):
+                if all(self._has_left(rank) for rank in range(1, self._place.world_size)):
                     return
                 time.sleep(BEAT_S / 10)
         except RuntimeError:  # another process has closed it
@@ -149,7 +149,7 @@ class Pulse:
             return self._blame(what, since, asked=asked)
 
     def _blame(self, what: str, since: float, *, asked: bool) -> StalledError | None:
-        others = [rank for rank in range(self._place.world) if rank != self._place.rank]
+        others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
         try:
             first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
             while True:
@@ -210,9 +210,9 @@ class Pulse:
         place, several = self._place, len(ranks) > 1
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return (
-            f"{who} of {place.world} ended without a message (killed, stopped or cut off): rank {place.rank} "
-            f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
-            "end now. Run it again, with as many ranks as there are, to continue from what is stored"
+            f"{who} of {place.world_size} ended without a message (killed, stopped or cut off): rank "
+            f"{place.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. "
+            "All ranks end now. Run it again, with as many ranks as there are, to continue from what is stored"
         )
 
 
@@ -230,7 +230,7 @@ class RankGroup(Ranks):
         Raises:
             StalledError: There is none.
         """
-        self.rank, self.world = place.rank, place.world
+        self.rank, self.world_size = place.rank, place.world_size
         self.local_rank, self.local_world = place.local_rank, place.local_world
         self.node, self.nodes = place.node, place.nodes
         self._deadline_s = deadline_s
@@ -280,8 +280,8 @@ class RankGroup(Ranks):
         number, self._told, begun = self._told, self._told + 1, time.monotonic()
         with self.waiting(what):
             self._store.set(f"told/{number}/{self.rank}", json.dumps(text))
-            keys = [f"told/{number}/{rank}" for rank in range(self.world)]
-            while missing := [rank for rank in range(self.world) if not self._store.check([keys[rank]])]:
+            keys = [f"told/{number}/{rank}" for rank in range(self.world_size)]
+            while missing := [rank for rank in range(self.world_size) if not self._store.check([keys[rank]])]:
                 self._look_for(missing, what, begun)
             return [json.loads(self._store.get(key)) for key in keys]
 
@@ -304,9 +304,9 @@ class RankGroup(Ranks):
         return self._gathered(values.detach().cpu(), what).mean(0).to(values)
 
     def _gathered(self, values: Tensor, what: str) -> Tensor:
-        """The values of all ranks, `(world, ...)`, on the host."""
+        """The values of all ranks, `(world_size, ...)`, on the host."""
         self._connect()
-        found = [torch.empty_like(values) for _ in range(self.world)]
+        found = [torch.empty_like(values) for _ in range(self.world_size)]
         with self.waiting(what):
             dist.all_gather(found, values.contiguous())
         return torch.stack(found)
@@ -325,7 +325,7 @@ class RankGroup(Ranks):
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=self._store,
                 rank=self.rank,
-                world_size=self.world,
+                world_size=self.world_size,
                 timeout=timedelta(seconds=self._deadline_s),
             )
         self._connected = True
@@ -339,7 +339,7 @@ class RankGroup(Ranks):
         except RuntimeError as error:  # torch has no class of its own for what fails between processes
             blamed = self._pulse.blame(what, begun)
             if blamed is None and time.monotonic() - begun >= self._deadline_s:
-                blamed = StalledError(self._late([r for r in range(self.world) if r != self.rank], what))
+                blamed = StalledError(self._late([r for r in range(self.world_size) if r != self.rank], what))
             if blamed is None:
                 raise
             raise blamed from error
@@ -348,7 +348,7 @@ class RankGroup(Ranks):
 
     def _late(self, ranks: list[int], what: str) -> str:
         return (
-            f"rank {self.rank} of {self.world} waited {self._deadline_s:g} s at {what}, and not all came: "
-            f"{self._pulse.whereabouts(ranks)}. Give more time with training.rank_deadline, or look at what "
-            "holds them up"
+            f"rank {self.rank} of {self.world_size} waited {self._deadline_s:g} s at {what}, and not all "
+            f"came: {self._pulse.whereabouts(ranks)}. Give more time with "
+            "training.rank_deadline, or look at what holds them up"
         )

@@ -16,7 +16,7 @@ class Place:
     """One process among those of a run."""
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int
     """Its number on this machine, which is that of its GPU."""
     local_world: int
@@ -53,19 +53,23 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
-        rank, world, local_rank, local_world, port = (int(environ[name]) for name in names)
-        node, nodes = _node(environ, rank, world, local_world)
+        rank, world_size, local_rank, local_world, port = (int(environ[name]) for name in names)
+        node, nodes = _node(environ, rank, world_size, local_world)
     except ValueError as error:
         found = ", ".join(f"{name}={environ[name]}" for name in names)
         raise ConfigError(f"{found}: expected whole numbers, as torchrun sets them") from error
-    if not (0 <= rank < world and 0 <= local_rank < local_world <= world and 0 <= node < nodes <= world):
+    if not (
+        0 <= rank < world_size
+        and 0 <= local_rank < local_world <= world_size
+        and 0 <= node < nodes <= world_size
+    ):
         raise ConfigError(
-            f"RANK={rank} of WORLD_SIZE={world}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world}. "
-            "Expected ranks below their number, as torchrun sets them"
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE="
+            f"{local_world}. Expected ranks below their number, as torchrun sets them"
         )
     return Place(
         rank=rank,
-        world=world,
+        world_size=world_size,
         local_rank=local_rank,
         local_world=local_world,
         node=node,
@@ -77,8 +81,8 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def _node(environ: Mapping[str, str], rank: int, world: int, local_world: int) -> tuple[int, int]:
+def _node(environ: Mapping[str, str], rank: int, world_size: int, local_world: int) -> tuple[int, int]:
     """Which machine of how many, as torchrun says; other launchers number the ranks machine by machine."""
     if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
         return int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
-    return rank // max(1, local_world), -(-world // max(1, local_world))
+    return rank // max(1, local_world), -(-world_size // max(1, local_world))

@@ -19,7 +19,7 @@ class Ranks:
     """One process, alone."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_rank: int = 0
     """The number of this rank's GPU."""
     local_world: int = 1

@@ -1,7 +1,7 @@
 """Cut what is missing into slices for workers elsewhere: whole groups, evenly among those that have nothing.
 
 Arithmetic on numbers; nothing here knows who the workers are, or how fast. A worker ends early when its time
-is up, or when others have nothing left to do; what it did not get to comes back and is cut again. So readers
+is up, or when others have nothing left to do; what it did not get to comes back and is cut again. So workers
 are started seldom, and a slow worker does not hold up others.
 """
 

@@ -511,7 +511,7 @@ def list_caches(here: Here) -> CacheList:
 @caches_router.get("/caches/{name}/{fingerprint}", responses=faults(404))
 def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
-    from stoker.pipeline.caches import inspect_cache as inspect
+    from stoker.run.caches import inspect_cache as inspect
 
     return here.figures.folders.ask(
         f"cache {name}/{fingerprint}",
@@ -550,7 +550,7 @@ def why(
     other: Annotated[str | None, Query(pattern=f"^{PRINT}$", description="None: the nearest.")] = None,
 ) -> WhyOut:
     """What differs between two recipes of one name."""
-    from stoker.pipeline.caches import explain
+    from stoker.run.caches import explain
 
     def compare() -> WhyOut:
         beside = None if other is None else cache_folder(here, name, other)

@@ -370,8 +370,8 @@ def plan(
     Raises:
         StokerError: The data cannot be read, or no plan fits.
     """
-    from stoker.pipeline.context import Run
-    from stoker.pipeline.plan import plan_config
+    from stoker.run.context import Run
+    from stoker.run.plan import plan_config
     from stoker.service.training_config import TrainingConfig, settings_of
 
     wanted = TrainingConfig.model_validate(dict(config))

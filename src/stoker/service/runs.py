@@ -18,9 +18,11 @@ from stoker.config import Config
 from stoker.errors import ConfigError, IncompleteError, ResourceError, SourceError, StalledError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.context import Run, settings_digest, work_digest, write_diary
-from stoker.pipeline.demo import BurgersSpec, write_burgers
-from stoker.pipeline.fitting import (
+from stoker.plugins import load_extension
+from stoker.precompute.progress import Snapshot, line
+from stoker.run.context import Run, settings_digest, work_digest, write_diary
+from stoker.run.demo import BurgersSpec, write_burgers
+from stoker.run.fitting import (
     Classification,
     FitReport,
     ImageClassifier,
@@ -29,10 +31,8 @@ from stoker.pipeline.fitting import (
     one_thread,
     save_model,
 )
-from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.train import Prepared, prepare, train_prepared
-from stoker.plugins import load_extension
-from stoker.precompute.progress import Snapshot, line
+from stoker.run.precompute import CacheResult, fill_caches
+from stoker.run.train import Prepared, prepare, train_prepared
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.folders import JobFile, Journal

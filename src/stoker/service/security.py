@@ -341,7 +341,7 @@ ONCE = (
     b"content-length",
     b"sec-fetch-site",
 )
-"""Headers that must not come twice: two readers may believe two different ones."""
+"""Headers that must not come twice: two workers may believe two different ones."""
 UNREAD_BYTES, UNREAD_S = 4 << 20, 2.0
 """How much of the body of a refused request is read, so that its sender gets the answer."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -1,4 +1,4 @@
-"""Events as they happen, for any number of readers, without a queue for any of them.
+"""Events as they happen, for any number of workers, without a queue for any of them.
 
 A reader has a place in the order of events and asks for what comes after it: from the newest ones, which are
 read once for all, or from the outbox when it has fallen behind or comes back. So a slow reader costs no
@@ -54,7 +54,7 @@ class EventFeed:
 
     Args:
         outbox: Of the database.
-        degraded: What does not work now; readers are told of it and of its end.
+        degraded: What does not work now; workers are told of it and of its end.
     """
 
     def __init__(self, outbox: Outbox, degraded: Callable[[], str | None] = lambda: None) -> None:

@@ -285,7 +285,7 @@ def _of_training(config: TrainingConfig) -> dict[str, Any]:
         "training.seed": config.seed,
         "data.seed": config.seed,
         "data.splits": {"train": 1.0},
-        "precompute.readers": config.num_workers or None,
+        "precompute.workers": config.num_workers or None,
     }
     if config.validation_split:
         share = config.validation_split

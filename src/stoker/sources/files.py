@@ -470,7 +470,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def confine_sources(paths: Iterable[str | os.PathLike[str]] | None) -> None:
-    """Have this process, and the readers that it starts, read source files at or below `paths` alone.
+    """Have this process, and the workers that it starts, read source files at or below `paths` alone.
 
     Every HDF5 file, image, tar file and SQLite database is checked once it is open, so a folder that somebody
     swaps for a symbolic link after its name was checked leads nowhere.

@@ -62,7 +62,7 @@ from stoker.units import format_bytes, format_count
 # ----------------------------------------------------------------------------------------------------------
 # Describe the files of a source once: layouts, common schema, selected rows, blocks.
 #
-# The description is plain data. It travels with copies of a source, so that readers open only what they
+# The description is plain data. It travels with copies of a source, so that workers open only what they
 # read.
 
 

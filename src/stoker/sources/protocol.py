@@ -73,7 +73,7 @@ class Splitting(Protocol):
 class Source(Protocol):
     """Random access to raw samples. Satisfied by shape; there is no base class to inherit.
 
-    Copies travel to reader processes by cloudpickle: open files and connections on first use, not in
+    Copies travel to worker processes by cloudpickle: open files and connections on first use, not in
     `__init__`. Calls on one copy come from one thread at a time.
     """
 

@@ -489,7 +489,7 @@ class TorchSource:
             )
 
     def prove(self) -> None:
-        """Read the probed samples once more, in a process of their own, as readers will.
+        """Read the probed samples once more, in a process of their own, as workers will.
 
         Raises:
             SourceError: The Dataset cannot go there, or is another there; names the member or the field.
@@ -516,7 +516,7 @@ class TorchSource:
         """One item of this process's copy of the Dataset.
 
         The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
-        lands on the copy, so that the original can still travel to reader processes.
+        lands on the copy, so that the original can still travel to worker processes.
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)

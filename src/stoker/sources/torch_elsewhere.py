@@ -67,7 +67,7 @@ def _collect(
             raise StalledError(
                 f"{name}: read in a second process, {where} took more than "
                 f"{START_S if number < 0 else deadline_s:g} s. Fix what it waits for, give it more time "
-                f"(source.probe_deadline_s = 300), or read in this process with {arg('readers', 0)}"
+                f"(source.probe_deadline_s = 300), or read in this process with {arg('workers', 0)}"
             )
         data = child.socket.recv(1 << 16)
         if not data:
@@ -79,8 +79,8 @@ def _collect(
                 return found
             if message["kind"] == "refused":
                 raise SourceError(
-                    f"{name} cannot be loaded in a second process, as readers are:\n{message['error']}\n"
-                    f"Fix that, or read in this process with {arg('readers', 0)}"
+                    f"{name} cannot be loaded in a second process, as workers are:\n{message['error']}\n"
+                    f"Fix that, or read in this process with {arg('workers', 0)}"
                 )
             number, until = int(message["number"]), time.monotonic() + deadline_s
             if message["kind"] == "item":
@@ -89,8 +89,8 @@ def _collect(
     output.seek(0)
     tail = output.read().decode(errors="replace").strip()[-_TAIL:]
     raise SourceError(
-        f"{name}: a second process that read item {number} {child.exit}. Readers would do the same: fix the "
-        f"Dataset, or read in this process with {arg('readers', 0)}" + (f". It said: {tail}" if tail else "")
+        f"{name}: a second process that read item {number} {child.exit}. Workers would do the same: fix the "
+        f"Dataset, or read in this process with {arg('workers', 0)}" + (f". It said: {tail}" if tail else "")
     )
 
 
@@ -108,7 +108,7 @@ def check_alike(
             raise SourceError(
                 f"{name}: sample {number} can be read in this process and not in a second one: {other}. "
                 "What it needs exists in this process alone: pass it to the Dataset in __init__, or read "
-                f"in this process with {arg('readers', 0)}"
+                f"in this process with {arg('workers', 0)}"
             )
         for field, digest in fields.items():
             if other.get(field) != digest:

@@ -24,7 +24,7 @@ from stoker.sources.torch_identity import (
     state_of,
 )
 
-_HERE = f"Or read in this process alone: {arg('readers', 0)} (cached: precompute={{'readers': 0}})"
+_HERE = f"Or read in this process alone: {arg('workers', 0)} (cached: precompute={{'workers': 0}})"
 _MOST_NAMED = 5
 _INNER = re.compile(r"^(?:job\.)?source(?:\._source)*\._dataset\b")
 """The path of a Dataset inside whatever wraps it."""

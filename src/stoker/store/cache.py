@@ -132,7 +132,7 @@ class Filling(Protocol):
         """Wait until more may be there, `timeout_s` at most.
 
         Raises:
-            StalledError: Nothing has been stored for longer than all deadlines together.
+            StalledError: Nothing has been stored for longer than all timeouts together.
         """
         ...
 

@@ -682,7 +682,7 @@ _living: dict[int, weakref.ref[OpenShards]] = {}
 def most_open() -> int:
     """Shards that a process keeps open: a quarter of the descriptors it may have.
 
-    Another quarter is for those in use and the rest for readers, sockets and the user.
+    Another quarter is for those in use and the rest for workers, sockets and the user.
     """
     return max(4, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 

@@ -160,7 +160,7 @@ def _check_copy(source: Source, copied: Source, first: Mapping[int, Sample]) -> 
 
 
 def _copied(thing: _Thing) -> _Thing:
-    """A copy that went the way of copies for reader processes."""
+    """A copy that went the way of copies for worker processes."""
     pickler = cast("Any", cloudpickle)
     return pickler.loads(pickler.dumps(thing))
 

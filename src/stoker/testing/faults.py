@@ -52,7 +52,7 @@ class FaultySource:
     Args:
         source: What to read from.
         faults: What happens; of several for one sample, the first that is not used up.
-        folder: Where attempts are counted, in small files, since readers are processes that get replaced.
+        folder: Where attempts are counted, in small files, since workers are processes that get replaced.
             Needed where a fault has `attempts`.
 
     Raises:
@@ -123,7 +123,7 @@ class FaultySource:
             if os.getpid() == self._maker:
                 raise ConfigError(
                     "the fault 'kill' would end the process that made the source. Read in another one, with "
-                    "readers=1 or more"
+                    "workers=1 or more"
                 )
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind in ("hang", "slow"):

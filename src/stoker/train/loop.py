@@ -1,7 +1,7 @@
 """The training loop: passes, steps, evaluations, and when to write what.
 
 `TrainLoop` knows neither networks nor data. An `Objective` says what is learned: the operator on latents
-(`objective.py`), or whatever has a loss for each record (`stoker.pipeline.fitting`).
+(`objective.py`), or whatever has a loss for each record (`stoker.run.fitting`).
 
 A step depends on weights, optimizer state, random state, batch and step number alone; the learning rate is
 arithmetic on the step number. So a checkpoint of these, with the loader's place, continues a run bit for bit
@@ -383,7 +383,7 @@ class TrainLoop:
             "total": self.total,
             "batches": len(self.loader),
             "device": str(self.objective.device),
-            "ranks": self.ranks.world,
+            "ranks": self.ranks.world_size,
             **self.objective.facts,
         }
         self.log.append({"kind": event, **facts})
@@ -474,7 +474,7 @@ class TrainLoop:
         progress, every = self.objective.progress, self.config.checkpoint_every
         due = every is not None and progress.step % every == 0
         last = progress.step >= self.total
-        alone = self.ranks.world == 1  # no other rank has to stop at the same step
+        alone = self.ranks.world_size == 1  # no other rank has to stop at the same step
         asked = self.stepper.guard.stopping or (alone and self.stop.signal_name is not None)
         if due or last or asked:
             self.place = self.loader.state_dict()  # only while iterating does it name the next batch
@@ -517,7 +517,7 @@ class TrainLoop:
     def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches to validate on. Ranks have different numbers of them, and stop after the last."""
         for batch in batches:
-            if self.ranks.world == 1 and self.stop.signal_name is not None:
+            if self.ranks.world_size == 1 and self.stop.signal_name is not None:
                 self._stop()
             yield batch
 

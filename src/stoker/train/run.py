@@ -298,7 +298,7 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
     Raises:
         ConfigError: `patience` without a loader, or a loader without a batch.
     """
-    if loader is None and ranks.world > 1:
+    if loader is None and ranks.world_size > 1:
         return  # its part is empty
     if loader is None and patience is not None:
         raise ConfigError(

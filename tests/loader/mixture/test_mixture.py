@@ -43,7 +43,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     """Mode x tier x resume at any step x world size: one stream of global batches, each of the same cache."""
     mode = data.draw(st.sampled_from([*MODES, {"mode": "concat", "mix": "example"}]))
     windows = data.draw(st.sampled_from([WINDOWS, Windows(field="latent", horizon=2), None]))
-    world = data.draw(st.sampled_from([1, 2, 4]))
+    world_size = data.draw(st.sampled_from([1, 2, 4]))
     tier = data.draw(st.sampled_from(["host", "disk"]))
     epoch, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2**32))
     one = [caches[name] for name in ("ac" if mode.get("mix") == "example" else "abc")]
@@ -62,7 +62,10 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     state = json.loads(json.dumps(stopped.state_dict()))
     if stop:
         assert state == json.loads(json.dumps(stopped.state_dict(expected[stop - 1].position)))
-    ranks = [Mixture(one, 4 // world, tier=tier, rank=rank, world=world, **common) for rank in range(world)]
+    ranks = [
+        Mixture(one, 4 // world_size, tier=tier, rank=rank, world_size=world_size, **common)
+        for rank in range(world_size)
+    ]
     for mixture in ranks:
         mixture.load_state_dict(state)
 
@@ -73,7 +76,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
         assert {task_of(part) for part in parts} == {task_of(whole)}
         joined = [torch.cat(values) for values in zip(*map(values_of, parts), strict=True)]
         assert all(torch.equal(x, y) for x, y in zip(joined, values_of(whole), strict=True))
-    assert [mixture.epoch for mixture in ranks] == [epoch + 1] * world
+    assert [mixture.epoch for mixture in ranks] == [epoch + 1] * world_size
 
 
 @settings(max_examples=50, deadline=None)
@@ -214,12 +217,12 @@ def test_a_cache_here_goes_together_with_one_that_lies_elsewhere(
     values = torch.arange(24 * 4096, dtype=torch.float32).view(24, 4096)
     np.save(tmp_path / "a.npy", values[:12].numpy())
     np.save(tmp_path / "b.npy", values[12:].numpy())
-    here = precompute(ArraySource(tmp_path / "a.npy"), None, tmp_path / "c", name="a", readers=0)
+    here = precompute(ArraySource(tmp_path / "a.npy"), None, tmp_path / "c", name="a", workers=0)
     source = ArraySource(tmp_path / "b.npy")
     if other == "in place":
         away = index_in_place(source, tmp_path / "c", name="b")
     else:
-        precompute(source, None, tmp_path / "there", name="b", readers=0)
+        precompute(source, None, tmp_path / "there", name="b", workers=0)
         away = open_cache(attach(f"file://{tmp_path / 'there'}/b", tmp_path / "m"))
     caches = [here, away] if first else [away, here]
     mixture = Mixture(caches, 4, mode="concat", mix="example", tier=tier)
@@ -244,7 +247,7 @@ def test_evaluation_serves_cache_after_cache_in_order(abc: list[Cache]) -> None:
             for task, row in zip(batch.tasks.tolist(), batch.index.tolist(), strict=True)]  # fmt: skip
 
     assert seen == sorted(seen)
-    ranks = [Mixture(abc, 16, windows=WINDOWS, order="sequential", rank=r, world=3) for r in range(3)]
+    ranks = [Mixture(abc, 16, windows=WINDOWS, order="sequential", rank=r, world_size=3) for r in range(3)]
     split = examples([batch for rank in ranks for batch in rank], mixture.names)
     assert split == Counter((mixture.names[task], *rest) for task, *rest in seen)
 

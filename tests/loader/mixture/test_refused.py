@@ -78,7 +78,7 @@ def test_members_that_do_not_go_together_are_refused(caches: dict[str, Cache]) -
     a = Loader(caches["a"], 4, windows=WINDOWS)
     for other, words in (
         (Loader(caches["b"], 4), "differ in windows"),
-        (Loader(caches["b"], 4, windows=WINDOWS, rank=1, world=2), "differ in rank: 0 and 1"),
+        (Loader(caches["b"], 4, windows=WINDOWS, rank=1, world_size=2), "differ in rank: 0 and 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             Mixture([a, other])

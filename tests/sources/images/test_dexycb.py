@@ -100,7 +100,7 @@ def test_dtypes_survive_the_cache(root: Path, tmp_path: Path) -> None:
     """A cache of floats that swallowed masks and numbers is what this replaces."""
     own = source(root, max_samples=6, labels={"extras": ["depth", "segmentation"]})
 
-    cache = stoker.precompute(own, None, tmp_path, name="c", readers=0)
+    cache = stoker.precompute(own, None, tmp_path, name="c", workers=0)
 
     (batch,) = stoker.Loader(cache, 6, order="sequential")
     assert batch.keys() == FIELDS | {"index"}

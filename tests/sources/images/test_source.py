@@ -261,7 +261,7 @@ def test_bad_images_are_set_aside_by_name_and_the_rest_is_stored(voc: Path, tmp_
     (voc / "JPEGImages/image_05.jpg").unlink()
 
     cache = stoker.precompute(
-        source(voc, "voc"), None, tmp_path / "cache", name="c", readers=1, max_quarantined=0.5
+        source(voc, "voc"), None, tmp_path / "cache", name="c", workers=1, max_quarantined=0.5
     )
 
     aside = cache.quarantined

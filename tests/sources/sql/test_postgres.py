@@ -17,14 +17,14 @@ from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.runtime import retry
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
-from stoker.sources.sql.query import Timeouts
+from stoker.sources.sql.query import QueryTimeouts
 from stoker.sources.sql.rows import PICKED, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
 from stoker.testing.conformance import check_source
 from tests.sources.sql.rows import COLUMNS, made, write_postgres, write_sqlite
 from tests.sources.sql.server import Server
 
-QUICK = Timeouts(connect_s=5.0, statement_s=10.0, lock_s=0.3, attempts=3, backoff_s=0.05)
+QUICK = QueryTimeouts(connect_s=5.0, statement_s=10.0, lock_s=0.3, attempts=3, backoff_s=0.05)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_statement_that_takes_too_long_is_ended(server: Server, connection: An
                 table=None,
                 query=slow,
                 columns=["power", "late"],
-                timeouts=Timeouts(statement_s=0.2),
+                timeouts=QueryTimeouts(statement_s=0.2),
             )
         )
 

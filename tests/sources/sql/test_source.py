@@ -15,12 +15,12 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, SourceError, SplitError, StalledError
-from stoker.sources.sql.query import Timeouts, has_password, parse_address
+from stoker.sources.sql.query import QueryTimeouts, has_password, parse_address
 from stoker.sources.sql.source import SQLSource
 from stoker.testing.conformance import check_source
 from tests.sources.sql.rows import COLUMNS, change, made, write_sqlite
 
-QUICK = Timeouts(lock_s=0.2, statement_s=5.0, attempts=2, backoff_s=0.01)
+QUICK = QueryTimeouts(lock_s=0.2, statement_s=5.0, attempts=2, backoff_s=0.01)
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_malformed_rows_are_quarantined_and_the_others_stored(database: Path, tm
     change(database, "UPDATE samples SET heard = 'nothing' WHERE id = 70")
     change(database, "UPDATE samples SET power = NULL WHERE id = 90")
     cache = stoker.precompute(
-        source(database), None, tmp_path / "cache", name="rows", readers=2, max_quarantined=0.1
+        source(database), None, tmp_path / "cache", name="rows", workers=2, max_quarantined=0.1
     )
 
     assert sorted(cache.quarantined) == [7, 9]
@@ -259,13 +259,13 @@ def test_malformed_rows_are_quarantined_and_the_others_stored(database: Path, tm
     assert all(np.array_equal(cache[11][name].numpy(), value) for name, value in wanted.items())
 
 
-def test_readers_map_what_was_read_once(database: Path, tmp_path: Path) -> None:
+def test_workers_map_what_was_read_once(database: Path, tmp_path: Path) -> None:
     """The table is gone by then; only the rows that were read at first can serve."""
     found = source(database)
     len(found)
     database.unlink()
 
-    cache = stoker.precompute(found, None, tmp_path / "cache", name="rows", readers=2)
+    cache = stoker.precompute(found, None, tmp_path / "cache", name="rows", workers=2)
 
     assert len(cache) == 40
 
@@ -289,7 +289,7 @@ def test_a_database_locked_by_a_writer_is_waited_for_and_then_named(database: Pa
         writer.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StalledError, match=r"rows.db, samples: locked by a writer for more than 0.2 s"):
             len(source(database))
-        patient = source(database, timeouts=Timeouts(lock_s=30.0))
+        patient = source(database, timeouts=QueryTimeouts(lock_s=30.0))
         release = threading.Timer(0.3, lambda: None)
         release.start()
         release.join()
@@ -305,7 +305,13 @@ def test_a_statement_that_takes_too_long_is_ended(database: Path) -> None:
 
     with pytest.raises(StalledError, match=r"a statement took more than 0.3 s"):
         len(
-            source(database, table=None, query=endless, columns=["power"], timeouts=Timeouts(statement_s=0.3))
+            source(
+                database,
+                table=None,
+                query=endless,
+                columns=["power"],
+                timeouts=QueryTimeouts(statement_s=0.3),
+            )
         )
 
 
@@ -360,7 +366,7 @@ def test_a_writer_in_the_middle_of_the_read_is_not_seen(
         ({"split": "train", "splits": 3}, ConfigError, "splits is 3. Expected fractions by name"),
         ({"split": "train", "splits": {"train": "x"}}, ConfigError, "Expected fractions by name"),
         ({"seed": 1.5}, ConfigError, "seed is 1.5. Expected a whole number"),
-        ({"timeouts": 3}, ConfigError, "timeouts is 3. Expected Timeouts"),
+        ({"timeouts": 3}, ConfigError, "timeouts is 3. Expected QueryTimeouts"),
         ({"split": "holdout"}, SplitError, "'holdout' is not among the fractions"),
         ({"splits": {"train": 1.0}}, SplitError, "no split was asked for"),
     ],
@@ -438,7 +444,7 @@ def test_float64_is_served_with_every_digit(database: Path, tmp_path: Path) -> N
     rows = source(database, query="SELECT *, gdop AS found FROM samples", table=None, columns=columns)
 
     (batch,) = stoker.cached(
-        rows, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"readers": 0}
+        rows, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"workers": 0}
     )
 
     assert batch["found"].tolist() == times

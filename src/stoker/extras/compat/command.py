@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from stoker.extras.fetch.wanted import WantedFile
     from stoker.extras.launch.plan import LaunchPlan
     from stoker.extras.launch.vast import VastClient
-    from stoker.pipeline.context import Run
+    from stoker.run.context import Run
     from stoker.schema import Json as JsonValue
 
 
@@ -124,7 +124,7 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
             overrides.append("training.use_parallel_encoding=true")
         settings = load_earlier(out, path, overrides)
         from stoker.cli import output
-        from stoker.pipeline.precompute import precompute_config
+        from stoker.run.precompute import precompute_config
 
         with joined(settings) as run:
             wanted, missing = _existing(run, split_words(splits or []))
@@ -144,7 +144,7 @@ def _existing(run: Run, splits: list[str]) -> tuple[list[str], list[SplitError]]
     Raises:
         SplitError: None is there.
     """
-    from stoker.pipeline.build import build_source
+    from stoker.run.build import build_source
 
     there: list[str] = []
     missing: list[SplitError] = []
@@ -194,7 +194,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         given = {"training.epochs": epochs, "training.device": device}
         overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
         settings = load_earlier(out, path, overrides)
-        from stoker.pipeline.stages import with_epochs
+        from stoker.run.stages import with_epochs
 
         run_training(out, with_epochs(settings, stage, epochs), stage=stage)
 
@@ -211,7 +211,7 @@ def validate(
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         from stoker.cli import output
-        from stoker.pipeline.validate import validate_config
+        from stoker.run.validate import validate_config
 
         given = [*overrides, *_root_of_environment(out, overrides)]
         result = validate_config(path, given, environment=os.environ, earlier=True)
@@ -289,7 +289,7 @@ def _original(spec: str, old: Path, key: str | None, prefix: str) -> Any:
     from torch import nn
 
     from stoker.encoders.weights import load_checkpoint
-    from stoker.pipeline.user_code import UserCode
+    from stoker.run.user_code import UserCode
 
     code = UserCode(
         setting="--original", spec=spec, of="a function that makes the original", arguments="nothing",
@@ -629,7 +629,7 @@ def _run_args(run_arg: list[str] | None) -> list[str]:
 
 
 def _check_stage(config: Config, stage: str) -> None:
-    from stoker.pipeline.stages import only_stage, stages_of
+    from stoker.run.stages import only_stage, stages_of
 
     if only_stage(config, stage) is not None and len(stages_of(config)) > 1:
         raise ConfigError(

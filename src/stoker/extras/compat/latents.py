@@ -32,9 +32,9 @@ from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.windows import time_field
-from stoker.pipeline.context import Run, batch_examples, trajectory_steps
-from stoker.pipeline.precompute import fill_caches
 from stoker.precompute import precompute
+from stoker.run.context import Run, batch_examples, trajectory_steps
+from stoker.run.precompute import fill_caches
 from stoker.schema import Schema
 from stoker.sources.files import canonical_split
 from stoker.sources.protocol import Source
@@ -353,7 +353,7 @@ def build_parallel_latent_loader(  # noqa: PLR0913, PLR0917 - the earlier system
         timeout: Seconds that reading one sample may take.
         pin_memory, prefetch_factor: Have no effect; a `Loader` decides for itself.
         name: Of the cache, in `cache_dir`.
-        **loader: Further arguments of `Loader`: `rank`, `world`, `shuffle`, `seed`, ...
+        **loader: Further arguments of `Loader`: `rank`, `world_size`, `shuffle`, `seed`, ...
 
     Raises:
         ConfigError: `grid_shape` is missing, or not the encoder's.
@@ -366,9 +366,9 @@ def build_parallel_latent_loader(  # noqa: PLR0913, PLR0917 - the earlier system
         ".stoker" if cache_dir is None else cache_dir,
         name=name,
         dtype=str(cache_dtype).removeprefix("torch.") if cache_dtype is not None else None,
-        readers=num_workers,
+        workers=num_workers,
         device=device,
-        deadlines=None if timeout is None else {"read": timeout},
+        timeouts=None if timeout is None else {"read": timeout},
     )
     windows = Windows(stride=time_stride, horizon=rollout_horizon, start_every=time_stride)
     pairs = max(1, windows.count(trajectory_steps(cache.schema)))

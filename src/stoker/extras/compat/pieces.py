@@ -133,7 +133,7 @@ def grid_coords(grid: Sequence[int]) -> Tensor:
 class MultiTaskDistributedSampler(Sampler[int]):
     """Indices into a `ConcatDataset` of several tasks for one rank; every rank has equally many of each task.
 
-    `stoker.Mixture(caches, rank=..., world=...)` needs no sampler, and repeats no sample to make ranks equal.
+    `stoker.Mixture(caches, rank=..., world_size=...)` needs no sampler, and never repeats a sample.
 
     Args:
         task_sizes: Samples of each dataset, in their order.
@@ -199,7 +199,7 @@ def get_optimal_workers(
     """Return how many workers memory and processors allow, at most 8 and at most `requested`.
 
     Counts what this process may use: its control group's limits and its processors, not the machine's. 0 asks
-    for none. `precompute.readers: null` finds a number by measuring.
+    for none. `precompute.workers: null` finds a number by measuring.
     """
     if requested == 0:
         return 0

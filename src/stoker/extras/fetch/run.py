@@ -1,4 +1,4 @@
-"""All files of a list: several at once, each under its deadlines, tried again where that may help.
+"""All files of a list: several at once, each under its timeouts, tried again where that may help.
 
 The thread that calls `fetch_files` only watches. A try that makes no progress is left behind and another is
 started, so that nothing below (a name server, a mount, a program) can hold up the others, or the end.

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
-from stoker.pipeline.caches import IMPORTED, list_quarantined
+from stoker.run.caches import IMPORTED, list_quarantined
 from stoker.runtime.locks import lock_holder
 from stoker.runtime.processes.child import Child
 from stoker.runtime.processes.entry import Connection, limit_memory

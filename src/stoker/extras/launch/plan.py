@@ -19,8 +19,8 @@ from stoker.config.sections import LaunchConfig, as_names
 from stoker.errors import ConfigError, StalledError, StokerError
 from stoker.extras.fetch.config import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
-from stoker.pipeline.context import Run
-from stoker.pipeline.validate import Row, failed
+from stoker.run.context import Run
+from stoker.run.validate import Row, failed
 from stoker.schema import Json
 
 # ----------------------------------------------------------------------------------------------------------

@@ -29,12 +29,12 @@ from stoker.config import Config, load_config
 from stoker.errors import ConfigError, ReadOnlyError, SourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import build_source
-from stoker.pipeline.caches import Located
-from stoker.pipeline.context import Run, describe_machine
-from stoker.pipeline.fitting import fit, one_thread, save_model
-from stoker.pipeline.plan import PlanResult, plan_located
-from stoker.pipeline.precompute import CacheResult, precompute_config
+from stoker.run.build import build_source
+from stoker.run.caches import Located
+from stoker.run.context import Run, describe_machine
+from stoker.run.fitting import fit, one_thread, save_model
+from stoker.run.plan import PlanResult, plan_located
+from stoker.run.precompute import CacheResult, precompute_config
 from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, canonical_json
 from stoker.sources.protocol import Source
@@ -364,7 +364,7 @@ def position_errors(model: TriangulationModel, batches: Iterable[Batch]) -> Erro
 
 @dataclass(frozen=True, slots=True)
 class Triangulation:
-    """What is learnt of radio rows, for `stoker.pipeline.fitting`."""
+    """What is learnt of radio rows, for `stoker.run.fitting`."""
 
     model: TriangulationModel
 

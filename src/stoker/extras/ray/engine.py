@@ -109,7 +109,7 @@ class RoundProgress:
             seconds=now - self._begun,
             rate=self._rate(now, encoded),
             written_bytes=int(encoded * self._record_bytes),
-            readers=tuple(
+            workers=tuple(
                 ReaderView(number=i + 1, stage=view.stage, sample=view.sample, seconds=0.0, name=view.node)
                 for i, view in enumerate(views)
             ),
@@ -216,7 +216,7 @@ SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
 SIGHT_S = 90.0
 """How long what tasks have stored may take to be seen here: file servers cache directories for a minute."""
 SHARE_S = 10.0
-"""Work that one worker may have left while another has none; sharing it costs two starts of readers."""
+"""Work that one worker may have left while another has none; sharing it costs two starts of workers."""
 STOP_S = 30.0
 """What a task that is to stop gets in addition to the time to write one group."""
 
@@ -250,9 +250,9 @@ class Round:
         self._moved = self._begun
         """When anything was last heard."""
         self._encoded, self._encode_s = 0, 0.0
-        self._readers, self._lost_readers, self._abandoned = 0, 0, 0
+        self._workers, self._lost_workers, self._abandoned = 0, 0, 0
         self._failures: list[Failure] = []
-        self._quiet_s = sum(getattr(settings.deadlines, one.name) for one in fields(settings.deadlines))
+        self._quiet_s = sum(getattr(settings.timeouts, one.name) for one in fields(settings.timeouts))
         self._clock = EncodeClock(limit_s=DRIVER_S)
         self._device = "cuda" if self._need.num_gpus else device
         self._views = RoundProgress(share, sink, device=self._device)
@@ -300,9 +300,9 @@ class Round:
             finished=finished,
             encoded=self._encoded,
             encode_seconds=self._encode_s,
-            readers=self._readers,
-            lost_readers=self._lost_readers,
-            abandoned_readers=self._abandoned,
+            workers=self._workers,
+            lost_workers=self._lost_workers,
+            abandoned_workers=self._abandoned,
             failures=tuple(self._failures),
         )
 
@@ -373,9 +373,9 @@ class Round:
         self._slices.put_back(answer["rest"])
         self._encoded += answer["encoded"]
         self._encode_s += answer["encode_seconds"]
-        self._readers = max(self._readers, answer["readers"])
-        self._lost_readers += answer["lost_readers"]
-        self._abandoned += answer["abandoned_readers"]
+        self._workers = max(self._workers, answer["workers"])
+        self._lost_workers += answer["lost_workers"]
+        self._abandoned += answer["abandoned_workers"]
         self._failures += [Failure(**failure) for failure in answer["failures"]]
 
     def _share_out(self) -> None:
@@ -470,7 +470,7 @@ class Round:
             return
         for reference in self._tasks:
             ray.cancel(reference, force=False)
-        until = time.monotonic() + self._share.settings.deadlines.write + STOP_S
+        until = time.monotonic() + self._share.settings.timeouts.write + STOP_S
         while self._tasks and time.monotonic() < until:
             self._clock.alive(bounded=True)
             ready, _ = ray.wait([*self._tasks], num_returns=1, timeout=LOOK_S)
@@ -533,7 +533,7 @@ _OTHERWISE = "Or encode on this machine alone (--engine local)"
 
 
 class RayEngine:
-    """An `Engine` whose readers, encoders and writers are tasks of a Ray cluster.
+    """An `Engine` whose workers, encoders and writers are tasks of a Ray cluster.
 
     It connects when there is something to encode, and stays connected until `close`, or the end of a `with`.
 
@@ -559,7 +559,7 @@ class RayEngine:
             ResourceError: No node has what a task takes.
             StokerError: A task failed, or was lost too often.
         """
-        if share.settings.readers != 0 and isinstance(share.source, Proving):
+        if share.settings.workers != 0 and isinstance(share.source, Proving):
             with share.interrupts.raising():
                 share.source.prove()
         payload = self._packed(share)

@@ -32,7 +32,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
         ConfigError: There is more than one CONFIG, or an unknown word.
     """
     if picture is not None:
-        from stoker.pipeline.folders import require_writable
+        from stoker.run.folders import require_writable
 
         require_writable(picture.parent, "the folder of --picture")
     files, settings = tell_settings(words)
@@ -44,7 +44,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     if files:
         from stoker.config import load_config
         from stoker.extras.simulation.config import simulate_words
-        from stoker.pipeline.context import Run
+        from stoker.run.context import Run
         from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double

@@ -13,14 +13,14 @@ from typing import Any
 from stoker.extras.simulation.result import Simulation
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
-from stoker.pipeline.build import CacheJob
-from stoker.pipeline.caches import Located, locate_with_job
-from stoker.pipeline.context import Run, batch_examples, last_step_s, trajectory_steps
-from stoker.pipeline.folders import obstacle
-from stoker.pipeline.plan import demand_of, served_loads
-from stoker.pipeline.precompute import settings_of
 from stoker.plan import probe
 from stoker.precompute.measure import Trial, try_stages
+from stoker.run.build import CacheJob
+from stoker.run.caches import Located, locate_with_job
+from stoker.run.context import Run, batch_examples, last_step_s, trajectory_steps
+from stoker.run.folders import obstacle
+from stoker.run.plan import demand_of, served_loads
+from stoker.run.precompute import settings_of
 from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Schema

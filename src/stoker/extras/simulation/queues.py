@@ -50,8 +50,8 @@ class RunTraffic:
     """Cores of the node that a step and `inline_s` keep busy; below 1 they need none."""
     cores: int = 1
     """Of a node."""
-    readers: int = 1
-    """Of a rank, at `own readers`."""
+    workers: int = 1
+    """Of a rank, at `own workers`."""
     depth: int = 1
     spread: float = 0.0
     sync_s: float = 0.0
@@ -95,23 +95,23 @@ class _Run:
 
     def __init__(self, traffic: RunTraffic, steps: int) -> None:
         self._of, self._steps = traffic, steps
-        world = traffic.nodes * traffic.ranks
+        world_size = traffic.nodes * traffic.ranks
         self._events: list[tuple[float, int, int, int]] = []
         self._number = 0
         self._places: dict[tuple[str, int], _Place] = {}
-        self._asked, self._ready, self._done = [0] * world, [0] * world, [0] * world
-        self._at_work = [False] * world
-        self._left = [world] * steps
+        self._asked, self._ready, self._done = [0] * world_size, [0] * world_size, [0] * world_size
+        self._at_work = [False] * world_size
+        self._left = [world_size] * steps
         self.ends_s: list[float] = []
         self.first_s = 0.0
         sigma = float(np.sqrt(np.log1p(traffic.spread**2)))
-        draws = np.random.default_rng(traffic.seed).normal(-(sigma**2) / 2, sigma, (steps, world))
+        draws = np.random.default_rng(traffic.seed).normal(-(sigma**2) / 2, sigma, (steps, world_size))
         self._lengths = traffic.inline_s + traffic.step_s * np.exp(draws)
 
     def go(self) -> None:
         """Until every rank has done its steps."""
-        world = len(self._asked)
-        for rank in range(world):
+        world_size = len(self._asked)
+        for rank in range(world_size):
             self._ask(rank, 0.0)
         while self._events:
             now, _, rank, stage = heapq.heappop(self._events)
@@ -143,7 +143,7 @@ class _Run:
         whose = -1 if name == "store" else rank if name.startswith("own ") else rank // self._of.ranks
         key = (name, whose)
         if key not in self._places:
-            count = {"cores": self._of.cores, "own readers": self._of.readers}.get(name, 1)
+            count = {"cores": self._of.cores, "own workers": self._of.workers}.get(name, 1)
             self._places[key] = _Place(count)
         return self._places[key]
 
@@ -187,8 +187,8 @@ def passed(traffic: RunTraffic, steps: int) -> Passed:
     >>> round(passed(of, 1000).period_s, 4)  # both need the link once in each step
     0.02
     """
-    world = traffic.nodes * traffic.ranks
-    most = max(4 * traffic.depth + 8, MOST_EVENTS // (world * (len(traffic.visits) + 2)))
+    world_size = traffic.nodes * traffic.ranks
+    most = max(4 * traffic.depth + 8, MOST_EVENTS // (world_size * (len(traffic.visits) + 2)))
     shown = min(steps, most)
     run = _Run(traffic, shown)
     run.go()
@@ -214,7 +214,7 @@ class Asked:
     beside_s: float = 0.0
     """The loading thread of a rank works on it during the step."""
     read_s: float = 0.0
-    """One of its readers works on it."""
+    """One of its workers works on it."""
     aside_s: float = 0.0
     """Of its own reads, which no other rank's hold up: a figure that was measured, or latency."""
     requests: float = 0.0
@@ -346,7 +346,7 @@ def asked_to_encode(scenario: Scenario) -> Asked:
     requests = float(scenario.batch) if scenario.shared else 0.0
     wait_s = _latency_s(scenario, requests)
     moved = {"far_bytes": raw} if scenario.shared else {"disk_bytes": raw}
-    if not scenario.readers:
+    if not scenario.workers:
         return Asked(inline_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
     return Asked(read_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
 
@@ -361,7 +361,7 @@ def traffic_of(scenario: Scenario, asked: Asked) -> RunTraffic:
         Visit(place="link", seconds=asked.far_bytes / (scenario.network_bytes_s or math.inf)),
         Visit(place="disk", seconds=asked.disk_bytes / scenario.disk_bytes_s),
         Visit(place="own wait", seconds=asked.aside_s),
-        Visit(place="own readers", seconds=asked.read_s),
+        Visit(place="own workers", seconds=asked.read_s),
         Visit(place="own thread", seconds=asked.beside_s),
     ]
     return RunTraffic(
@@ -372,7 +372,7 @@ def traffic_of(scenario: Scenario, asked: Asked) -> RunTraffic:
         step_s=scenario.step_s * slower,
         step_cores=scenario.busy_cores,
         cores=whole,
-        readers=max(1, min(scenario.readers, int(spare))),
+        workers=max(1, min(scenario.workers, int(spare))),
         depth=scenario.depth,
         spread=scenario.step_spread,
         sync_s=scenario.sync_s,

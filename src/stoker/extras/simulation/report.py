@@ -59,7 +59,7 @@ def limited(scenario: Scenario, asked: Asked, even: Passed, base: Passed) -> tup
 def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> tuple[str, str]:
     """One place that batches wait for, and what it would need for steps not to."""
     rates = {
-        "store": ("the store", "store_rate", asked.far_bytes * scenario.world, scenario.store_bytes_s),
+        "store": ("the store", "store_rate", asked.far_bytes * scenario.world_size, scenario.store_bytes_s),
         "link": ("a node's network", "network", asked.far_bytes * scenario.gpus, scenario.network_bytes_s),
         "disk": ("a node's disk", "disk_rate", asked.disk_bytes * scenario.gpus, scenario.disk_bytes_s),
     }
@@ -67,9 +67,9 @@ def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> 
         name, key, size, has = rates[place]
         wanted = f"{key}={format_rate(size / period_s)}"
         return f"{name}, {format_rate(has or math.inf)}", f"{wanted}, or memory for more of the records"
-    if place == "own readers":
+    if place == "own workers":
         wanted = math.ceil(asked.read_s / period_s)
-        return "readers of one rank", f"readers={wanted}, with cores for them, or precompute"
+        return "workers of one rank", f"workers={wanted}, with cores for them, or precompute"
     if place == "own thread":
         return "the thread of a rank that loads", f"{format_seconds(asked.beside_s)} a batch: a smaller dtype"
     if asked.requests:

@@ -9,7 +9,7 @@ from stoker.extras.simulation.scenario import Scenario
 from stoker.schema import Json
 
 # ----------------------------------------------------------------------------------------------------------
-# Precompute: readers, encoders, writers and links work at once, so the slowest of them sets the pace.
+# Precompute: workers, encoders, writers and links work at once, so the slowest of them sets the pace.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class EncodingEstimate:
 def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
     """Encoding with so many encoders, nodes filled one after another.
 
-    Readers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
+    Workers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
     a CPU takes one of them too). Reading from and writing to a local disk take turns; a network does both at
     once.
     """
@@ -57,11 +57,11 @@ def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
     if one.shared:
         pipe = min((one.network_bytes_s or math.inf) * nodes, one.store_bytes_s or math.inf)
     move_in, move_out = one.sample_bytes / pipe, one.record_bytes / pipe
-    inline_s = 0.0 if one.readers else one.read_s
+    inline_s = 0.0 if one.workers else one.read_s
     work_s = one.read_s + one.write_s + (one.encode_s if one.on_cpu else 0.0)
     each_s = {
         "encoder": (one.encode_s + inline_s) / encoders,
-        "readers": one.read_s / (one.readers * encoders) if one.readers else 0.0,
+        "workers": one.read_s / (one.workers * encoders) if one.workers else 0.0,
         "writer": one.write_s / encoders,
         "cores": work_s / (one.node_cores * nodes),
         "network" if one.shared else "disk": max(move_in, move_out) if one.shared else move_in + move_out,
@@ -111,12 +111,14 @@ def encodings(scenario: Scenario) -> tuple[EncodingEstimate, ...]:
     >>> one = Scenario(records=1000, record_bytes=8, batch=1, step_s=1, host_memory_bytes=8, gpus=4,
     ...                gpu_memory_bytes=8, encode_s=0.1, read_s=0.2, cores=8)
     >>> [(each.encoders, each.bottleneck, round(each.seconds)) for each in encodings(one)]
-    [(1, 'readers', 200), (2, 'readers', 100), (4, 'readers', 50)]
+    [(1, 'workers', 200), (2, 'workers', 100), (4, 'workers', 50)]
     """
     if scenario.encoders is not None:
         return (encoding_with(scenario, scenario.encoders),)
-    counts = [1 << power for power in range(scenario.world.bit_length()) if 1 << power < scenario.world]
-    return tuple(encoding_with(scenario, count) for count in [*counts, scenario.world])
+    counts = [
+        1 << power for power in range(scenario.world_size.bit_length()) if 1 << power < scenario.world_size
+    ]
+    return tuple(encoding_with(scenario, count) for count in [*counts, scenario.world_size])
 
 
 def quickest(found: tuple[EncodingEstimate, ...]) -> EncodingEstimate:

@@ -403,11 +403,11 @@ def _device(scenario: Scenario) -> _Kept | None:
 
 def _static(scenario: Scenario) -> _Kept | None:
     """Each GPU keeps its own part."""
-    if scenario.on_cpu or scenario.world == 1:
+    if scenario.on_cpu or scenario.world_size == 1:
         return None
-    plan = planned(scenario, "device", math.ceil(scenario.records / scenario.world))
+    plan = planned(scenario, "device", math.ceil(scenario.records / scenario.world_size))
     kept = _in_memory(scenario, plan, math.ceil(scenario.records / scenario.nodes))
-    return replace(kept, remark=_say_static(scenario, scenario.world))
+    return replace(kept, remark=_say_static(scenario, scenario.world_size))
 
 
 def _static_host(scenario: Scenario) -> _Kept | None:
@@ -416,14 +416,14 @@ def _static_host(scenario: Scenario) -> _Kept | None:
         return None
     records = math.ceil(scenario.records / scenario.nodes)
     kept = _in_memory(scenario, planned(scenario, "host", records), records)
-    return replace(kept, remark=_say_static(scenario, scenario.world))
+    return replace(kept, remark=_say_static(scenario, scenario.world_size))
 
 
 def _static_disk(scenario: Scenario) -> _Kept | None:
     """Each node keeps the parts of its ranks on its disk."""
     if scenario.nodes == 1 or not scenario.shared:
         return None
-    return replace(_disk_of(scenario, scenario.nodes), remark=_say_static(scenario, scenario.world))
+    return replace(_disk_of(scenario, scenario.nodes), remark=_say_static(scenario, scenario.world_size))
 
 
 def _say_static(scenario: Scenario, parts: int) -> str:

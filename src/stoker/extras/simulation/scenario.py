@@ -114,7 +114,7 @@ class Scenario:
     """Seconds of a reader's core for one sample: opening and decoding, the transfer left out."""
     write_s: float = 0.0
     """Seconds for one record to be converted, summed and written, the transfer left out."""
-    readers: int = 1
+    workers: int = 1
     """Processes that read, for each encoder; 0: the encoder's process reads itself."""
     encoders: int | None = None
     """Encoders in all, one a rank; None: each number from 1 to all ranks is tried, and the quickest taken."""
@@ -153,9 +153,9 @@ class Scenario:
         """
         for one in fields(self):
             _check(one.name, getattr(self, one.name))
-        if self.world > MOST_RANKS:
+        if self.world_size > MOST_RANKS:
             raise ConfigError(
-                f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world:,} ranks. "
+                f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world_size:,} ranks. "
                 f"Expected {MOST_RANKS:,} at most"
             )
         if self.order not in ORDERS:
@@ -165,18 +165,18 @@ class Scenario:
                 f"store={self.store} is reached over the network, whose rate is not known. "
                 "Expected network=25Gb/s or the like, of one node"
             )
-        if self.encoders is not None and not 1 <= self.encoders <= self.world:
+        if self.encoders is not None and not 1 <= self.encoders <= self.world_size:
             raise ConfigError(
-                f"encoders={self.encoders} on {self.world} ranks. Expected one a rank at most, and at least 1"
+                f"encoders={self.encoders} on {self.world_size} ranks. Expected 1 to one a rank"
             )
         if self.batches < 1:
             raise ConfigError(
-                f"{self.world} ranks with batches of {self.batch} take {self.world * self.batch} examples "
-                f"a step, but an epoch has {self.epoch_examples}. Use a smaller batch or fewer ranks"
+                f"{self.world_size} ranks with batches of {self.batch} take {self.world_size * self.batch} "
+                f"examples a step, but an epoch has {self.epoch_examples}. Use a smaller batch or fewer ranks"
             )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.gpus
 
@@ -233,7 +233,7 @@ class Scenario:
     @property
     def batches(self) -> int:
         """Batches of one rank in an epoch."""
-        return self.epoch_examples // (self.batch * self.world)
+        return self.epoch_examples // (self.batch * self.world_size)
 
     @property
     def link_bytes_s(self) -> float:
@@ -402,7 +402,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
     "encode": ("encode_s", seconds, "of one encoder for one sample"),
     "read": ("read_s", seconds, "of a reader's core for one sample"),
     "write": ("write_s", seconds, "to convert, sum and write one record"),
-    "readers": ("readers", count, "processes that read, for each encoder"),
+    "workers": ("workers", count, "processes that read, for each encoder"),
     "encoders": ("encoders", count, "in all; left out: 1 to all ranks are tried"),
     "start": ("start_s", seconds, "of a process until its first read"),
     "batch": ("batch", count, "examples of one rank"),
@@ -439,7 +439,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
         ConfigError: A key is unknown, given twice or missing, or a value has no unit.
 
     >>> found = parse_scenario("records=1e6 record_bytes=1MB batch=32 step=20ms host_memory=64GB".split())
-    >>> found.records, found.step_s, found.world
+    >>> found.records, found.step_s, found.world_size
     (1000000, 0.02, 1)
     """
     values, prices, seen = dict(known or {}), dict[str, float](), set[str]()

@@ -40,7 +40,7 @@ from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
 from stoker.runtime.processes.wire import Channel, pack
 
 # ----------------------------------------------------------------------------------------------------------
-# What reader processes print: taken from their pipes at once, and kept up to a bound.
+# What worker processes print: taken from their pipes at once, and kept up to a bound.
 #
 # A reader must never wait because it printed, and must not fill the disk either. So a thread empties the
 # pipes, also while the caller encodes, and each log keeps its beginning and its latest part. A pipe, unlike
@@ -124,7 +124,7 @@ class Output:
 
 
 class Drain:
-    """A thread that empties the pipes of all readers; started with the first of them."""
+    """A thread that empties the pipes of all workers; started with the first of them."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -214,7 +214,7 @@ def _count(path: Path) -> int | None:
 StartMethod = Literal["fork", "spawn"]
 
 LIGHT = ("cloudpickle", "numpy", "h5py", "stoker.precompute.reader")
-"""Modules for children that need no torch: readers of most sources."""
+"""Modules for children that need no torch: workers of most sources."""
 TORCH = (
     *LIGHT,
     "torch",
@@ -278,7 +278,7 @@ class Child:
     Args:
         target: A function of an `entry.Connection`: `module:name`, or, pickled by value where it belongs to
             a script or notebook, the function itself.
-        what: The process in words, as `a reader process`.
+        what: The process in words, as `a worker process`.
         arguments: Plain values for the target (`Connection.arguments`).
         payload: Bytes for the target (`Connection.payload`).
         shared: Descriptors of memory or files that both have; they stay the caller's.
@@ -328,7 +328,7 @@ class Child:
                 undo.pop_all()
         except OSError as error:
             raise ResourceError(
-                f"{what} cannot be started: {error}. Use fewer readers, or raise the limits "
+                f"{what} cannot be started: {error}. Use fewer workers, or raise the limits "
                 "on open files and processes (ulimit -n, ulimit -u)"
             ) from error
 
@@ -464,7 +464,7 @@ class LoggedChild(Child):
     Args:
         target: What it runs, as `module:name`.
         shared: Descriptors of memory that both map; they stay the caller's.
-        what: It in words, as `a reader process`.
+        what: It in words, as `a worker process`.
         log: Where standard output and error go, and the stacks that it wrote before its end.
         drain: Takes in its output.
         modules: What it finds imported.

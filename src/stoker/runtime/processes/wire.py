@@ -1,6 +1,6 @@
 """Frames between the calling process and one reader: a length, JSON, and at times raw bytes.
 
-One socketpair per reader and nothing shared between readers, so that a kill in the middle of a frame damages
+One socketpair per reader and nothing shared between workers, so that a kill in the middle of a frame damages
 one channel only. The caller's end never blocks: what the socket does not take waits in a buffer until the
 poll loop finds room, so neither a large source nor a reader that has stopped reading can hold the caller up.
 """

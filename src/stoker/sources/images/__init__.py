@@ -1,4 +1,4 @@
-"""Images with their labels, decoded in the readers: `ImageSource`.
+"""Images with their labels, decoded in the workers: `ImageSource`.
 
 README.md has the map of this folder.
 """

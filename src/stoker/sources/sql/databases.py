@@ -120,13 +120,13 @@ class SqliteSession:
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StalledError(
                 f"{where}: locked by a writer for more than {timeouts.lock_s:g} s. End it, have it use WAL "
-                f"(PRAGMA journal_mode=WAL), or wait longer: {arg('lock_s', ..., call='Timeouts')}"
+                f"(PRAGMA journal_mode=WAL), or wait longer: {arg('lock_s', ..., call='QueryTimeouts')}"
             )
         if code == sqlite3.SQLITE_INTERRUPT:
             return StalledError(
                 f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended. Make an "
                 f"index on {', '.join(self._request.key)}, or wait longer: "
-                f"{arg('statement_s', ..., call='Timeouts')}"
+                f"{arg('statement_s', ..., call='QueryTimeouts')}"
             )
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM):
             return ResourceError(f"{where}: SQLite has no room to sort: {error}. Make an index on the key")
@@ -458,12 +458,12 @@ class PostgresSession:
             return StalledError(
                 f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended ({text}). "
                 f"Make an index on {', '.join(self._request.key)}, or wait longer: "
-                f"{arg('statement_s', ..., call='Timeouts')}"
+                f"{arg('statement_s', ..., call='QueryTimeouts')}"
             )
         if state == "55P03":
             return StalledError(
                 f"{where}: locked for more than {timeouts.lock_s:g} s ({text}). End who holds it, or wait "
-                f"longer: {arg('lock_s', ..., call='Timeouts')}"
+                f"longer: {arg('lock_s', ..., call='QueryTimeouts')}"
             )
         lost = isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
         if state.startswith(_PASSING) or (lost and not state):

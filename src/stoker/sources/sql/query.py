@@ -206,7 +206,7 @@ def received(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class QueryTimeouts:
     """How long a database is waited for, in seconds, and how often it is tried again."""
 
     connect_s: float = 10.0
@@ -252,7 +252,7 @@ class Request:
     """Columns of which a part is enough."""
     unique: bool = True
     """Whether a key that comes twice is an error."""
-    timeouts: Timeouts = Timeouts()
+    timeouts: QueryTimeouts = QueryTimeouts()
     spill_dir: str | None = None
     """Folder of the file that rows are kept in; None: the system's for temporary files."""
 

@@ -276,7 +276,7 @@ def shown_key(values: Sequence[Value]) -> str:
 # ----------------------------------------------------------------------------------------------------------
 # Rows in a file without a name, mapped by every process that needs them.
 #
-# The file is unlinked from the start, so nothing can be left behind; readers of the same machine open it
+# The file is unlinked from the start, so nothing can be left behind; workers of the same machine open it
 # through the descriptor of the process that holds it. Its pages belong to the system: rows take no more
 # memory than there is.
 
@@ -378,7 +378,7 @@ class Spill:
         return spill
 
     def close(self) -> None:
-        """Give the file back; readers that have mapped it keep it."""
+        """Give the file back; workers that have mapped it keep it."""
         self._offsets = self._map = None
         self._file.close()
 

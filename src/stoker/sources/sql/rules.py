@@ -276,8 +276,8 @@ def _is_number(value: object) -> bool:
 
 def picks_of(rules: Sequence[Rule]) -> dict[str, Pick]:
     """Of which columns a database may pick what is used: those that a single rule reads, a list's."""
-    readers = Counter(column for rule in rules for column in rule.columns)
-    picks = [rule.pick for rule in rules if isinstance(rule, Entries) and readers[rule.column] == 1]
+    workers = Counter(column for rule in rules for column in rule.columns)
+    picks = [rule.pick for rule in rules if isinstance(rule, Entries) and workers[rule.column] == 1]
     return {pick.column: pick for pick in picks if pick.can_be_asked}
 
 

@@ -19,7 +19,7 @@ from stoker.sources.files import canonical_split
 from stoker.sources.given import check_splits, check_texts, given_names
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.splits import DEFAULT_SPLITS, RULE, split_numbers
-from stoker.sources.sql.query import Request, Timeouts, parse_address, relation_of
+from stoker.sources.sql.query import QueryTimeouts, Request, parse_address, relation_of
 from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
@@ -51,7 +51,7 @@ from stoker.sources.sql.values import MalformedError, Number, Rows, Rule, Words,
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
-# The rows of a source: read once, shared by its splits and by readers, and what follows from them.
+# The rows of a source: read once, shared by its splits and by workers, and what follows from them.
 
 
 class Bulk:
@@ -248,7 +248,7 @@ _KEPT_BYTES = 64 * MIB
 class SQLSource:
     """Rows of a table or query, as one numbered list of samples in the order of their key.
 
-    Rows are read once, with one query in one snapshot, when they are first needed; readers share that read.
+    Rows are read once, with one query in one snapshot, when they are first needed; workers share that read.
 
     Args:
         url: A SQLite file, `sqlite:///FILE` or `postgresql://[user[:password]@]host[:port]/database`.
@@ -283,14 +283,16 @@ class SQLSource:
         splits: Mapping[str, float] | None = None,
         seed: int = 0,
         version_query: str | None = None,
-        timeouts: Timeouts | None = None,
+        timeouts: QueryTimeouts | None = None,
         spill_dir: str | Path | None = None,
     ) -> None:
         keys = given_names("key", key, "the name of the column that tells rows apart")
         check_texts(table=table, query=query, where=where, version_query=version_query)
         check_splits(split, splits, seed)
-        if timeouts is not None and not isinstance(cast("object", timeouts), Timeouts):
-            raise ConfigError(f"timeouts is {timeouts!r}. Expected Timeouts(connect_s=10.0, ...), or None")
+        if timeouts is not None and not isinstance(cast("object", timeouts), QueryTimeouts):
+            raise ConfigError(
+                f"timeouts is {timeouts!r}. Expected QueryTimeouts(connect_s=10.0, ...), or None"
+            )
         relation, name = relation_of(table, query)
         rules = parse_columns(columns)
         request = Request(
@@ -301,7 +303,7 @@ class SQLSource:
             columns=tuple(dict.fromkeys(column for rule in rules for column in rule.columns)),
             where=where,
             version_query=version_query,
-            timeouts=timeouts or Timeouts(),
+            timeouts=timeouts or QueryTimeouts(),
             picks={name: pick for name, pick in picks_of(rules).items() if name not in keys},
             spill_dir=None if spill_dir is None else str(spill_dir),
         )

@@ -60,17 +60,17 @@ class Wanted:
     """
 
     rank: int | None = None
-    """Only what this rank of `world` reads in the order `static(world)`, from 0."""
-    world: int | None = None
+    """Only what this rank of `world_size` reads in the order `static(world_size)`, from 0."""
+    world_size: int | None = None
     records: tuple[int, int] | None = None
     """Only samples from the first number up to the second, without it."""
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if (self.rank is None) != (self.world is None) or (self.rank is not None and self.records):
-            raise ConfigError("give rank and world together, or records, or none of them")
-        if self.rank is not None and self.world is not None and not 0 <= self.rank < self.world:
-            raise ConfigError(f"rank is {self.rank}, expected 0 to {self.world - 1}")
+        if (self.rank is None) != (self.world_size is None) or (self.rank is not None and self.records):
+            raise ConfigError("give rank and world_size together, or records, or none of them")
+        if self.rank is not None and self.world_size is not None and not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank is {self.rank}, expected 0 to {self.world_size - 1}")
         if self.records and not 0 <= self.records[0] < self.records[1]:
             raise ConfigError(
                 f"records are {self.records[0]}:{self.records[1]}, expected FIRST:STOP, FIRST < STOP"
@@ -102,9 +102,9 @@ class Wanted:
 
     def _positions(self, count: int) -> tuple[int, int]:
         """Places among the stored records. A record whose windows two ranks share belongs to both."""
-        if self.rank is None or self.world is None:
+        if self.rank is None or self.world_size is None:
             return 0, count
-        return count * self.rank // self.world, -(-count * (self.rank + 1) // self.world)
+        return count * self.rank // self.world_size, -(-count * (self.rank + 1) // self.world_size)
 
 
 def _overlap(counts: NDArray[np.int64], begin: int, end: int) -> NDArray[np.bool_]:

@@ -1,0 +1,503 @@
+"""What this machine can do at most, and what each tier reaches of it for one's own cache.
+
+Two rounds over all contenders in turns, so that a machine that gets busy in between is seen by how far the
+two figures differ. Nothing is written but the picture; reads are of the cache's own shards.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import ConfigError
+from stoker.loader import Loader, Windows
+from stoker.monitor import StallMeter
+from stoker.plan import Plan, probe, rates
+from stoker.plan.rates import Limit
+from stoker.precompute.measure import EncodeBatch
+from stoker.run.build import Settled, build_jobs, measure_jobs, settled_batch
+from stoker.run.caches import locate
+from stoker.run.context import Run, batch_examples
+from stoker.run.folders import require_writable
+from stoker.runtime.files import make_folder, replacing
+from stoker.schema import JsonResult
+from stoker.store import Cache, open_cache
+from stoker.store.format import record_bytes
+from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
+
+ROUNDS = 2
+SCATTER = 0.2
+"""Figures of two rounds that differ by more than this part are called scattered."""
+SERVED_BYTES = 256 * MIB
+"""Bytes of records that are served to measure; more than a processor's own caches hold."""
+FILL_S = 10.0
+"""Seconds that filling a tier with them may take."""
+LEAST_S = 0.1
+"""Seconds of a contender's turn at least."""
+PLAIN_BYTES, PLAIN_BATCH = 4 * KIB, 256
+"""Rows and batch of the limits where there is no cache to take them from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One limit or one tier, measured."""
+
+    what: str
+    """What was done, in words."""
+    bytes_s: float
+    """The better one of two rounds."""
+    scatter: float
+    """How far the two are apart: 1 - worse / better."""
+    limit: str | None = None
+    """For a tier: the limit that it is held against."""
+    fraction: float | None = None
+    """For a tier: what it reaches of that limit."""
+    batch_s: float | None = None
+    """For a tier: seconds of one batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult(JsonResult):
+    """All figures, and what to do."""
+
+    machine: str
+    cache: str
+    """Name, records and batch; empty where there was no cache."""
+    limits: Mapping[str, Figure]
+    tiers: Mapping[str, Figure]
+    advice: str
+    picture: Path | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedJob:
+    """What is served: a cache, and how."""
+
+    cache: Cache
+    windows: Windows | None
+    batch_size: int
+    device: str
+    files: Sequence[Path]
+    """The shards."""
+    served: Sequence[int]
+    """Numbers of the samples that are served to measure: no more than fill a tier in a moment."""
+
+    def loader(self, tier: str, meter: StallMeter | None = None) -> Loader:
+        """A loader of these batches from one tier."""
+        return Loader(
+            self.cache,
+            self.batch_size,
+            windows=self.windows,
+            tier=tier,
+            device=self.device,
+            indices=self.served,
+            meter=meter,
+        )
+
+
+def job_of_config(run: Run) -> ServedJob:
+    """The training cache of a configuration, in its batches.
+
+    Raises:
+        ConfigError: Nothing is encoded yet.
+    """
+    run = run.parts()[0]
+    located = locate(run, run.split)
+    if located.cache is None or located.missing:
+        raise ConfigError(
+            f"{located.folder} lacks {located.missing} records. `stoker bench` serves what is there: "
+            "run `stoker precompute` with the same settings first"
+        )
+    schema = located.cache.schema
+    return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
+
+
+def job_of_cache(path: Path, batch_size: int) -> ServedJob:
+    """A cache by its folder: windows of its trajectories, or whole records where there are none."""
+    cache = open_cache(path)
+    timed = any(f.time for f in cache.schema.values())
+    return _job(cache, Windows() if timed else None, batch_size, "cpu")
+
+
+def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> ServedJob:
+    files = [cache.path / shard.file for shard in cache.index.shards]
+    numbers = list(cache.numbers)
+    part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / sum(file.stat().st_size for file in files))))
+    return ServedJob(
+        cache=cache,
+        windows=windows,
+        batch_size=batch_size,
+        device=device,
+        files=files,
+        served=numbers[:part],
+    )
+
+
+def run_bench(job: ServedJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
+    """Measure for about `seconds`, and draw.
+
+    Raises:
+        ConfigError: `seconds` is not above 0, or the folder of `picture` cannot be written.
+        StokerError: As `Loader`.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"--seconds is {seconds:g}. Expected more than 0")
+    if picture is not None:
+        require_writable(picture.parent, "the folder of --picture")
+    begun = time.monotonic()
+    limited, served = _limits(job), _served(job)
+    turn_s = max(LEAST_S, seconds / ROUNDS / max(1, len(limited) + len(served)))
+    found: dict[str, list[float]] = {name: [] for name in [*limited, *served]}
+    for _ in range(ROUNDS):
+        for name, (_, measure) in {**limited, **{n: s[:2] for n, s in served.items()}}.items():
+            found[name].append(measure(turn_s))
+    figures = {name: _figure(what, found[name]) for name, (what, _) in limited.items() if any(found[name])}
+    tiers = {
+        name: _held(_figure(what, found[name]), limit, figures, _batch_bytes(job))
+        for name, (what, _, limit) in served.items()
+        if any(found[name])
+    }
+    result = BenchResult(
+        machine=_machine(),
+        cache="" if job is None else _about(job),
+        limits=figures,
+        tiers=tiers,
+        advice=_advice(job, figures, tiers),
+        picture=picture,
+        seconds=time.monotonic() - begun,
+    )
+    if picture is not None:
+        make_folder(picture.parent)
+        draw_bench(result, picture)
+    return result
+
+
+def _limits(job: ServedJob | None) -> dict[str, tuple[str, Limit]]:
+    row, batch = (PLAIN_BYTES, PLAIN_BATCH) if job is None else (_row_bytes(job), job.batch_size)
+    held = SERVED_BYTES if job is None else min(SERVED_BYTES, sum(path.stat().st_size for path in job.files))
+    found: dict[str, tuple[str, Limit]] = {
+        "copy": ("copying 64 MiB within memory, one thread", rates.copy_limit()),
+        "gather": (
+            f"gathering {batch} rows of {format_bytes(row)} at random, one thread",
+            rates.gather_limit(row, batch, source_bytes=held),
+        ),
+    }
+    if job is None:
+        return found
+    size = _example_bytes(job)
+    block = format_bytes(-(-size // rates.PAGE_BYTES) * rates.PAGE_BYTES)
+    found["disk, sequential"] = ("direct reads of 8 MiB in order", rates.sequential_limit(job.files))
+    found["disk, random"] = (f"direct reads of {block} at random", rates.random_limit(job.files, size))
+    found["page cache"] = (
+        f"reads of {block} at random that need no disk",
+        rates.random_limit(job.files, size, cached=True),
+    )
+    if job.device != "cpu":
+        found["to the GPU"] = ("page-locked memory to the GPU", rates.to_device_limit(job.device))
+        found["gather, GPU"] = (
+            f"gathering {batch} rows of {format_bytes(row)} on the GPU",
+            rates.gather_limit(row, batch, job.device, source_bytes=held),
+        )
+    return found
+
+
+def _served(job: ServedJob | None) -> dict[str, tuple[str, Limit, str]]:
+    """Per tier: what is done, how it is measured, and the limit that it is held against."""
+    if job is None:
+        return {}
+    cold = _Served(job, "disk", cold=True)
+    host = "gather" if job.device == "cpu" else "to the GPU"
+    found: dict[str, tuple[str, Limit, str]] = {}
+    if job.device != "cpu":
+        found["device"] = ("batches from the GPU's memory", _Served(job, "device"), "gather, GPU")
+    found["host"] = ("batches from host memory", _Served(job, "host"), host)
+    found["disk, warm"] = ("batches read and verified, no disk needed", _Served(job, "disk"), "page cache")
+    found["disk, cold"] = ("batches read from the disk and verified", cold, "disk, random")
+    return found
+
+
+class _Served:
+    """Measures a tier by having batches served; filling it is no part of the figure.
+
+    Each turn has a loader of its own, since what one holds in memory another could not read from the disk.
+    """
+
+    def __init__(self, job: ServedJob, tier: str, *, cold: bool = False) -> None:
+        self._job = job
+        self._tier = tier
+        self._cold = cold
+
+    def __call__(self, seconds: float) -> float:
+        """Bytes a second; 0 where the tier could not be filled in time."""
+        meter = StallMeter()
+        loader = self._job.loader(self._tier, meter)
+        if not self._cold:
+            self._fill(loader, meter, max(FILL_S, seconds))
+        count, took = 0, 0.0
+        meter.reset()
+        while took < seconds:
+            if self._cold:
+                rates.drop_from_page_cache(self._job.files)
+            begin = time.perf_counter()
+            for _ in loader:
+                count += 1
+                if took + time.perf_counter() - begin >= seconds:
+                    break
+            took += time.perf_counter() - begin
+        whole = set(meter.epoch().tiers) == {self._tier}
+        return count * _batch_bytes(self._job) / took if whole else 0.0
+
+    def _fill(self, loader: Loader, meter: StallMeter, seconds: float) -> None:
+        """Serve whole epochs until one comes from the tier alone, or time is over."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            meter.reset()
+            for _ in loader:
+                if time.perf_counter() >= end:
+                    break
+            if set(meter.epoch().tiers) == {self._tier}:
+                break
+
+
+def _figure(what: str, values: Sequence[float]) -> Figure:
+    best = max(values)
+    return Figure(what=what, bytes_s=best, scatter=1 - min(values) / best)
+
+
+def _held(figure: Figure, limit: str, figures: Mapping[str, Figure], batch_bytes: float) -> Figure:
+    """A tier's figure beside its limit."""
+    against = figures.get(limit)
+    return Figure(
+        what=figure.what,
+        bytes_s=figure.bytes_s,
+        scatter=figure.scatter,
+        limit=limit,
+        fraction=None if against is None else figure.bytes_s / against.bytes_s,
+        batch_s=batch_bytes / figure.bytes_s,
+    )
+
+
+def _example_bytes(job: ServedJob) -> int:
+    """Bytes of one example as it is stored."""
+    schema = job.cache.schema
+    if any(f.ragged for f in schema.values()):
+        return sum(path.stat().st_size for path in job.files) // max(1, len(job.cache))
+    if job.windows is None:
+        return record_bytes(schema)
+    steps = job.windows.horizons[1] + 1
+    return sum(f.row_bytes * steps if f.time else f.size_bytes() for f in schema.values())
+
+
+def _row_bytes(job: ServedJob) -> int:
+    """Bytes that one row of a gather takes: a step of a window, or the largest field of a record."""
+    schema = job.cache.schema
+    if job.windows is None:
+        return max(f.row_bytes if f.ragged else f.size_bytes() for f in schema.values())
+    return max(f.row_bytes for f in schema.values() if f.time)
+
+
+def _batch_bytes(job: ServedJob | None) -> float:
+    return 0.0 if job is None else float(_example_bytes(job) * job.batch_size)
+
+
+def _about(job: ServedJob) -> str:
+    cache, batch = job.cache, format_bytes(_batch_bytes(job))
+    kind = "records" if job.windows is None else "windows"
+    size = format_bytes(sum(file.stat().st_size for file in job.files))
+    held = f"{cache.name}, {format_count(len(cache), 'record')}, {size}"
+    return f"{held}; a batch is {job.batch_size} {kind}, {batch}"
+
+
+def _machine() -> str:
+    found = probe()
+    return f"{found.cpus:g} cores, {format_bytes(found.host_bytes)} of memory usable ({found.host_limit})"
+
+
+def _advice(job: ServedJob | None, figures: Mapping[str, Figure], tiers: Mapping[str, Figure]) -> str:
+    """What to do, in a sentence or three."""
+    said: list[str] = []
+    if job is None:
+        said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
+    else:
+        whole = Loader(job.cache, job.batch_size, windows=job.windows, device=job.device)
+        said += _choice(whole.plan, tiers)
+    busy = {name: figure.scatter for name, figure in {**figures, **tiers}.items() if figure.scatter > SCATTER}
+    if busy:
+        worst = max(busy, key=lambda name: busy[name])
+        said.append(
+            f"Two rounds differ by up to {format_percent(busy[worst])} ({worst}): something else is using "
+            "this machine. Run it again when that is over, or with more --seconds."
+        )
+    return " ".join(said)
+
+
+def _choice(plan: Plan, tiers: Mapping[str, Figure]) -> list[str]:
+    """Which tier the records belong to, and from which step on nothing waits."""
+    held = plan.tier
+    figure = tiers.get("disk, cold" if held == "disk" else held)
+    size = format_bytes(plan.bytes)
+    if figure is None or figure.batch_s is None:
+        return [f"The records ({size}) belong on the {held} tier; leave tier=auto."]
+    batch, quiet = format_seconds(figure.batch_s), format_seconds(99 * figure.batch_s)
+    fits = f"fit the {held} tier: leave tier=auto."
+    large = "do not fit in memory and come from disk: a smaller latent_cache_dtype would help."
+    said = [
+        f"The records ({size}) {large if held == 'disk' else fits}",
+        f"A batch takes {batch} there: steps of {batch} or longer do not wait where a core is free to "
+        f"prefetch, and steps of {quiet} or longer wait less than 1 % in any case.",
+    ]
+    if figure.fraction is not None and held == "disk" and figure.fraction < 0.5:
+        said.append(
+            f"That is {format_percent(figure.fraction)} of what the drive gives: larger records, whole ones, "
+            "or order=block make its reads longer."
+        )
+    return said
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Draw what `stoker bench` found: a bar for each limit and tier, and how much of its limit a tier reaches.
+
+
+BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
+PALE = "#d5dce3"
+
+
+def draw_bench(result: BenchResult, path: Path) -> None:
+    """Write a PNG; works without a display and leaves pyplot alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    rows = len(result.limits) + len(result.tiers)
+    picture: Any = Picture(figsize=(10, 1.7 + 0.42 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(picture)
+    picture.get_layout_engine().set(w_pad=0.15, h_pad=0.12, hspace=0.06)
+    if result.tiers:
+        heights = [len(result.tiers) + 0.6, len(result.limits) + 0.6]
+        tiers, limits = picture.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+        _draw_tiers(tiers, result)
+    else:
+        limits = picture.subplots(1, 1)
+    _draw_limits(limits, result)
+    written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
+    picture.suptitle(f"{result.machine}\n{result.cache}".strip(), fontsize=9, **written)
+    picture.supxlabel("\n".join(textwrap.wrap(result.advice, 130)), fontsize=8.5, **written)
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png")
+
+
+def _draw_tiers(axes: Any, result: BenchResult) -> None:
+    """A tier's bar lies on the pale bar of its limit."""
+    names = list(result.tiers)[::-1]
+    for place, name in enumerate(names):
+        figure = result.tiers[name]
+        limit = result.limits.get(figure.limit or "")
+        top = max(figure.bytes_s, 0.0 if limit is None else limit.bytes_s)
+        if limit is not None:
+            axes.barh(place, limit.bytes_s, color=PALE, height=0.62)
+        axes.barh(place, figure.bytes_s, color=BLUE, height=0.62)
+        said = "" if figure.fraction is None else f"{format_percent(figure.fraction)} of {figure.limit}, "
+        batch = "" if figure.batch_s is None else f"{format_seconds(figure.batch_s)} a batch"
+        _label(axes, top, place, f"{_rate(figure.bytes_s)}   {said}{batch}", figure)
+    _finish(axes, names, "what each tier serves, beside its limit")
+
+
+def _draw_limits(axes: Any, result: BenchResult) -> None:
+    names = list(result.limits)[::-1]
+    for place, name in enumerate(names):
+        figure = result.limits[name]
+        axes.barh(place, figure.bytes_s, color=GREY, height=0.62)
+        _label(axes, figure.bytes_s, place, f"{_rate(figure.bytes_s)}   {figure.what}", figure)
+    _finish(axes, names, "what this machine can do at most")
+    axes.set_xlabel("bytes a second, logarithmic", fontsize=9, color=TEXT)
+
+
+def _label(axes: Any, x: float, place: int, text: str, figure: Figure) -> None:
+    scattered = figure.scatter > 0.2
+    shown = text + (f"   rounds differ by {format_percent(figure.scatter)}" if scattered else "")
+    style = {"va": "center", "fontsize": 8.5, "color": ORANGE if scattered else TEXT}
+    axes.text(x, place, f"  {shown}", **style)
+
+
+def _finish(axes: Any, names: list[str], title: str) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
+    axes.set_xscale("log")
+    values = [float(patch.get_width()) for patch in axes.patches] or [1.0]
+    axes.set_xlim(min(values) / 4, max(values) * 60)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.tick_params(which="both", labelsize=8.5, color=GREY, labelcolor=TEXT, left=False)
+    axes.xaxis.set_major_formatter(_tick)
+    axes.xaxis.set_minor_formatter("")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+
+
+def _tick(value: float, _place: int) -> str:
+    return _rate(value)
+
+
+def _rate(bytes_s: float) -> str:
+    """Bytes a second, in the decimal units of data sheets.
+
+    >>> _rate(1e12), _rate(7.25e9), _rate(85e6)
+    ('1 TB/s', '7.25 GB/s', '85 MB/s')
+    """
+    unit, name = next(
+        ((unit, name) for unit, name in ((1e12, "TB/s"), (1e9, "GB/s")) if bytes_s >= unit), (1e6, "MB/s")
+    )
+    return f"{bytes_s / unit:.3g} {name}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Measure the encode batch of a configuration, to show it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeBench(JsonResult):
+    """The encode batch of a task: what is in force, and what was measured now."""
+
+    json_within = "found"
+    json_keys = ("task", "setting", "fixed_rule", "in_force")
+
+    task: str
+    settled: Settled | None
+    """What is in force; None: `auto`, and nothing was encoded or measured before."""
+    fixed_rule: int
+    """Samples in one call by the fixed rule."""
+    found: EncodeBatch
+
+    @property
+    def setting(self) -> str:
+        """The setting with what was measured, as `key=value`."""
+        samples = self.found.samples
+        return f"precompute.encode_batch={'null' if samples is None else samples}"
+
+    @property
+    def in_force(self) -> int | None:
+        """Samples in one call as it is now; None: not known yet."""
+        return None if self.settled is None else self.settled.samples or self.fixed_rule
+
+
+def bench_encode(run: Run) -> EncodeBench:
+    """Measure the encoder of the first task on its device; nothing is encoded or noted.
+
+    Raises:
+        ConfigError: There is no encoder.
+        StokerError: As `build_jobs` and `measure_encode_batch`.
+    """
+    run = run.parts()[0]
+    (job,) = build_jobs(run, [run.split])
+    if job.encoder is None:
+        raise ConfigError("encoder.kind is identity: samples are stored as they are, and none is encoded")
+    schema = job.source.schema()
+    return EncodeBench(
+        task=run.task,
+        settled=settled_batch(run, job.encoder, job.source),
+        fixed_rule=job.encoder.group(schema).samples,
+        found=measure_jobs(run, [job]),
+    )

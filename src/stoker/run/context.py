@@ -1,0 +1,415 @@
+"""What a command works with: its settings and all that follows from them, found out once.
+
+A command makes one `Run` and hands it on. `Run.for_task` is the same for one task of several: it has that
+task's own settings, and shares ranks, encoders and the run's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import stoker
+from stoker.config import Config
+from stoker.encoders.protocol import Encoder
+from stoker.encoders.wrappers import field_names, is_steady
+from stoker.errors import ConfigError, FormatError
+from stoker.loader import Windows
+from stoker.loader.outputs import make_outputs
+from stoker.loader.windows import number_examples, state_fields, time_field
+from stoker.monitor import GpuAbsent, open_gpu
+from stoker.plan import probe
+from stoker.plan.resources import automatic_device, encode_on, require_devices, use_device
+from stoker.precompute.progress import ProgressSink
+from stoker.run.stages import RAW, stages_of
+from stoker.runtime.jsonio import read_strict
+from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
+from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
+from stoker.sources.files import canonical_split
+from stoker.store.mirror.root import attach
+from stoker.store.remote import is_url, local_path
+from stoker.store.storage import open_storage
+from stoker.train.operator import unequal_tokens
+from stoker.units import format_bytes
+
+log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The settings of a command, the processes that do it, and what follows from both.
+
+    What is asked of the machine (a device, the nodes that share a folder) is asked at the first use and kept.
+
+    Args:
+        config: The settings.
+        ranks: The processes that do it together.
+        progress: Where the progress of encoding goes; None: to standard error.
+    """
+
+    config: Config
+    ranks: Ranks = field(default=ALONE, kw_only=True)
+    progress: ProgressSink | None = field(default=None, kw_only=True)
+    encoders: dict[str, Encoder] = field(default_factory=dict[str, Encoder], kw_only=True, repr=False)
+    """Those made so far, by the digest of their identity: equal ones are one object."""
+    task: str = field(default="", kw_only=True)
+    """The task that this is for; empty: all of them."""
+    whole: Run | None = field(default=None, kw_only=True, repr=False)
+    """The run of all tasks that this is a part of; None: this is it."""
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks; where none is given, made from `data.files`, or the folder or kind of data."""
+        data, given = self.config.data, self.config.data.model_fields_set
+        if self.task:
+            return (self.task,)
+        if "task" in given:
+            return tuple(data.tasks)
+        if data.files is not None:
+            return (stem_of(data.files),)
+        if data.dataset is not None:
+            return (stem_of(data.dataset.rpartition(":")[2]).lower(),)
+        if data.kind != "hdf5":
+            return (stem_of(data.root) if "root" in given else data.kind,)
+        return tuple(data.tasks)
+
+    @cached_property
+    def _by_task(self) -> dict[str, Run]:
+        return {}
+
+    def for_task(self, task: str) -> Run:
+        """Return the run as it is for one task."""
+        if task == self.task:
+            return self
+        known, whole = self._by_task, self.whole or self
+        if task not in known:
+            known[task] = replace(self, config=self.config.for_task(task), task=task, whole=whole)
+        return known[task]
+
+    def parts(self) -> list[Run]:
+        """Return the run as it is for each task, in their order."""
+        return [self.for_task(task) for task in self.tasks]
+
+    def with_training(self, **settings: Any) -> Run:
+        """Return the run with other settings of `training`."""
+        training = self.config.training.model_copy(update=settings)
+        return replace(self, config=self.config.model_copy(update={"training": training}))
+
+    # Folders
+
+    @cached_property
+    def cache_dir(self) -> Path:
+        """The local folder of the caches: of a URL the one that stands for it.
+
+        Raises:
+            StokerError: As `attach`.
+        """
+        if self.whole is not None:
+            return self.whole.cache_dir
+        training = self.config.training
+        if is_url(training.latent_cache_dir):
+            return attach(training.latent_cache_dir, training.mirror_dir, training.mirror_bytes)
+        return Path(training.latent_cache_dir)
+
+    @cached_property
+    def run_dir(self) -> Path:
+        """`training.run_dir`, or `runs/{task}`, or `runs/{task}+{task}`, of all tasks together.
+
+        Raises:
+            ConfigError: It is a URL.
+        """
+        if self.whole is not None:
+            return self.whole.run_dir
+        named = self.config.training.run_dir or f"runs/{'+'.join(self.tasks)}"
+        return local_path(named, "training.run_dir")
+
+    @cached_property
+    def nodes(self) -> list[int]:
+        """The machines that share the cache folder with this one (a URL: all); where not all do, it is said.
+
+        All ranks ask this at the same point. Errors as `nodes_that_share`.
+        """
+        if self.whole is not None:
+            return self.whole.nodes
+        ranks, folder = self.ranks, self.config.training.latent_cache_dir
+        if is_url(folder):
+            return list(range(ranks.nodes))
+        nodes = nodes_that_share(Path(folder), ranks)
+        if ranks.leads and len(nodes) < ranks.nodes:
+            log.info(
+                "%d of %d machines see the same %s: each of the others encodes all of it for itself. In a "
+                "folder that all of them see, each would encode 1/%d",
+                len(nodes),
+                ranks.nodes,
+                folder,
+                ranks.nodes,
+            )
+        return nodes
+
+    # Devices
+
+    @cached_property
+    def device(self) -> str:
+        """`training.device`, with `auto` resolved: a GPU where there is one."""
+        wanted = self.config.training.device
+        if self.whole is not None and self.whole.config.training.device == wanted:
+            return self.whole.device
+        return automatic_device()[0] if wanted == "auto" else wanted
+
+    # Splits and windows
+
+    @property
+    def split(self) -> str:
+        """The first of `data.split`: the one to train on."""
+        return canonical_split(self.config.data.wanted_splits[0])
+
+    @property
+    def splits(self) -> list[str]:
+        """All of `data.split`."""
+        return [canonical_split(split) for split in self.config.data.wanted_splits]
+
+    @cached_property
+    def windows(self) -> Windows:
+        """How trajectories are cut; pairs of the earlier systems began `time_stride` steps apart."""
+        training = self.config.training
+        windows = Windows(
+            stride=training.time_stride,
+            horizon=training.rollout_horizon,
+            start_every=training.start_every,
+            field=training.state_fields,
+        )
+        if training.batch_trajectories is not None and "start_every" not in training.model_fields_set:
+            return replace(windows, start_every=windows.strides[0])
+        return windows
+
+    def windows_for(self, schema: Schema) -> Windows | None:
+        """Return how records are cut; None where no field has time, so that each is an example."""
+        timed = any(field.evolves and not field.kept for field in schema.values())
+        return self.windows if timed else None
+
+
+def on_own_device(run: Run) -> Run:
+    """Return the run with this rank's own GPU, made the current one, where there are several of each."""
+    if run.ranks.world_size == 1 or run.device != "cuda":
+        return run
+    own = f"cuda:{run.ranks.local_rank}"
+    use_device(own)
+    return run.with_training(device=own)
+
+
+def encode_devices(run: Run) -> tuple[str, ...]:
+    """Return the devices that encode on this machine: those asked for, else that of each rank here.
+
+    Raises:
+        ConfigError: A device that was asked for is not there.
+    """
+    wanted, count = run.config.precompute, run.ranks.local_world
+    if wanted.devices:
+        devices = encode_on(wanted.devices)
+        if wanted.engine == "local":
+            require_devices(*devices)
+        return devices
+    if count == 1:
+        return (run.config.training.device,)  # `auto` is resolved, and said, where encoding begins
+    if not run.device.startswith("cuda"):
+        return (run.device,) * count
+    return tuple(f"cuda:{place}" for place in range(count))
+
+
+def names_of_caches(run: Run) -> dict[str, tuple[Run, str]]:
+    """Return task and split of each cache that may be made, by name; `data.split` comes first."""
+    splits = dict.fromkeys([*run.splits, "train", "val", "test"])
+    return {f"{part.task}_{split}": (part, split) for part in run.parts() for split in splits}
+
+
+def trains_decoder(run: Run) -> bool:
+    """Return True if a stage trains a decoder, for which caches keep the raw field."""
+    return any(stage.trains_decoder for stage in stages_of(run.config))
+
+
+def kept_fields(run: Run) -> tuple[str, ...]:
+    """Return the raw fields that caches keep: those of `precompute.keep`, and what stages need."""
+    wanted = field_names(run.config.precompute.keep)
+    return field_names([*wanted, *([RAW] if trains_decoder(run) else [])])
+
+
+def windows_in(run: Run, schema: Schema) -> int | None:
+    """Return the windows that training cuts from one record; None where records differ in length.
+
+    A record of a steady problem is one example.
+
+    Raises:
+        ConfigError: None, so that no loader could serve them; the records have no time; or the operator
+            cannot take the state fields side by side.
+    """
+    windows = run.windows_for(schema)
+    if windows is None:
+        if not is_steady(schema):
+            raise ConfigError(no_operator(schema))
+        return 1
+    if schema[main := time_field(schema, windows.field)].folded:
+        raise ConfigError(
+            f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
+            "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
+            "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
+        )
+    make_outputs(schema, windows, None)
+    states = state_fields(schema, windows)
+    if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
+        raise ConfigError(why)
+    if schema[main].ragged:
+        return None
+    return number_examples(np.array([schema[main].shape[0]]), 1, windows).count
+
+
+def batch_examples(run: Run, schema: Schema) -> int:
+    """Return the examples in a batch; `training.batch_trajectories` counts whole trajectories."""
+    training, steps = run.config.training, trajectory_steps(schema)
+    if training.batch_trajectories is None:
+        return training.batch_size
+    if steps <= 1:
+        return training.batch_trajectories
+    return max(1, training.batch_trajectories * run.windows.count(steps))
+
+
+def no_operator(schema: Schema) -> str:
+    """Say why `stoker train` has nothing to train on records without time, and what to do instead."""
+    return (
+        f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
+        "goes from one step to the next. For a steady problem name the field that data follows from, as "
+        "data.input=nu. Else fill the cache with `stoker precompute`, and train in Python on "
+        "stoker.Loader(stoker.open_cache(FOLDER), 64)"
+    )
+
+
+def trajectory_steps(schema: Schema) -> int:
+    """Return the steps of the longest field with time; 1 without one."""
+    return max((field.shape[0] for field in schema.values() if field.time and not field.ragged), default=1)
+
+
+def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str:
+    """Return a cache's name from the first path of `data.files`: its stem, or its folder's for a pattern.
+
+    Later entries do not count, so that a file added to the list keeps the name and its records are reused.
+
+    >>> stem_of("raw/1D_Burgers_Sols_Nu0.01.hdf5"), stem_of(["raw/sols_*.h5"]), stem_of("raw/*.h5")
+    ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
+    """
+    first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
+    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5", ".zarr", ".npy", ".tar", ".parquet"}
+    name = first.stem if known else first.name
+    for text in (name, first.parent.name, "data"):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
+        if plain:
+            return plain
+    return "data"
+
+
+def describe_machine() -> str:
+    """Return this machine in one line, for people who compare figures: version, device, memory, torch."""
+    resources = probe()
+    gpu = open_gpu()
+    build = "CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
+    if isinstance(gpu, GpuAbsent):
+        device = f"CPU ({resources.cpus:g} cores"
+        driver = "no NVIDIA driver"
+    else:
+        gpu.close()
+        device = f"GPU beside a CPU ({resources.cpus:g} cores"
+        driver = "NVIDIA driver found"
+    memory = f"{format_bytes(resources.host_bytes)} usable of {format_bytes(resources.host_total_bytes)})"
+    return f"stoker {stoker.__version__} · {device}, {memory} · {driver}: {build}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a run folder remembers between commands: whether its run finished, and how long a step took.
+#
+# `run.json` lies beside the checkpoints. An interrupted run with the same settings goes on where it
+# stopped; a finished one, or one with other settings, begins anew. The time of a step counts for steps of
+# the same work only.
+
+
+FILE = "run.json"
+LIMIT_BYTES = 1 << 20
+_FREE = (
+    "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
+    "rank_deadline", "trackers", "price_per_hour",
+)  # fmt: skip
+"""Settings of `training` that change no batch."""
+
+
+def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
+    """What an interrupted run must share with this one: model, training and data, wherever they lie."""
+    settings: dict[str, Any] = config.to_dict()
+    training = {k: v for k, v in settings["training"].items() if k not in _FREE}
+    kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
+    if settings["stages"]:  # how long each is may change from one to the next
+        kept["stages"] = [{k: v for k, v in own.items() if k != "epochs"} for own in settings["stages"]]
+        del training["epochs"]
+    if settings["tasks"] is not None:
+        kept["tasks"] = settings["tasks"]
+    return digest_json(kept)
+
+
+def unfinished(run: Run, digest: str) -> int | None:
+    """Ranks with which an interrupted run of these settings was begun in the run folder; None: none was."""
+    diary = _read(run.run_dir)
+    if diary.get("settings") != digest or diary.get("finished") is not False:
+        return None
+    return diary.get("ranks", 1)
+
+
+def work_digest(run: Run, schema: Schema) -> str:
+    """What decides how long a step takes: the model, its batch of records like `schema`, and the device."""
+    work: dict[str, Json] = {
+        "model": run.config.to_dict()["model"],
+        "fields": schema_to_json(schema),
+        "batch_size": batch_examples(run, schema),
+        "horizon": run.windows.horizons[1],
+        "device": run.device,
+        "amp": run.config.training.amp,
+    }
+    return digest_json(work)
+
+
+def last_step_s(run: Run, schema: Schema) -> float | None:
+    """Seconds that a step of the last run here took, loading left out; None when there was none like it."""
+    diary = _read(run.run_dir)
+    step_s = diary.get("step_s")
+    if not isinstance(step_s, float) or step_s <= 0 or diary.get("work") != work_digest(run, schema):
+        return None
+    return step_s
+
+
+def write_diary(
+    run_dir: Path, *, digest: str, finished: bool, work: str, step_s: float | None, ranks: int = 1
+) -> None:
+    """Note the state of a run; `digest` and `work` as `settings_digest` and `work_digest` make them.
+
+    Args:
+        ranks: With how many it was begun.
+
+    Raises:
+        ReadOnlyError: The folder cannot be written.
+    """
+    text = canonical_json(
+        {"settings": digest, "finished": finished, "work": work, "step_s": step_s, "ranks": ranks}
+    )
+    open_storage(run_dir).put(FILE, text.encode())
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    """The diary; empty when there is none, or a damaged one."""
+    with suppress(OSError, FormatError):
+        return read_strict(open_storage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
+    return {}

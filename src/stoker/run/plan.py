@@ -1,0 +1,587 @@
+"""Where the records of a configuration would be served from; nothing is read but limits and headers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError, RecordError, StokerError
+from stoker.loader import Loader, Windows
+from stoker.loader.order import parse_order
+from stoker.loader.places import Places, find_places
+from stoker.loader.prefetch import HANDOVER_S, elsewhere_of
+from stoker.monitor import StallMeter
+from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
+from stoker.plan.tiers import TIERS, Waiting, over_budget
+from stoker.run.caches import Located, locate, raw_bytes
+from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
+from stoker.run.folders import require_folder
+from stoker.schema import SCALE_SUFFIX, Field, JsonResult, Schema, columns_of
+from stoker.store import Cache, Recipe
+from stoker.store.format import is_fixed, record_bytes
+from stoker.store.recipe import stored_schema
+from stoker.store.values import from_array, store_columns
+from stoker.train.config import TrainReport
+from stoker.units import MIB, format_bytes, format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# What a smaller storage dtype would buy, in bytes and tiers, and cost, measured on the cache's own records.
+#
+# Bytes and tiers are arithmetic on the schema. The cost is measured on a few records, read, verified and
+# stored again in memory as the other dtype; nothing is written.
+
+
+DTYPES = ("float16", "int8", "float8_e4m3fn")
+"""What is tried, where it is smaller than what is stored."""
+SAMPLES = 8
+"""Records whose error is measured."""
+PIECE_BYTES = 8 * MIB
+"""Of each field of such a record the first steps, up to so many bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smaller(JsonResult):
+    """One dtype that would take fewer bytes."""
+
+    json_keys = ("dtype", "bytes", "tiers", "tier", "samples", "max_error", "rms_error", "refused")
+
+    dtype: str
+    bytes: int
+    """Of all records, in place of `Plan`'s."""
+    plan: Plan
+    """Where the records would lie then."""
+    samples: int = 0
+    """Records that the errors were measured on; 0: none is stored yet."""
+    max_error: float | None = None
+    """The worst `max|x - y| / max|x|` of a record and field; None: not measured."""
+    rms_error: float | None = None
+    """The worst `rms(x - y) / rms(x)`."""
+    refused: str = ""
+    """Why records cannot be stored so; empty where they can."""
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier."""
+        return self.plan.records_by_tier()
+
+    @property
+    def tier(self) -> str:
+        """The tier that would hold most of them."""
+        return self.plan.tier
+
+
+Planned = Callable[[Demand], Plan]
+"""`plan_tiers` with everything given but the demand."""
+
+
+def smaller_dtypes(located: Located, demand: Demand, planned: Planned) -> tuple[Smaller, ...]:
+    """Every dtype of `DTYPES` that would make records smaller, in that order."""
+    recipe, cache = located.recipe, located.cache
+    lengths = _mean_lengths(recipe, cache)
+    now = _record_bytes(recipe.schema, lengths)
+    places = _chosen(cache) if cache is not None and len(cache) else None
+    found: list[Smaller] = []
+    for dtype in DTYPES:
+        try:
+            schema = stored_schema(recipe.encoded, dtype)
+        except ConfigError:  # a field takes fewer bytes in float16
+            continue
+        part = _record_bytes(schema, lengths) / now if now else 1.0
+        if part >= 1:
+            continue
+        wanted = replace(
+            demand, record_bytes=demand.record_bytes * part, example_bytes=demand.example_bytes * part
+        )
+        plan = planned(wanted)
+        one = Smaller(dtype=dtype, bytes=round(wanted.records * wanted.record_bytes), plan=plan)
+        found.append(one if cache is None or places is None else _measured(one, schema, cache, places))
+    return tuple(found)
+
+
+def say(smaller: tuple[Smaller, ...], plan: Plan, max_error: float | None) -> str:
+    """The smallest dtype within the bound that the user set, in a sentence; empty where there is none."""
+    allowed = [
+        one
+        for one in smaller
+        if not one.refused and (max_error is None or one.max_error is None or one.max_error <= max_error)
+    ]
+    if not allowed:
+        return ""
+    best = min(allowed, key=lambda one: (one.bytes, one.max_error or 0.0))
+    before = plan.bytes
+    moved = [
+        f"{format_count(after, 'record')} on the {tier} tier instead of {format_count(was)}"
+        for (tier, after), was in zip(
+            best.plan.records_by_tier().items(), plan.records_by_tier().values(), strict=True
+        )
+        if after > was
+    ]
+    bound = "" if max_error is None else f" (limit you set: {max_error:.2g})"
+    cost = "its error is known once some records are encoded"
+    if best.max_error is not None:
+        cost = (
+            f"largest error {best.max_error:.2g} of a record's largest value{bound}, "
+            f"rms {best.rms_error:.2g}, measured on {format_count(best.samples)} of them"
+        )
+    return (
+        f"training.latent_cache_dtype={best.dtype} would take {format_bytes(best.bytes)} instead of "
+        f"{format_bytes(before)}{''.join(f', {text}' for text in moved)}; {cost}"
+    )
+
+
+def _mean_lengths(recipe: Recipe, cache: Cache | None) -> Mapping[str, float]:
+    """Mean steps of ragged fields; one where no record is there to tell."""
+    ragged = [name for name, field in recipe.schema.items() if field.ragged]
+    if cache is None or not len(cache):
+        return dict.fromkeys(ragged, 1.0)
+    return {name: float(cache.lengths(name).mean()) for name in ragged}
+
+
+def _record_bytes(schema: Schema, lengths: Mapping[str, float]) -> float:
+    size = 0.0
+    for name, field in columns_of(schema).items():
+        steps = lengths[name.removesuffix(SCALE_SUFFIX)] if field.ragged else 0.0
+        size += field.row_bytes * steps if field.ragged else field.size_bytes()
+    return size
+
+
+def _chosen(cache: Cache) -> Places:
+    count = min(SAMPLES, len(cache))
+    numbers = cache.numbers[np.linspace(0, len(cache) - 1, count).round().astype(np.int64)]
+    return find_places(cache, numbers)
+
+
+def _measured(one: Smaller, schema: Schema, cache: Cache, places: Places) -> Smaller:
+    """With the worst error over fields and records."""
+    worst = rms = 0.0
+    try:
+        for name, field in schema.items():
+            stored = cache.schema[name]
+            if not field.floating or field.dtype == stored.dtype or stored.packed:
+                continue
+            for shard, row, number in zip(places.shard, places.row, places.numbers, strict=True):
+                values = _first_steps(cache, int(shard), int(row), name, stored)
+                piece = replace(field, shape=(len(values), *field.shape[1:]), ragged=False)
+                rows = store_columns(name, piece, values[None], [int(number)])[name]
+                worst, rms = max(worst, float(rows.max_error[0])), max(rms, float(rows.rms_error[0]))
+    except RecordError as error:
+        return replace(one, refused=str(error))
+    return replace(one, samples=len(places.numbers), max_error=worst, rms_error=rms)
+
+
+def _first_steps(cache: Cache, shard: int, row: int, name: str, field: Field) -> Tensor:
+    """A record's field along axis 0, as far as `PIECE_BYTES` reach."""
+    handle = cache.shard(shard)
+    steps = min(handle.length(name, row), max(1, PIECE_BYTES // max(1, field.row_bytes)))
+    return from_array(handle.read(name, row, 0, steps), field.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How long a batch takes from each tier, found by having some served: what a plan's stall is made of.
+#
+# Arithmetic on bytes misses what reading small pieces costs a processor, which for a disk tier is most of
+# it. So where a cache is there, a plan is made with the time that its own batches take.
+
+
+SECONDS = 0.3
+"""For each trial of a tier; half of it again beforehand."""
+AT_STEP_TIMES = 3
+"""The trial beside steps takes so many times as long: it is what a stall is read off."""
+UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
+"""What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
+a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
+
+Source: `benchmarks/plan_stall.py`, cold disk.
+"""
+LEAST_PAUSES = 4
+"""Batches, at least, that are timed with pauses between them."""
+SERVED_BYTES = 64 * MIB
+"""Bytes of records that are served for it; filling memory with more would take time."""
+
+
+NEIGHBOURS = 32
+"""Records next to one another that are of the same trial."""
+LEAST_TIMED = 8
+"""Batches, at least, that are timed; more only while there are records that were not read before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that is known by its time, to be imitated."""
+
+    seconds: float
+    cpus: float
+    """Cores that it keeps busy; below 1 it leaves them to others, as one on a GPU does."""
+
+    def imitation(self) -> Callable[[], None]:
+        """Takes as long, and the same cores: products of matrices by as many threads as torch has here."""
+        if self.cpus < 1:
+            return partial(time.sleep, self.seconds)
+        matrix = torch.randn(192, 192)
+
+        def compute() -> None:
+            end = time.perf_counter() + self.seconds
+            while time.perf_counter() < end:
+                torch.mm(matrix, matrix)
+
+        return compute
+
+
+def served_loads(
+    cache: Cache,
+    windows: Windows | None,
+    batch_size: int,
+    *,
+    tiers: Sequence[str] = ("disk", "host"),
+    seconds: float = SECONDS,
+    step: Step | None = None,
+) -> dict[str, BatchLoad]:
+    """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
+
+    The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
+    cache holds now: this looks at it as training would find it, and reads no record twice if it can, since
+    what was read once comes from there. With a `step` it is also tried what batches cost beside such steps:
+    who loads takes turns with them at cores and at the interpreter's lock, which no sum of parts tells.
+    """
+    found: dict[str, BatchLoad] = {}
+    size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
+    numbers = list(cache.numbers)
+    part = numbers[:: max(1, round(size / SERVED_BYTES))]
+    for tier in tiers:
+        with suppress(StokerError, OSError):
+            own = [part] * 3 if tier == "host" else _apart(numbers, batch_size)
+            loaders = [
+                partial(Loader, cache, batch_size, windows=windows, tier=tier, indices=some) for some in own
+            ]
+            load = _load(loaders, tier, seconds, step)
+            if load is not None:
+                found[tier] = load
+    return found
+
+
+def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+    """Records for each trial, half of them for the one beside steps; all for each where they are too few.
+
+    They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
+    (of a virtual drive the host has some in memory), and not record by record, since around what one trial
+    has read the system reads on, and batches of records from there take half as long again.
+
+    Source: `benchmarks/plan_stall.py`, cold disk.
+    """
+    if len(numbers) < 8 * LEAST_TIMED * batch_size:
+        return [numbers] * 3
+    whose = np.arange(len(numbers)) // NEIGHBOURS % 4
+    of = np.asarray(numbers)
+    return [of[whose == 1].tolist(), of[whose == 3].tolist(), of[whose % 2 == 0].tolist()]
+
+
+def _load(
+    loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: Step | None
+) -> BatchLoad | None:
+    """First without a step, then, from disk, with pauses so long that every read is over when they end, then
+    beside steps. None: another tier served, or passes are of one batch.
+    """
+    meter = StallMeter()
+    alone_s = _serve(loaders[0](meter=meter), meter, _nothing, seconds, seconds / 2)
+    if set(meter.epoch().tiers) != {tier} or alone_s is None:
+        return None
+    direct_s = min(alone_s, HANDOVER_S)
+    if tier == "disk":
+        # Idle threads are dearer to wake than ones at work, so this is not what the first part shows.
+        pauses = max(seconds, LEAST_PAUSES * 3 * alone_s)
+        _serve(loaders[1](meter=meter), meter, partial(time.sleep, 2 * alone_s), pauses, pauses / 2)
+        report = meter.epoch()
+        direct_s = min(alone_s, report.wait_s / max(1, report.batches - 1))
+    at_step = None
+    if step is not None:
+        work = step.imitation()
+        step_s = _mean_s(work, seconds / 2)
+        longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step_s + alone_s))
+        batch_s = _serve(loaders[2](meter=meter), meter, work, longer, seconds / 2)
+        at_step = None if batch_s is None else (step_s, max(0.0, batch_s - step_s))
+    beside_s = alone_s - direct_s if tier == "disk" else alone_s if alone_s > direct_s else 0.0
+    return BatchLoad(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
+
+
+def _nothing() -> None:
+    """No step."""
+
+
+def _mean_s(work: Callable[[], None], seconds: float) -> float:
+    """How long `work` takes with nothing beside it."""
+    work()
+    begin, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - begin < seconds:
+        work()
+        count += 1
+    return (time.perf_counter() - begin) / count
+
+
+def _serve(
+    loader: Loader, meter: StallMeter, work: Callable[[], None], seconds: float, before_s: float
+) -> float | None:
+    """Serve for `before_s`, until memory is filled and enough is read ahead; then time a batch and its `work`
+    for `seconds`.
+
+    From disk no longer than one pass, if that is long enough: the next one would find its records in memory.
+    """
+    begin, counted, spent_s = time.perf_counter(), False, 0.0
+    times_s: list[float] = []
+    early = len(loader) // 6 if loader.plan.tier == "disk" else len(loader) + 1
+    most_s = before_s + seconds
+    while spent_s < most_s and not (early < len(loader) and len(times_s) >= LEAST_TIMED):
+        last_s = 0.0
+        for number, _ in enumerate(loader):
+            work()
+            spent_s = time.perf_counter() - begin
+            if counted and number:
+                times_s.append(spent_s - last_s)
+            last_s = spent_s
+            if not counted and (spent_s >= before_s or number >= early):
+                meter.reset()
+                counted = True
+            if spent_s >= most_s and (len(times_s) >= LEAST_TIMED or spent_s >= 4 * most_s):
+                break
+    return _typical_s(times_s) if times_s else None
+
+
+def _typical_s(times_s: Sequence[float]) -> float:
+    """The mean, in which what is unusually long counts for less.
+
+    >>> round(_typical_s([0.002, 0.004] * 100 + [0.200]), 4)  # a mean would say 0.004
+    0.0031
+    """
+    most_s = max(UNUSUAL_TIMES * statistics.median(times_s), UNUSUAL_S)
+    return statistics.fmean(min(time_s, most_s) for time_s in times_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult(JsonResult):
+    """Where the records of the training split would be served from, once they are encoded."""
+
+    json_within = "plan"
+    json_keys = ("reason", "records", "missing", "smaller", "advice", "gpus", "together")
+
+    plan: Plan
+    records: int
+    missing: int
+    """Records still to be encoded; the plan counts them as stored."""
+    smaller: tuple[Smaller, ...] = ()
+    """Storage dtypes that would take fewer bytes, what they would buy and cost."""
+    advice: str = ""
+    """The best of those in words; empty where there is none."""
+    gpus: tuple[GpuRow, ...] = ()
+    """What the memory of GPUs would hold, half of it left to the model."""
+    on_gpus: str = ""
+    """That in words."""
+    together: str = ""
+    """How many devices hold together what one does not; empty where one holds it, or there is none."""
+
+    @property
+    def reason(self) -> str:
+        """The decision in words."""
+        first = f"{format_count(self.missing, 'record')} to be encoded first; " if self.missing else ""
+        return first + self.plan.reason
+
+
+def plan_config(run: Run) -> PlanResult:
+    """Plan the training split of the first task.
+
+    Raises:
+        ConfigError: The cache folder is not a folder.
+        ResourceError: The tier asked for cannot hold it.
+        StokerError: As `locate`.
+    """
+    require_folder(run.cache_dir, "training.latent_cache_dir")
+    first = run.parts()[0]
+    return plan_located(first, locate(first, first.split))
+
+
+def plan_located(run: Run, located: Located, resources: Resources | None = None) -> PlanResult:
+    """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
+    config, device = run.config, run.device
+    _ = encode_devices(run)  # one that is not there is refused before anything is measured
+    demand = demand_of(run, located)
+    cache = located.cache if located.cache is not None and not located.missing else None
+    step_s = last_step_s(run, located.recipe.schema)
+    rates = measure_rates(located.folder if located.cache is not None else None, device=device)
+    if cache is not None and device == "cpu":
+        step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
+        windows, batch_size = run.windows_for(cache.schema), batch_examples(run, cache.schema)
+        rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
+    planned = partial(
+        plan_tiers,
+        resources=probe(device=device, path=run.cache_dir) if resources is None else resources,
+        reserve_bytes=config.training.reserve_bytes,
+        step_s=step_s,
+        rates=rates,
+    )
+    plan = planned(demand, tier=config.training.tier)
+    smaller = smaller_dtypes(located, demand, planned)
+    return PlanResult(
+        plan=plan,
+        records=sum(plan.tiers.values()),
+        missing=located.missing,
+        smaller=smaller,
+        advice=say(smaller, plan, config.precompute.max_error),
+        gpus=gpu_table(demand.record_bytes, demand.records) if demand.record_bytes else (),
+        on_gpus=say_gpus(demand.record_bytes, demand.records) if demand.record_bytes else "",
+        together="" if device == "cpu" else say_together(plan.records_by_tier()["device"], demand.records),
+    )
+
+
+def left_by(plan: Plan, resources: Resources) -> Resources:
+    """What a plan leaves to the next one."""
+    held = {row.tier: row.bytes for row in plan.rows}
+    return replace(
+        resources,
+        host_bytes=max(0, resources.host_bytes - held["host"]),
+        device_bytes=max(0, resources.device_bytes - held["device"]),
+    )
+
+
+def demand_of(run: Run, located: Located) -> Demand:
+    """What training would ask for: records, their size, and what one batch of windows takes."""
+    schema, cache = located.recipe.schema, located.cache
+    if is_fixed(schema):
+        size = float(record_bytes(columns_of(schema)))
+    else:
+        size = raw_bytes(cache) / len(cache) if cache is not None and len(cache) else 0.0
+    quarantined = 0 if cache is None else len(cache.index.quarantined)
+    return Demand(
+        stored_ratio=None if cache is None else cache.index.stored_ratio,
+        elsewhere=None if cache is None else _elsewhere(run, cache, size),
+        records=located.recipe.count - quarantined,
+        record_bytes=size,
+        batch_examples=batch_examples(run, schema),
+        example_bytes=example_bytes(run, schema, size),
+        device=run.device,
+        encoded_first=located.missing,
+        step_cpus=1.0 if run.device != "cpu" else float(torch.get_num_threads()),
+    )
+
+
+def _elsewhere(run: Run, cache: Cache, size: float) -> Elsewhere | None:
+    """Where the cache lies, if not here, and how training would go through it."""
+    schema = cache.recipe.schema
+    windows = run.windows_for(schema)
+    each = 1 if windows is None else windows.count(trajectory_steps(schema))
+    example = example_bytes(run, schema, size)
+    return elsewhere_of(
+        cache,
+        parse_order(run.config.training.order, world_size=1, example_bytes=max(1, int(example))),
+        examples=max(1, each * len(cache)),
+        example_bytes=example,
+        step_examples=batch_examples(run, schema),
+    )
+
+
+def example_bytes(run: Run, schema: Schema, size: float) -> float:
+    """Bytes of one window: its steps of the fields with time, and the other fields whole."""
+    if not is_fixed(schema):
+        return size
+    steps = run.windows.horizons[1] + 1
+    return float(sum(f.row_bytes * steps if f.time else f.size_bytes() for f in columns_of(schema).values()))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Where the records of several tasks would be served from, each in the memory that those before it leave.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlans(JsonResult):
+    """The plans of all tasks: the keys of one plan, summed, and each task's own below `tasks`."""
+
+    json_keys = ("tiers", "bytes", "reason", "predicted_stall", "records", "missing", "tasks")
+
+    tasks: Mapping[str, PlanResult]
+    """By task, in the order of the settings."""
+
+    @property
+    def reason(self) -> str:
+        """The decisions in words."""
+        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.tasks.items())
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier, of all tasks."""
+        return {tier: sum(one.plan.tiers[tier] for one in self.tasks.values()) for tier in TIERS}
+
+    @property
+    def bytes(self) -> int:
+        """Of all records."""
+        return sum(one.plan.bytes for one in self.tasks.values())
+
+    @property
+    def predicted_stall(self) -> float | None:
+        """That of the task whose steps wait longest; None until all are known."""
+        stalls = [one.plan.predicted_stall for one in self.tasks.values()]
+        known = [stall for stall in stalls if stall is not None]
+        return max(known) if len(known) == len(stalls) else None
+
+    @property
+    def records(self) -> int:
+        """Of all tasks."""
+        return sum(one.records for one in self.tasks.values())
+
+    @property
+    def missing(self) -> int:
+        """Records still to be encoded."""
+        return sum(one.missing for one in self.tasks.values())
+
+
+def plan_tasks(run: Run) -> TaskPlans:
+    """Plan the training split of every task.
+
+    Raises:
+        ConfigError: The cache folder is not a folder.
+        ResourceError: The tier asked for cannot hold them.
+        StokerError: As `locate`.
+    """
+    plans: dict[str, PlanResult] = {}
+    cache_dir = require_folder(run.cache_dir, "training.latent_cache_dir")
+    resources = probe(device=run.device, path=cache_dir)
+    for part in run.parts():
+        plans[part.task] = plan_located(part, locate(part, part.split), resources)
+        resources = left_by(plans[part.task].plan, resources)
+    return TaskPlans(tasks=plans)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether a run kept its budget of waiting (`training.max_stall`), and what would have helped where not.
+
+
+def verdict_of(run: Run, cache: Cache, report: TrainReport) -> str | None:
+    """What is wrong with a run's stall, and the cure; None: it is within `training.max_stall`, if set.
+
+    Args:
+        cache: The one that was trained on.
+    """
+    budget, device = run.config.training.max_stall, run.device
+    if budget is None or report.stall is None or report.step_s is None or report.stall <= budget:
+        return None
+    located = Located(recipe=cache.recipe, folder=cache.path, cache=cache)
+    plan = plan_tiers(
+        demand_of(run, located),
+        probe(device=device, path=cache.path),
+        reserve_bytes=run.config.training.reserve_bytes,
+        step_s=max(report.step_s, 1e-9),
+        rates=measure_rates(cache.path, device=device),
+    )
+    waiting = Waiting(
+        stall=report.stall,
+        step_s=report.step_s,
+        wait_s=sum(report.parts.values()),
+        parts=report.parts,
+        tier=report.tier,
+    )
+    return over_budget(waiting, budget, plan)

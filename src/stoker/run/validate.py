@@ -1,0 +1,518 @@
+"""Check everything a long run needs, before it starts: rows of pass, warn and fail.
+
+Every row is made, also after one failed, so that one run of `stoker validate` shows all there is to mend.
+What precompute and train refuse is asked of the very functions that they call.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from stoker.config import load_config
+from stoker.config.names import in_settings
+from stoker.encoders.wrappers import is_steady
+from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
+from stoker.monitor import GpuAbsent, open_gpu
+from stoker.monitor.gpu import find_driver
+from stoker.monitor.trackers import NEEDS, check_trackers
+from stoker.plan import Resources, plan_tiers, probe
+from stoker.plan.resources import DISK_DEADLINE_S
+from stoker.precompute.measure import try_encoder
+from stoker.precompute.space import check_space, needed_bytes
+from stoker.run.build import CacheJob, build_jobs
+from stoker.run.caches import Located, locate, locate_job, nearest_differences
+from stoker.run.context import Run, encode_devices, no_operator, windows_in
+from stoker.run.folders import obstacle, require_writable
+from stoker.run.loaders import check_together
+from stoker.run.plan import demand_of, left_by
+from stoker.run.train import training_splits
+from stoker.runtime.disk import free_space
+from stoker.runtime.threads import call_within
+from stoker.schema import JsonResult
+from stoker.store import Difference
+from stoker.store.mirror.root import shown
+from stoker.units import GIB, format_bytes, format_count, format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# Rows of `stoker validate`: what was checked, and how it came out.
+
+
+Status: TypeAlias = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(JsonResult):
+    """One thing that was checked."""
+
+    json_keys = ("check", "status", "detail")
+
+    check: str
+    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`,
+    `tracker wandb`, `gpu`, `driver`, `shm`, `memory`, `disk`, `inodes`, `launch code`."""
+    status: Status
+    detail: str
+    """What was found, with figures; for warn and fail also what to do."""
+    exit_code: int = 0
+    """What a `fail` of this row makes the command return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation(JsonResult):
+    """All rows."""
+
+    json_keys = ("rows", "exit_code")
+
+    rows: tuple[Row, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 without a failed row; 3 when a setting or file is wrong, else 6 when resources do not suffice."""
+        codes = {row.exit_code for row in self.rows if row.status == "fail"}
+        return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
+
+    def and_these(self, rows: list[Row]) -> Validation:
+        """With more rows at the end."""
+        return Validation(rows=(*self.rows, *rows))
+
+
+def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
+    """The row of what an error says; its class decides the exit code, unless one is given."""
+    if isinstance(error, StokerError):
+        detail, code = in_settings(error), exit_code or error.exit_code
+        return Row(check=check, status="fail", detail=detail, exit_code=code)
+    detail = f"{error.filename}: {error.strerror}. Fix that, or name another"
+    return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether this machine holds what a run needs: GPU and driver, memory, disk, files, shared memory.
+
+
+SHARED = Path("/dev/shm")  # noqa: S108  asked for its size, not written to
+SHARED_BYTES = GIB
+"""Least free shared memory that is fine; containers come with 64 MiB."""
+
+
+def check_driver() -> Row:
+    """Whether the GPU's driver runs the CUDA that torch was built for; a CPU needs neither."""
+    import torch
+
+    built, found = torch.version.cuda, find_driver()
+    if isinstance(found, GpuAbsent):
+        if built is None:
+            return Row(check="driver", status="pass", detail=f"{found.reason}; torch is a build for the CPU")
+        detail = f"{found.reason}, and torch is built for CUDA {built}. On this machine steps run on the CPU"
+        return Row(check="driver", status="warn", detail=detail)
+    runs = f"driver {found.version} runs CUDA {found.cuda[0]}.{found.cuda[1]}"
+    if built is None:
+        detail = f"{runs}, but torch is a build for the CPU: install one for CUDA, or the GPU stands idle"
+        return Row(check="driver", status="warn", detail=detail)
+    # Within one major version any driver runs what was built for a later minor one.
+    if found.cuda[0] < int(built.split(".")[0]):
+        detail = (
+            f"{runs}, torch is built for CUDA {built}. Install a newer driver, or torch for {found.cuda[0]}"
+        )
+        return Row(check="driver", status="fail", detail=detail, exit_code=ResourceError.exit_code)
+    return Row(check="driver", status="pass", detail=f"{runs}, torch is built for {built}")
+
+
+def check_shared_memory(folder: Path = SHARED) -> Row:
+    """How large the memory file system is that workers of others exchange batches through."""
+    whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
+    try:
+        free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
+    except (OSError, StalledError) as error:
+        return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
+    detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
+    if free < SHARED_BYTES:
+        cure = "start the container with --shm-size=8g or --ipc=host"
+        return Row(
+            check="shm", status="warn", detail=f"{detail}. Expected {format_bytes(SHARED_BYTES)}: {cure}"
+        )
+    return Row(check="shm", status="pass", detail=detail)
+
+
+def check_device(run: Run, rows: list[Row]) -> Run:
+    """Add the GPU's row; returns the run with the device to plan for."""
+    gpu = open_gpu()
+    described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
+    if not isinstance(gpu, GpuAbsent):
+        sample = gpu.sample()
+        gpu.close()
+        if not isinstance(sample, GpuAbsent):
+            described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
+    device = run.device
+    try:
+        _ = encode_devices(run)
+    except StokerError as error:
+        rows.append(failed("encoders", error))
+    try:
+        resources = probe(device=device)
+    except ResourceError as error:
+        rows.append(failed("gpu", error))
+        return run.with_training(device="cpu")
+    if device == "cpu":
+        detail = f"{described or 'none'}; device is cpu"
+        unused = bool(described) and run.config.training.device == "auto"
+        rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
+    else:
+        free = format_bytes(resources.device_bytes)
+        rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
+    return run
+
+
+def check_room(run: Run, located: list[Located], trained: Mapping[str, Located]) -> list[Row]:
+    """The rows of memory and disk, neither of which waits for the other."""
+    try:
+        resources = probe(device=run.device, path=run.cache_dir)
+        disk = [_disk_row(run.cache_dir, located, resources), _inodes_row(run.cache_dir, located, resources)]
+    except StalledError as error:
+        resources = probe(device=run.device)
+        disk = [failed("disk", error, ResourceError.exit_code)]
+    if not trained:
+        detail = "not checked, since no data was found. Fix the rows above and validate again"
+        return [Row(check="memory", status="warn", detail=detail), *disk]
+    memory: list[Row] = []
+    for task, found in trained.items():
+        row, resources = _memory_row(run.for_task(task), found, resources)
+        memory.append(row)
+    return [*memory, *disk]
+
+
+def _memory_row(run: Run, found: Located, resources: Resources) -> tuple[Row, Resources]:
+    """The row, and what is left to the next task."""
+    training = run.config.training
+    demand = demand_of(run, found)
+    try:
+        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
+    except ResourceError as error:
+        return failed("memory", error), resources
+    served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
+    detail = "; ".join(plan.reason.split("; ")[:2])
+    row = Row(check="memory", status="pass" if served else "warn", detail=detail)
+    return row, left_by(plan, resources)
+
+
+def _inodes_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
+    """Whether as many files can be made."""
+    free = resources.disk_inodes
+    try:
+        for found in located:
+            if found.missing:
+                room = replace(resources, disk_bytes=None)
+                check_space(cache_dir, found.recipe.schema, found.missing, room)
+    except StokerError as error:
+        return failed("inodes", error)
+    many = "as many files as wanted" if free is None else f"{format_count(free)} more files"
+    return Row(check="inodes", status="pass", detail=f"room for {many} below {cache_dir}")
+
+
+def _disk_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
+    """Whether each cache in turn would find the room that precompute asks for."""
+    needed, left = 0, replace(resources, disk_inodes=None)
+    try:
+        for found in located:
+            if found.missing:
+                require_writable(cache_dir, "training.latent_cache_dir")
+                check_space(cache_dir, found.recipe.schema, found.missing, left)
+                takes = needed_bytes(found.recipe.schema, found.missing)
+                needed += takes
+                left = left if left.disk_bytes is None else replace(left, disk_bytes=left.disk_bytes - takes)
+    except StokerError as error:
+        return failed("disk", error)
+    detail = f"{format_bytes(needed)} to write below {cache_dir}"
+    if resources.disk_bytes is None:
+        return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
+    return Row(check="disk", status="pass", detail=f"{detail}, {format_bytes(resources.disk_bytes)} free")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether trackers can be had, and whether what they send to answers; none of them can end a run.
+
+
+ANSWER_S = 5.0
+"""Seconds that a server has to take a connection."""
+WANDB = "https://api.wandb.ai"
+PORTS = {"http": 80, "https": 443}
+
+
+def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[Row]:
+    """A row for each tracker.
+
+    Args:
+        names: As `training.trackers` has them.
+        environment: In which servers and credentials are named.
+    """
+    return [_row(name, environment) for name in names]
+
+
+def _row(name: str, environment: Mapping[str, str]) -> Row:
+    check = f"tracker {name}"
+    try:
+        check_trackers([name])
+    except ConfigError as error:
+        return failed(check, error)
+    if name not in NEEDS or name == "tensorboard":
+        detail = "event files in the run's folder" if name in NEEDS else "found; of another package"
+        return Row(check=check, status="pass", detail=detail)
+    server, offline = (_wandb if name == "wandb" else _mlflow)(environment)
+    if server is None:
+        return Row(check=check, status="pass", detail=offline)
+    if urlsplit(server).scheme not in PORTS:
+        return _of_a_file(check, server)
+    why, shown = unreachable(server), _without_user(server)
+    if why is None:
+        return Row(check=check, status="pass", detail=f"{shown} answers")
+    detail = f"{shown} does not answer ({why}): figures may be lost, the run goes on; {offline}"
+    return Row(check=check, status="warn", detail=detail)
+
+
+def _without_user(server: str) -> str:
+    """An address without the name and password that it may carry.
+
+    >>> _without_user("https://me:secret@host:5000/path")
+    'https://host:5000'
+    """
+    parts = urlsplit(server)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _wandb(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Its server, or None and why none is asked."""
+    server = environment.get("WANDB_BASE_URL") or WANDB
+    mode = environment.get("WANDB_MODE", "")
+    if mode in ("offline", "disabled", "dryrun"):
+        return None, f"offline, as WANDB_MODE={mode} says: files in the run's folder, for `wandb sync`"
+    without = "without credentials it works offline, in the run's folder"
+    host = urlsplit(server).hostname or ""
+    if environment.get("WANDB_API_KEY") or host in _netrc(environment):
+        return server, "WANDB_MODE=offline keeps them in the run's folder"
+    return None, f"offline: {without} (no WANDB_API_KEY, and {host} is not in ~/.netrc)"
+
+
+def _netrc(environment: Mapping[str, str]) -> str:
+    try:
+        return (Path(environment.get("HOME", "")) / ".netrc").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mlflow(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Its server, or None and where it keeps figures instead."""
+    server = environment.get("MLFLOW_TRACKING_URI")
+    local = "mlflow.db in the run's folder"
+    return (server, f"without MLFLOW_TRACKING_URI it is {local}") if server else (None, f"offline: {local}")
+
+
+def _of_a_file(check: str, address: str) -> Row:
+    """A database or folder of this machine."""
+    place = Path(address.partition(":///")[2] or address.partition(":")[2] or address)
+    why = obstacle(place.parent) if address.startswith(("sqlite:", "file:", "/", ".")) else None
+    if why is None:
+        return Row(check=check, status="pass", detail=f"{address.partition('://')[0]} store, not a server")
+    detail = f"MLFLOW_TRACKING_URI names {place}, and {why}: figures would be lost, the run goes on"
+    return Row(check=check, status="warn", detail=detail)
+
+
+def unreachable(server: str, answer_s: float = ANSWER_S) -> str | None:
+    """Why nobody takes a connection at an address; None: somebody does."""
+    parts = urlsplit(server)
+    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+
+    def connect() -> None:
+        socket.create_connection((host, port), timeout=answer_s).close()
+
+    try:  # names are looked up without a deadline of their own
+        call_within(answer_s + 1, connect, server)
+    except StalledError:
+        return f"no answer in {answer_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+LONGEST = 24
+"""Letters of a value that a row shows."""
+SHOWN = 3
+"""Differences to the nearest cache that a row names."""
+NOTHING_SET: Mapping[str, str] = MappingProxyType({})
+
+
+def validate_config(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] = NOTHING_SET,
+    earlier: bool = False,
+) -> Validation:
+    """Check a settings file and all that it names; no sample is encoded and no record is read.
+
+    Args:
+        path, overrides: The settings.
+        environment: In which trackers find their servers and credentials.
+        earlier: The file is of the earlier latent cache, see `load_config`.
+    """
+    try:
+        config = load_config(path, overrides, earlier=earlier)
+    except ConfigError as error:
+        return Validation(rows=(failed("config", error),))
+    rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
+    rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
+    run = Run(config)
+    rows.append(_training_row(run))
+    located: list[Located] = []
+    trained: dict[str, Located] = {}
+    for part in run.parts():
+        found: list[Located] = []
+        rows += _check_task(part, found)
+        located += found
+        if found:
+            trained[part.task] = found[0]
+    rows += [_windows_row(run.for_task(task), first) for task, first in trained.items()]
+    rows += _together_rows(trained)
+    rows.append(_run_dir_row(run))
+    rows += check_each(config.training.trackers, environment)
+    run = check_device(run, rows)
+    rows += [check_driver(), check_shared_memory()]
+    rows += check_room(run, located, trained)
+    return Validation(rows=tuple(rows))
+
+
+def _training_row(run: Run) -> Row:
+    try:
+        split, other = training_splits(run)
+    except ConfigError as error:
+        return failed("training", error)
+    names = ", ".join(f"{task}_{split}" for task in run.tasks)
+    return Row(check="training", status="pass", detail=f"on {names}, judged on {other}")
+
+
+def _check_task(run: Run, located: list[Located]) -> list[Row]:
+    """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
+    splits = dict.fromkeys([*run.splits, "val"])
+    jobs: dict[str, CacheJob] = {}
+    with suppress(StokerError, OSError):  # then each split by itself says whose fault it is
+        jobs = {job.split: job for job in build_jobs(run, list(splits))}
+    rows: list[Row] = []
+    for split in splits:
+        rows += _check_cache(run, split, jobs.get(split), located)
+    # All splits share the encoder, so that trying it once will do.
+    return [*rows, *([_encoder_row(run, next(iter(jobs.values())))] if jobs else [])]
+
+
+def _encoder_row(run: Run, job: CacheJob) -> Row:
+    """Whether the encoder takes a sample of zeros on its device."""
+    check = f"encoder {run.task}"
+    if job.encoder is None:
+        return Row(check=check, status="pass", detail="none: samples are stored as they are")
+    device, deadline_s = run.device, run.config.precompute.timeouts.encode
+    try:
+        took_s = try_encoder(job.encoder, job.source.schema(), device, deadline_s)
+    except StokerError as error:
+        code = error.exit_code if isinstance(error, ResourceError) else ConfigError.exit_code
+        return failed(check, error, code)
+    detail = f"loads on {device} and encodes a sample of zeros in {format_seconds(took_s)}"
+    return Row(check=check, status="pass", detail=detail)
+
+
+def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[Located]) -> list[Row]:
+    """Data, encoder and cache of one task and split."""
+    name = f"{run.task}_{split}"
+    try:
+        found = locate(run, split) if job is None else locate_job(run, job)
+    except EncoderError as error:
+        return [failed(f"encoder {name}", error)]
+    except (StokerError, OSError) as error:
+        return [failed(f"data {name}", error)]
+    located.append(found)
+    count = format_count(found.recipe.count)
+    if found.source_gone:
+        data = Row(check=f"data {name}", status="warn", detail="raw data is gone; the cache is used")
+    else:
+        data = Row(check=f"data {name}", status="pass", detail=f"{count} samples in {_parts(found)}")
+    shapes = ", ".join(f"{key} {field.shape} {field.dtype}" for key, field in found.recipe.schema.items())
+    encoder = Row(check=f"encoder {name}", status="pass", detail=f"records of {shapes}")
+    return [data, encoder, _cache_row(name, found)]
+
+
+def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
+    """Whether one operator can take several tasks; nothing to say of one."""
+    if len(trained) < 2:
+        return []
+    try:
+        check_together({task: found.recipe.schema for task, found in trained.items()})
+    except ConfigError as error:
+        return [failed("tasks", error)]
+    return [Row(check="tasks", status="pass", detail=f"one operator for {', '.join(trained)}")]
+
+
+def _windows_row(run: Run, found: Located) -> Row:
+    if is_steady(found.recipe.schema):
+        return Row(check="windows", status="pass", detail="none: each sample is an input and its solution")
+    if run.windows_for(found.recipe.schema) is None:
+        return Row(check="windows", status="warn", detail=no_operator(found.recipe.schema))
+    try:
+        count = windows_in(run, found.recipe.schema)
+    except ConfigError as error:
+        return failed("windows", error)
+    many = "as many as fit" if count is None else format_count(count)
+    detail = f"{many} in each trajectory, over {run.windows.span + 1} steps each"
+    return Row(check="windows", status="pass", detail=detail)
+
+
+def _run_dir_row(run: Run) -> Row:
+    try:
+        run_dir = require_writable(run.run_dir, "training.run_dir")
+    except StokerError as error:
+        return failed("run folder", error, ConfigError.exit_code)
+    return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")
+
+
+def _parts(found: Located) -> str:
+    parts = found.recipe.parts
+    return parts[0].name if len(parts) == 1 else f"{len(parts)} files, {parts[0].name} to {parts[-1].name}"
+
+
+def _cache_row(name: str, found: Located) -> Row:
+    check, cache = f"cache {name}", found.cache
+    if cache is None:
+        detail = f"none yet for {found.recipe.fingerprint}; `stoker precompute` or `train` makes it"
+        return Row(check=check, status="warn", detail=detail + _why_not(found))
+    if found.missing:
+        detail = (
+            f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
+            f"{shown(cache.path)}; `stoker precompute` resumes"
+        )
+        return Row(check=check, status="warn", detail=detail)
+    aside = len(cache.index.quarantined)
+    detail = f"{format_count(len(cache), 'record')} ready in {shown(cache.path)}"
+    if aside:
+        return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
+    return Row(check=check, status="pass", detail=detail)
+
+
+def _why_not(found: Located) -> str:
+    """In what the nearest cache of that name differs; empty where there is none."""
+    nearest = nearest_differences(found.recipe, found.folder)
+    if nearest is None:
+        return ""
+    folder, differences = nearest
+    more = "" if len(differences) <= SHOWN else f", and {len(differences) - SHOWN} more (`stoker why`)"
+    return f". {folder.name} is of another recipe: {', '.join(map(_say, differences[:SHOWN]))}{more}"
+
+
+def _say(difference: Difference) -> str:
+    a, b = (_brief(side) for side in (difference.a, difference.b))
+    return f"{difference.entry} is {b}, was {a}"
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…"

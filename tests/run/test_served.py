@@ -1,0 +1,77 @@
+"""What a plan knows of the tiers from having some batches served."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import CorruptError
+from stoker.loader import Loader, Windows
+from stoker.run.plan import Step, _apart, served_loads
+from stoker.store import Cache, open_cache
+from stoker.store.mirror.root import attach
+from stoker.store.mirror.transfer import push
+from tests.loader.caches import trajectories, write_cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return write_cache(tmp_path, trajectories(40), timed=("latent",))
+
+
+@pytest.mark.parametrize("windows", [Windows(), None])
+def test_each_tier_is_served_in_the_batches_asked_for(cache: Cache, windows: Windows | None) -> None:
+    loads = served_loads(cache, windows, 8, seconds=0.05)
+
+    assert set(loads) == {"disk", "host"}
+    for load in loads.values():
+        assert 0 <= load.direct_s <= load.alone_s
+        assert 0 <= load.beside_s <= load.alone_s
+    disk = loads["disk"]
+    assert disk.direct_s + disk.beside_s == pytest.approx(disk.alone_s)
+
+
+@pytest.mark.parametrize("cpus", [0.0, 1.0])
+def test_a_known_step_is_imitated(cache: Cache, cpus: float) -> None:
+    loads = served_loads(cache, Windows(), 8, seconds=0.05, step=Step(seconds=3e-3, cpus=cpus))
+
+    for load in loads.values():
+        assert load.at_step is not None
+        tried_s, lost_s = load.at_step
+        assert tried_s >= 3e-3
+        assert lost_s >= 0
+
+
+def test_no_record_is_read_twice_where_there_are_enough() -> None:
+    """What was read once comes from memory the second time, whatever the disk does."""
+    parts = _apart(range(1024), 8)
+
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(1024))
+    assert [len(part) for part in parts] == [256, 256, 512]
+    for part in parts:  # of neighbours, and over all of the cache
+        assert sum(b - a == 1 for a, b in pairwise(part)) > 0.9 * len(part)
+        assert part[0] < 128
+        assert part[-1] >= 1024 - 128
+    assert [len(part) for part in _apart(range(100), 8)] == [100] * 3
+
+
+def test_a_tier_that_cannot_serve_is_left_to_arithmetic(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Loader) -> None:
+        raise CorruptError("a bad record")
+
+    monkeypatch.setattr(Loader, "__iter__", broken)
+
+    assert served_loads(cache, None, 8, seconds=0.05) == {}
+
+
+def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, tmp_path: Path) -> None:
+    there = f"file://{tmp_path}/there"
+    push(cache.path, there, mirror_dir=tmp_path / "first")
+    here = open_cache(attach(f"{there}/{cache.name}", tmp_path / "mirror"))
+    assert not list(here.path.glob("shard-*"))
+
+    assert set(served_loads(here, None, 8, seconds=0.05)) == {"disk", "host"}
