@@ -170,12 +170,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "positions: drawn": lambda: of_both(draws, repeats=True),
     "positions: drawn without repeats": lambda: of_both(draws, repeats=False),
     **{
-        f"batches: {order} of {count} by {world_size}": lambda count=count, ranks=world_size, settings=settings: (
+        f"batches: {order} of {count} by {ranks}": lambda count=count, ranks=ranks, settings=settings: (
             batches(f"numbers {count}", 4, ranks, **settings)
         )
         for order, settings in LOADERS.items()
         for count in (13, 64, 1000)
-        for world_size in (1, 3)
+        for ranks in (1, 3)
     },
     "batches: one example": lambda: batches("numbers 1", 4, 1, shuffle=True),
     **{

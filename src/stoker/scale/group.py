@@ -211,8 +211,9 @@ class Pulse:
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return (
             f"{who} of {place.world_size} ended without a message (killed, stopped or cut off): rank "
-            f"{place.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. "
-            "All ranks end now. Run it again, with as many ranks as there are, to continue from what is stored"
+            f"{place.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} "
+            f"at {what}. All ranks end now. Run it again, with as many ranks as there are, to continue "
+            "from what is stored"
         )
 
 
