@@ -78,7 +78,7 @@ def make(case: str, folder: Path, scale: int) -> None:
         with h5py.File(folder / "values.h5", "w") as file:
             file[name] = values.numpy()
         source = stoker.HDF5Source(folder / "values.h5", fields={name: f"{name}: {axes}"})
-        cache = stoker.precompute(source, None, folder / "cache", name="train", workers=0, progress=None)
+        cache = stoker.precompute(source, None, folder / "cache", name="train", progress=None)
         (folder / "path").write_text(str(cache.path))
     if case.startswith("precompute"):
         count = {"precompute mlp": 600, "precompute grid": 3_000, "precompute gzip": 600}[case] // scale
