@@ -136,7 +136,7 @@ def test_of_several_fields_the_hint_names_one_and_works_as_it_is_written(tmp_pat
         ({"precompute": {"timeouts": {"read": "4"}}}, r"timeouts.read must be above 0 seconds, got '4'"),
         ({"precompute": {"timeouts": 4}}, r"timeouts is 4\. Expected seconds by stage"),
         ({"workers": 4}, r"workers= is a setting of precompute.*precompute=\{'workers': \.\.\.\}"),
-        ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean workers\?"),
+        ({"precompute": {"worker": 4}}, r"'worker'.*Did you mean workers\?"),
         ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*workers"),
         ({"precompute": {"name": "mine"}}, r"'name'.*not a setting"),
         ({"device": "all"}, r"device is 'all'.*precompute=\{'device': 'all'\}"),

@@ -31,7 +31,7 @@ def test_groups_go_round_over_all_parts() -> None:
     assert sorted(np.concatenate([part_of(recipe, every, (rank, 3)) for rank in range(3)])) == [*every]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_the_groups_and_store_what_one_process_would(tmp_path: Path, world_size: int) -> None:
     source = FakeSource((30, 18), delay_s=0.01)
     whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", workers=0)

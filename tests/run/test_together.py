@@ -34,7 +34,7 @@ def test_a_new_run_has_the_batch_size_on_each_rank(configure: Configure) -> None
     assert not share_steps(Run(configure(), ranks=ALONE), "digest", cache).drop_last
 
 
-@pytest.mark.parametrize(("world", "batch_size"), [(1, 64), (2, 32), (8, 8)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 64), (2, 32), (8, 8)])
 def test_a_run_that_goes_on_keeps_its_global_batch(
     configure: Configure, world_size: int, batch_size: int
 ) -> None:

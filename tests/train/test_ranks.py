@@ -59,7 +59,7 @@ def together(world_size: int, work: Callable[[Ranks], Any]) -> list[Any]:
         return list(pool.map(one, range(world_size)))
 
 
-@pytest.mark.parametrize(("world", "samples"), [(2, 5), (3, 2), (4, 9)])
+@pytest.mark.parametrize(("world_size", "samples"), [(2, 5), (3, 2), (4, 9)])
 def test_ranks_evaluate_the_whole_set_each_example_once(world_size: int, samples: int) -> None:
     latent = waves(samples=7)
     model = LatentOperator(OperatorShape(tokens=4, dim=4, cond=0, width=8, depth=1, heads=2), seed=0)

@@ -91,7 +91,7 @@ def images_source(data: DataConfig, task: str, split: str) -> Source:
 
 def sql_source(data: DataConfig, task: str, split: str) -> Source:
     """Rows of a database."""
-    from stoker.sources.sql.query import Timeouts
+    from stoker.sources.sql.query import QueryTimeouts
     from stoker.sources.sql.source import SQLSource
 
     sql = data.sql
@@ -111,7 +111,7 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
         splits=data.splits,
         seed=data.seed,
         version_query=sql.version_query,
-        timeouts=Timeouts(
+        timeouts=QueryTimeouts(
             connect_s=sql.connect_s, statement_s=sql.statement_s, lock_s=sql.lock_s, attempts=sql.attempts
         ),
     )
