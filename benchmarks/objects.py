@@ -33,7 +33,7 @@ import torch
 import stoker
 from measure import publish
 from stoker.loader.loader import design_of
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.store.storage import open_storage
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -94,7 +94,7 @@ def gets(url: str, cache: stoker.Cache, threads: int, keep: Path | None) -> floa
 
 def served(url: str, folder: Path, limit_bytes: int) -> list[dict[str, float]]:
     """The first epoch and two more: bytes fetched per second and per set, bytes served per second."""
-    cache = stoker.open_cache(attach(url, folder, limit_bytes, must_exist=True))
+    cache = stoker.open_cache(attach_mirror(url, folder, limit_bytes, must_exist=True))
     mirror = open_storage(cache.path).mirror
     assert mirror is not None
     loader = stoker.Loader(cache, BATCH, order=ORDER, tier="disk", seed=0)

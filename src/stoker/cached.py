@@ -30,7 +30,7 @@ from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
-from stoker.store.mirror.root import here
+from stoker.store.mirror.root import resolve_local
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     own = {"batch_size": batch_size, "device": device, **loader}
     if cache_dir is None:
         return _in_memory(source, encoder, encoding, own)
-    return Loader(fill_cache(source, encoder, here(cache_dir, must_exist=False), **encoding), **own)
+    return Loader(fill_cache(source, encoder, resolve_local(cache_dir, must_exist=False), **encoding), **own)
 
 
 def _preload(source: Source, encoding: Mapping[str, Any]) -> None:

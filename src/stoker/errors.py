@@ -18,7 +18,7 @@ StokerError
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
-│   └── ReaderError        worker processes died or hung more often than allowed
+│   └── WorkerError        worker processes died or hung more often than allowed
 ├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
@@ -26,7 +26,7 @@ StokerError
 ├── DivergedError          training met a NaN or an infinity
 ├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
 ├── Conflict               what was asked of a job does not fit the state it is in
-├── AttemptLost            an attempt at a job is over; what its worker says of it no longer counts
+├── LostAttemptError            an attempt at a job is over; what its worker says of it no longer counts
 └── Degraded               the service's database does not answer, or cannot be written
 Interrupted                SIGINT or SIGTERM arrived; what was encoded is sealed  (a KeyboardInterrupt)
 
@@ -264,7 +264,7 @@ class StalledError(StokerError):
     exit_code = 5
 
 
-class ReaderError(StalledError):
+class WorkerError(StalledError):
     """Worker processes died or hung more often than allowed."""
 
 
@@ -291,13 +291,13 @@ class DivergedError(StokerError):
     """Training met a NaN or an infinity."""
 
 
-class NotFound(StokerError, LookupError):  # noqa: N818 -- an answer to a question, named as HTTP names it
+class NotFoundError(StokerError, LookupError):
     """The service knows no job, dataset or cache of that name."""
 
     exit_code = 3
 
 
-class Conflict(StokerError):  # noqa: N818 -- as above
+class ConflictError(StokerError):
     """What was asked of a job does not fit the state it is in; asking again gives the same answer.
 
     Args:
@@ -312,11 +312,11 @@ class Conflict(StokerError):  # noqa: N818 -- as above
         self.state = state
 
 
-class AttemptLost(StokerError):  # noqa: N818 -- as above
+class LostAttemptError(StokerError):
     """An attempt at a job is over: its worker changes nothing more and ends its process of that job."""
 
 
-class Degraded(StokerError):  # noqa: N818 -- a condition of the service, which passes
+class DegradedError(StokerError):
     """The service's database does not answer in time, or cannot be written; asking again later may help.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import ReaderError
+from stoker.errors import WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import workers as workers_module
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, FreezesItself
@@ -198,7 +198,7 @@ def test_a_part_that_answered_and_then_holds_two_workers_is_read_no_more(tmp_pat
 def test_more_workers_than_may_be_left_behind_end_the_run_by_name(tmp_path, spawned, freezer):
     source = FreezesItself((1,) * 12, frozen=range(12), group=freezer)
 
-    with pytest.raises(ReaderError, match=r"cannot be killed \(at most 2 are left behind\)") as caught:
+    with pytest.raises(WorkerError, match=r"cannot be killed \(at most 2 are left behind\)") as caught:
         run(source, tmp_path)
 
     assert "sample " in str(caught.value)

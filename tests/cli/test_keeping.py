@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from stoker.cli.main import app
 from stoker.errors import ReadOnlyError
 from stoker.store import open_cache
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from tests.store.kill_points import make_old, prepare
 
 CACHE = "data/latent_cache/burgers1d_train"
@@ -149,8 +149,8 @@ def test_compact_and_gc(cache: Path) -> None:
 def test_gc_of_copies_by_their_folder_or_their_address(cache: Path, tmp_path: Path) -> None:
     there = f"file://{tmp_path}/there"
     run("push", CACHE, there)
-    own = attach(there, tmp_path / "mirrors")
-    by_address = attach(there)
+    own = attach_mirror(there, tmp_path / "mirrors")
+    by_address = attach_mirror(there)
     for mirror in (own, by_address):
         assert open_cache(mirror / cache.parent.name).verify().ok
 

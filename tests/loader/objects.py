@@ -13,7 +13,7 @@ import torch
 from stoker.loader import Loader
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.store.storage import open_storage
 from tests.loader.caches import write_cache
 from tests.loader.layouts import same
@@ -45,7 +45,7 @@ def size_of(cache: Cache) -> int:
 
 def opened(url: str, mirrors: Path, limit_bytes: int | None = None) -> tuple[Cache, MirrorFolder]:
     """A cache at an address, and the mirror that it is served through."""
-    cache = open_cache(attach(url, mirrors, limit_bytes, must_exist=True))
+    cache = open_cache(attach_mirror(url, mirrors, limit_bytes, must_exist=True))
     mirror = open_storage(cache.path).mirror
     assert mirror is not None
     return cache, mirror

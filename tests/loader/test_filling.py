@@ -21,7 +21,7 @@ from stoker.errors import (
 from stoker.loader import Loader, Windows
 from stoker.loader.fused import Normalise
 from stoker.store import Cache, make_recipe, open_cache, open_folder
-from stoker.store.cache import Growing, fill_blocks
+from stoker.store.cache import GrowingCache, fill_blocks
 from stoker.store.failures import Failure
 from tests.loader.caches import Arrays, trajectories
 
@@ -43,7 +43,7 @@ class Steps:
         self.blocks = [range(a, b) for a, b in fill_blocks(recipe).tolist()]
         if chance is not None:
             random.Random(chance).shuffle(self.blocks)
-        self.growing = Growing(self.folder.path, recipe, {})
+        self.growing = GrowingCache(self.folder.path, recipe, {})
         self.filled: list[int] = []
 
     def cache(self) -> Cache:

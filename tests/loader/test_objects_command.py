@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import stoker
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.units import MIB
 from tests.cli.conftest import SETTINGS
 from tests.conftest import write_burgers
@@ -116,7 +116,7 @@ def test_what_is_trained_from_a_bucket_is_what_is_trained_from_a_folder(
 
 def mirror_at(address: str, machine: Path) -> Path:
     """The local folder of the training split."""
-    return attach(f"{address}/burgers1d_train", machine / "mirror")
+    return attach_mirror(f"{address}/burgers1d_train", machine / "mirror")
 
 
 def test_two_ranks_encode_into_a_bucket_once_and_train_from_it(project: Path, server: S3Server) -> None:

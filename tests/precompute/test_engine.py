@@ -34,7 +34,7 @@ from stoker.sources.files import confine_sources
 from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
-from stoker.store.use import alone
+from stoker.store.use import exclusive_use
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import (
     ConfinedSource,
@@ -126,10 +126,10 @@ def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, workers):
     try:
         report = run(FakeSource((10, 7)), FakeEncoder(), tmp_path, workers=workers)
         path = report.cache.path
-        with alone(path) as nobody:
+        with exclusive_use(path) as nobody:
             assert not nobody
         del report
-        with alone(path) as nobody:
+        with exclusive_use(path) as nobody:
             assert nobody
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.errors import ReaderError
+from stoker.errors import WorkerError
 from stoker.precompute.workers import LossLimits
 
 
@@ -18,7 +18,7 @@ def lose(limits, count, *, attempt=1, quarantined=0):
 def test_workers_lost_in_a_row_end_a_run_with_the_last_cause():
     limits = LossLimits(0.001)
     lose(limits, 20)
-    with pytest.raises(ReaderError, match=r"21 workers were lost in a row.*data/a\.h5: sample 3, attempt 1"):
+    with pytest.raises(WorkerError, match=r"21 workers were lost in a row.*data/a\.h5: sample 3, attempt 1"):
         lose(limits, 1)
 
 
@@ -36,7 +36,7 @@ def test_second_tries_that_fail_as_expected_are_no_row():
     limits.delivered(1000)
     lose(limits, 100, attempt=2, quarantined=50)
     assert limits.losses == 100
-    with pytest.raises(ReaderError, match="in a row"):  # first tries are a row
+    with pytest.raises(WorkerError, match="in a row"):  # first tries are a row
         lose(limits, 21, attempt=1, quarantined=50)
 
 
@@ -47,5 +47,5 @@ def test_one_reader_for_every_other_sample_is_too_many_unless_allowed():
             limits.delivered(1)
             lose(limits, 1)
     lose(lenient, 1)
-    with pytest.raises(ReaderError, match=r"27 workers were lost while 26 samples.*max_quarantined"):
+    with pytest.raises(WorkerError, match=r"27 workers were lost while 26 samples.*max_quarantined"):
         lose(strict, 1)

@@ -17,7 +17,7 @@ from stoker.precompute.reading import SampleFault
 from stoker.precompute.run import Pace
 from stoker.precompute.space import needed_bytes
 from stoker.runtime.processes.child import oom_kills
-from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.schema import Field
 
 MIB = 1024**2
@@ -64,7 +64,7 @@ def test_every_field_of_a_slot_begins_on_a_page_and_is_shared():
 
 
 def test_a_beat_says_stage_sample_and_progress():
-    page = BeatPage.create()
+    page = HeartbeatPage.create()
     assert (page.look().stage, page.look().time_ns) == ("start", 0)
     page.write("read", 12)
     first = page.look()

@@ -16,7 +16,7 @@ from stoker.precompute import engine, space, stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.space import fit_copies
 from stoker.schema import Field
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.units import GIB, MIB
 
 
@@ -95,7 +95,7 @@ def test_a_source_that_holds_little_is_read_as_before(caplog: pytest.LogCaptureF
 
 def test_a_cache_at_an_address_may_be_larger_than_the_disk_that_its_mirror_is_on(tmp_path: Path) -> None:
     schema = {"x": Field(shape=(256, 1024), dtype="float32")}
-    root = attach(f"file://{tmp_path / 'there'}", tmp_path / "here", 64 * MIB)
+    root = attach_mirror(f"file://{tmp_path / 'there'}", tmp_path / "here", 64 * MIB)
     disk = replace(free(1024), disk_bytes=2 * GIB, disk_inodes=1000)
 
     space.check_space(root / "x" / "0123456789abcdef", schema, 100_000, disk)

@@ -9,7 +9,7 @@ import torch
 
 from stoker.precompute import EncodeFiller, PrecomputeSettings, heartbeat, run_precompute
 from stoker.precompute.background import SpotChecks, distance
-from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
@@ -99,7 +99,7 @@ def test_a_comparison_that_waits_for_another_does_not_begin_once_it_is_ended(tmp
 def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page says what the main thread does, which may be encoding meanwhile."""
     cache = make(tmp_path, FakeSource((10,)), FakeEncoder())
-    page = BeatPage.create()
+    page = HeartbeatPage.create()
     page.write("encode", 3, limit_s=9)
     before = page.look()
     monkeypatch.setattr(heartbeat, "_page", page)

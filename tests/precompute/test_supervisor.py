@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.errors import ReaderError, ResourceError, SourceError
+from stoker.errors import ResourceError, SourceError, WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import run as run_module
 from stoker.precompute import workers as workers_module
@@ -129,7 +129,7 @@ def test_an_error_while_loading_the_source_fails_at_once_with_its_traceback(tmp_
 @pytest.mark.chaos
 @pytest.mark.parametrize(("mode", "says"), [("exit", "exited with code 7"), ("hang", 'in stage "start"')])
 def test_workers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
-    with pytest.raises(ReaderError, match=says) as caught:
+    with pytest.raises(WorkerError, match=says) as caught:
         run(BreaksAtUnpickling((20,), mode), tmp_path, workers=1, timeouts=Timeouts(start=0.8))
 
     assert len(spawned) <= 3
@@ -143,7 +143,7 @@ def test_workers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "_MAX_IN_A_ROW", 5)
     source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
 
-    with pytest.raises(ReaderError, match="in a row without a sample read"):
+    with pytest.raises(WorkerError, match="in a row without a sample read"):
         run(source, tmp_path)
 
 

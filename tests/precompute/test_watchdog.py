@@ -17,7 +17,7 @@ from stoker.errors import Interrupted, StalledError
 from stoker.precompute import PrecomputeSettings, Timeouts, heartbeat, in_process, run_precompute, stages
 from stoker.precompute.background import recipe_of
 from stoker.precompute.encode import GroupEncoder
-from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -255,7 +255,7 @@ def test_one_signal_ends_a_run_that_tries_the_dataset_in_a_second_process(tmp_pa
 
 
 def test_a_guardian_is_told_the_deadline_of_an_encoder_that_is_tried_for_the_recipe(tmp_path, monkeypatch):
-    page, limits = BeatPage.create(), []
+    page, limits = HeartbeatPage.create(), []
 
     class Noting(FakeEncoder):
         def schema(self, sample_schema):

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from stoker.errors import ReaderError
-from stoker.runtime.processes.wire import Channel, Parser, ReaderChannel, pack
+from stoker.errors import WorkerError
+from stoker.runtime.processes.wire import Channel, Parser, WorkerChannel, pack
 
 
 def test_frames_are_found_whatever_the_cuts():
@@ -20,7 +20,7 @@ def test_frames_are_found_whatever_the_cuts():
 
 
 def test_a_stream_that_is_not_ours_is_refused():
-    with pytest.raises(ReaderError, match="bytes arrived"):
+    with pytest.raises(WorkerError, match="bytes arrived"):
         Parser().feed(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
@@ -33,7 +33,7 @@ def test_a_large_payload_to_a_reader_that_does_not_read_does_not_block():
         assert channel.backlog
 
         received = []
-        thread = threading.Thread(target=lambda: received.append(ReaderChannel(theirs).next()))
+        thread = threading.Thread(target=lambda: received.append(WorkerChannel(theirs).next()))
         thread.start()
         while channel.backlog:
             channel.flush()
@@ -45,7 +45,7 @@ def test_a_large_payload_to_a_reader_that_does_not_read_does_not_block():
 def test_frames_sent_before_the_end_are_still_received():
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
-    ReaderChannel(theirs).send({"kind": "parcel"})
+    WorkerChannel(theirs).send({"kind": "parcel"})
     theirs.close()
 
     assert channel.receive() == [{"kind": "parcel"}]

@@ -14,7 +14,7 @@ from stoker.run.caches import locate
 from stoker.run.context import Run
 from stoker.run.precompute import fill_caches
 from stoker.run.train import train_config
-from stoker.store.use import unused_for_s
+from stoker.store.use import idle_seconds
 from tests.conftest import write_burgers
 from tests.run.conftest import Configure
 from tests.store.kill_points import make_old
@@ -71,8 +71,8 @@ def test_only_the_one_that_is_chosen_counts_as_used(configure: Configure, tmp_pa
 
     assert locate(Run(configure()).for_task("burgers1d"), "train").folder == wanted
 
-    assert unused_for_s(wanted) < 60
-    assert unused_for_s(other) > 86400
+    assert idle_seconds(wanted) < 60
+    assert idle_seconds(other) > 86400
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
 from stoker.run.plan import Step, _apart, served_loads
 from stoker.store import Cache, open_cache
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.store.mirror.transfer import push
 from tests.loader.caches import trajectories, write_cache
 
@@ -71,7 +71,7 @@ def test_a_tier_that_cannot_serve_is_left_to_arithmetic(
 def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, tmp_path: Path) -> None:
     there = f"file://{tmp_path}/there"
     push(cache.path, there, mirror_dir=tmp_path / "first")
-    here = open_cache(attach(f"{there}/{cache.name}", tmp_path / "mirror"))
+    here = open_cache(attach_mirror(f"{there}/{cache.name}", tmp_path / "mirror"))
     assert not list(here.path.glob("shard-*"))
 
     assert set(served_loads(here, None, 8, seconds=0.05)) == {"disk", "host"}

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from stoker.errors import ReadOnlyError, ResourceError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import (
     PendingFile,
     create_file,
     dead_temporaries,
     remove_unfinished,
-    replacing,
+    replace_atomically,
     write_file,
 )
 
@@ -42,7 +42,7 @@ def test_a_file_takes_its_name_once_it_is_durable(tmp_path: Path, synced: list[s
     path = tmp_path / "a.json"
     path.write_text("old")
 
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
 
@@ -54,7 +54,7 @@ def test_a_file_takes_its_name_once_it_is_durable(tmp_path: Path, synced: list[s
 def test_a_folder_takes_its_name_once_its_files_are_durable(tmp_path: Path, synced: list[str]) -> None:
     path = tmp_path / "step-1"
 
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.mkdir()
         (temporary / "weights").write_bytes(b"w")
 
@@ -74,7 +74,7 @@ def test_a_block_that_raises_leaves_everything_as_it_was(tmp_path: Path, folder:
         temporary.write_text("half")
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
+    with pytest.raises(ZeroDivisionError), replace_atomically(path) as temporary:
         make(temporary)
 
     assert path.read_text() == "old"
@@ -89,7 +89,7 @@ def test_a_folder_that_holds_something_is_never_replaced(
     path.mkdir()
     (path / "mine").touch()
 
-    with pytest.raises(OSError, match=r"[Dd]irectory"), replacing(path) as temporary:
+    with pytest.raises(OSError, match=r"[Dd]irectory"), replace_atomically(path) as temporary:
         make(temporary)
 
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
@@ -107,13 +107,13 @@ def test_a_folder_that_holds_something_is_never_replaced(
 def test_a_full_or_read_only_disk_is_named_and_anything_else_passes(
     tmp_path: Path, number: int, kind: type[Exception], says: str
 ) -> None:
-    with pytest.raises(kind, match=says), explained(tmp_path / "a"):
+    with pytest.raises(kind, match=says), explain_disk_errors(tmp_path / "a"):
         raise OSError(number, os.strerror(number))
 
 
 WRITES = {
-    "replacing": """
-with replacing(path) as temporary:
+    "replace_atomically": """
+with replace_atomically(path) as temporary:
     temporary.write_bytes(new)
 """,
     "write_file": "write_file(path, new)",

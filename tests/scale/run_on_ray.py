@@ -15,7 +15,7 @@ from pathlib import Path
 from stoker.errors import StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
 from stoker.precompute.settings import as_timeouts
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
@@ -63,7 +63,7 @@ def main(text):
     )
     cache_dir = folder / "caches"
     if "url" in given:
-        cache_dir = attach(given["url"], given["mirror_dir"])
+        cache_dir = attach_mirror(given["url"], given["mirror_dir"])
     settings = PrecomputeSettings(
         progress=LineProgress(sys.stderr, every_s=2.0),
         timeouts=as_timeouts(given.get("timeouts")),

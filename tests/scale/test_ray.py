@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from stoker.store import open_cache
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from tests.store.s3_server import an_s3_server, missing
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'stoker[ray]'")
@@ -386,7 +386,7 @@ def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, t
         assert set(calls(tmp_path).values()) == {1}
         assert len(workers(tmp_path)) == 2
         assert [*other.glob("*/c/*/shard-*")], "the second node stored nothing"
-        here = attach(f"{url}/c", tmp_path / "third")
+        here = attach_mirror(f"{url}/c", tmp_path / "third")
         same_records(here, alone(environment, tmp_path, 200))
 
 

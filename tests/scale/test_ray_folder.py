@@ -9,7 +9,7 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.extras.ray import task as ray_task
 from stoker.store import make_recipe, open_folder
-from stoker.store.mirror.root import attach, limit_at
+from stoker.store.mirror.root import attach_mirror, mirror_limit
 from tests.store.fakes import FakeSource, fill
 
 
@@ -22,7 +22,9 @@ def at_once(monkeypatch):
 def folder(request, tmp_path):
     """The driver's, on a path that all nodes share or behind an address."""
     address = f"file://{tmp_path}/there"
-    cache_dir = tmp_path / "there" if request.param == "path" else attach(address, tmp_path / "mirrors")
+    cache_dir = (
+        tmp_path / "there" if request.param == "path" else attach_mirror(address, tmp_path / "mirrors")
+    )
     return opened(cache_dir)
 
 
@@ -56,13 +58,13 @@ def test_a_node_that_sees_another_place_says_which_it_is(folder, tmp_path):
 def test_a_node_has_a_mirror_of_its_own_and_the_driver_sees_what_it_stores(tmp_path):
     """With the driver's limit; the disks are two."""
     source = FakeSource()
-    driver = opened(attach(f"file://{tmp_path}/there", tmp_path / "one", 2**20))
+    driver = opened(attach_mirror(f"file://{tmp_path}/there", tmp_path / "one", 2**20))
     with ray_task.marked(driver, "driver") as told:
         cache_dir = ray_task.find({**told, "mirrors": str(tmp_path / "other")}, "b")
     node = opened(cache_dir)
     fill(node, source, range(8))
 
     assert node.path.parents[2] == tmp_path / "other"
-    assert limit_at(node.path) == 2**20
+    assert mirror_limit(node.path) == 2**20
     assert driver.missing().tolist() == [*range(8, 16)]
     assert driver.finish().numbers.tolist() == [*range(8)]

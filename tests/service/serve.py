@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import Degraded
-from stoker.runtime.files import replacing
+from stoker.errors import DegradedError
+from stoker.runtime.files import replace_atomically
 from stoker.service.database import Database
 from stoker.service.executor import JobLimits, JobProgram
 from stoker.service.folders import StateFolder
@@ -46,7 +46,7 @@ def main() -> None:
             supervisor = WorkerSupervisor(
                 database, StateFolder(Path(wanted["state"])), plan(workers=wanted["workers"])
             )
-        except Degraded as error:
+        except DegradedError as error:
             logging.warning("%s", error)
             if stop.wait(0.2):
                 return
@@ -56,7 +56,7 @@ def main() -> None:
     (Path(wanted["state"]) / "ready").write_text(str(os.getpid()))
     listed = Path(wanted["state"]) / "workers.json"
     while not stop.wait(0.05):
-        with replacing(listed) as temporary:
+        with replace_atomically(listed) as temporary:
             temporary.write_text(json.dumps({one.name: one.pid for one in supervisor.workers()}))
     supervisor.stop(limit_s=20.0)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 import sqlalchemy as sa
 
-from stoker.errors import Degraded
+from stoker.errors import DegradedError
 from stoker.service.database import ENDED, HELD, JOBS, Database, Outbox, State
 from stoker.service.folders import StateFolder
 from stoker.service.jobs import Jobs
@@ -200,7 +200,7 @@ def _cut(database: Database) -> bool:
     """End one of the connections to PostgreSQL, this process's among them; whether there was one."""
     others = "datname = current_database() AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1"
     end = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
-    with suppress(Degraded), database.reading() as connection:
+    with suppress(DegradedError), database.reading() as connection:
         return bool(connection.execute(sa.text(end)).scalar())
     return False
 
@@ -219,7 +219,7 @@ def _submit(database: Database, storm: Storm, ids: dict[str, str]) -> None:
 
 def _patiently(ask: Callable[[], object]):
     while True:
-        with suppress(Degraded):
+        with suppress(DegradedError):
             return ask()
         time.sleep(0.1)
 
@@ -230,7 +230,7 @@ def _watch(database: Database, service: Service, report: Report, over: threading
     since: dict[str, float] = {}
     pids: dict[str, int] = {}
     while not over.wait(0.1):
-        with suppress(Degraded), database.reading() as connection:
+        with suppress(DegradedError), database.reading() as connection:
             jobs = connection.execute(held).all()
             with suppress(OSError):
                 pids |= json.loads((service.folder / "workers.json").read_text())
@@ -248,7 +248,7 @@ def _is_at_work(pid: int | None) -> bool:
 
 def _unended(database: Database, ids: object) -> bool:
     query = sa.select(sa.func.count()).where(JOBS.c.state.not_in(tuple(ENDED)))
-    with suppress(Degraded), database.reading() as connection:
+    with suppress(DegradedError), database.reading() as connection:
         return bool(connection.execute(query).scalar_one())
     return True
 

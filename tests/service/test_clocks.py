@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import AttemptLost
+from stoker.errors import LostAttemptError
 from stoker.service.database import JOBS, Database, State
 from stoker.service.jobs import JobQueue, Jobs
 
@@ -73,6 +73,6 @@ def test_a_clock_that_is_a_day_off_takes_and_keeps_no_job_from_anybody(
     assert queue.look(attempt) is State.RUNNING
     assert {job.id for job in queue.release("stranger")} == {waiting.id, lost.id}
     assert [job.id for job in queue.release("here")] == [held.id]
-    with pytest.raises(AttemptLost):
+    with pytest.raises(LostAttemptError):
         queue.look(attempt)
     database.close()

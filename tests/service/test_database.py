@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from stoker.errors import ConfigError, Degraded, FormatError
+from stoker.errors import ConfigError, DegradedError, FormatError
 from stoker.plan.resources import Mount
 from stoker.service.database import JOBS, META, Database, State
 from stoker.service.folders import StateFolder
@@ -138,7 +138,7 @@ def test_an_address_of_something_else_is_refused(url: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
-    with pytest.raises(Degraded, match="Look whether it runs") as caught:
+    with pytest.raises(DegradedError, match="Look whether it runs") as caught:
         Database(f"postgresql://user:secret-word@/none?host={tmp_path}", statement_s=2.0)
 
     assert "secret-word" not in str(caught.value)
@@ -151,7 +151,7 @@ def test_a_writer_that_does_not_let_go_is_waited_for_within_the_bound(tmp_path: 
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
 
-    with pytest.raises(Degraded, match="database is locked"):
+    with pytest.raises(DegradedError, match="database is locked"):
         Jobs(database).create({}, name="n", epochs=1)
     assert Jobs(database).list() == []  # reading goes on
     other.execute("ROLLBACK")
@@ -170,7 +170,10 @@ ENDLESS = {
 def test_a_statement_that_never_ends_is_ended(url: str) -> None:
     database = Database(url, statement_s=0.5)
 
-    with pytest.raises(Degraded, match=r"interrupted|statement timeout"), database.reading() as connection:
+    with (
+        pytest.raises(DegradedError, match=r"interrupted|statement timeout"),
+        database.reading() as connection,
+    ):
         connection.execute(sa.text(ENDLESS[url.partition(":")[0]]))
 
     assert Jobs(database).list() == []
@@ -184,9 +187,9 @@ def test_a_server_that_restarts_is_used_again(server: Server, request: pytest.Fi
 
     server.stop()
     try:
-        with pytest.raises(Degraded, match="Look whether it runs"):
+        with pytest.raises(DegradedError, match="Look whether it runs"):
             jobs.get(before.id)
-        with pytest.raises(Degraded):
+        with pytest.raises(DegradedError):
             jobs.create({}, name="while it was away", epochs=1)
     finally:
         server.start()
@@ -204,7 +207,7 @@ def test_a_connection_cut_mid_transaction_changes_nothing(request: pytest.Fixtur
     jobs = Jobs(database)
     count = jobs.count()
 
-    with pytest.raises(Degraded), database.writing() as connection:  # noqa: PT012 -- the end of it fails too
+    with pytest.raises(DegradedError), database.writing() as connection:  # noqa: PT012 -- the end of it fails too
         connection.execute(sa.text("DELETE FROM jobs"))
         pid = connection.execute(sa.select(sa.func.pg_backend_pid())).scalar_one()
         with server.connect() as admin:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
+from stoker.errors import ConfigError, ConflictError, NotFoundError, SourceError, StalledError
 from stoker.service.database import Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
 from stoker.service.folders import JobFile, Journal
@@ -88,11 +88,11 @@ def test_a_name_is_one_data_sets(datasets: Datasets, tmp_path: Path) -> None:
     datasets.register(registration(name="lab", **own))
     path = burgers_dataset(tmp_path)["spec"]["path"]
 
-    with pytest.raises(Conflict, match="is there under another name: 'lab'"):
+    with pytest.raises(ConflictError, match="is there under another name: 'lab'"):
         datasets.register(registration(name="other", **own))
-    with pytest.raises(Conflict, match="is the name of another data set"):
+    with pytest.raises(ConflictError, match="is the name of another data set"):
         datasets.register(registration(kind="hdf5", name="lab", path=path))
-    with pytest.raises(NotFound, match="registered as gone, lost"):
+    with pytest.raises(NotFoundError, match="registered as gone, lost"):
         datasets.resolve(["gone", "lab", "lost"])
 
 
@@ -233,11 +233,11 @@ def test_what_a_job_needs_is_not_deleted(datasets: Datasets, database: Database,
     id, jobs = datasets.get("b").id, Jobs(database)
     job, _ = jobs.create({}, name="j", epochs=1, dataset_ids=[id])
 
-    with pytest.raises(Conflict, match=f"needed by job {job.id}"):
+    with pytest.raises(ConflictError, match=f"needed by job {job.id}"):
         datasets.delete("b")
     jobs.cancel(job.id)
     datasets.delete("b")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         describe(database, [id])
     assert is_sound(tmp_path / "burgers.hdf5")
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stoker.errors import ConfigError, Conflict, NotFound, ServiceError
+from stoker.errors import ConfigError, ConflictError, NotFoundError, ServiceError
 from stoker.service.client import ServiceClient
 from tests.cli.commands import run, run_json
 from tests.service.running import CONFIG, Running, note_radio, serving
@@ -153,13 +153,13 @@ def test_the_token_is_not_sent_to_a_proxy_and_not_in_messages(
     client = ServiceClient(running.address, running.token)
 
     assert client.jobs(limit=1)["limit"] == 1
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         client.job("x")
     with pytest.raises(ServiceError) as refused:
         ServiceClient(running.address, "wrong" * 10).jobs()
     assert refused.value.status in (401, 429)
     assert "wrong" * 10 not in str(refused.value)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         client.delete(client.submit({"config": CONFIG})["id"])
     for bad in ("ftp://x", "http://u:p@x", "x"):
         with pytest.raises(ConfigError):

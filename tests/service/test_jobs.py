@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.service.database import MOVES, Database, Outbox, State, before
 from stoker.service.jobs import JobQueue, Jobs, Line, Outcome
 
@@ -62,7 +62,7 @@ def test_a_hundred_at_once_with_one_key_are_one_job(jobs: Jobs) -> None:
 def test_a_key_with_another_body_is_refused(jobs: Jobs) -> None:
     first = make(jobs, key="k")
 
-    with pytest.raises(Conflict, match=f"'k' belongs to job {first.id}.*Use a new key"):
+    with pytest.raises(ConflictError, match=f"'k' belongs to job {first.id}.*Use a new key"):
         make(jobs, key="k", epochs=4)
 
 
@@ -101,7 +101,7 @@ def test_any_text_is_stored_as_it_is(database: Database, text: str) -> None:
     job, _ = jobs.create({"text": text}, name=name, epochs=1, dataset_ids=[text])
 
     assert (job.name, job.config["text"], job.dataset_ids) == (name, text, [text])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         jobs.get(name)
 
 
@@ -131,7 +131,7 @@ def test_a_job_that_runs_is_cancelled_once_its_process_has_ended(database: Datab
 
     assert jobs.cancel(job.id).state == jobs.cancel(job.id).state == State.CANCELLING
     assert jobs.get(job.id).ended is None
-    with pytest.raises(Conflict, match="is cancelling and cannot be paused"):
+    with pytest.raises(ConflictError, match="is cancelling and cannot be paused"):
         jobs.pause(job.id)
     JobQueue(database).finish(attempt, Outcome(state=State.CANCELLED), lines=[], position=0)
     assert jobs.cancel(job.id).state == State.CANCELLED
@@ -145,7 +145,7 @@ def test_a_job_is_not_resumed_before_it_has_paused(database: Database) -> None:
     job, attempt = running(database)
     jobs.pause(job.id)
 
-    with pytest.raises(Conflict, match=r"is pausing and cannot be resumed.*cancelled, failed, paused"):
+    with pytest.raises(ConflictError, match=r"is pausing and cannot be resumed.*cancelled, failed, paused"):
         jobs.resume(job.id)
     JobQueue(database).finish(attempt, Outcome(state=State.PAUSED), lines=[], position=0)
     assert jobs.resume(job.id).state == jobs.resume(job.id).state == State.QUEUED
@@ -157,13 +157,13 @@ def test_a_completed_job_takes_more_epochs_and_nothing_else(database: Database) 
     job = completed(database, epoch=2)
 
     for refused in (jobs.cancel, jobs.pause, jobs.resume):
-        with pytest.raises(Conflict, match="is completed and cannot be"):
+        with pytest.raises(ConflictError, match="is completed and cannot be"):
             refused(job.id)
     more = jobs.extend(job.id, 5)
 
     assert (more.state, more.epochs, more.ended) == (State.QUEUED, 7, None)
     with pytest.raises(
-        Conflict, match="is queued and cannot be extended: that takes a job that is completed"
+        ConflictError, match="is queued and cannot be extended: that takes a job that is completed"
     ):
         jobs.extend(job.id, 5)
 
@@ -172,7 +172,7 @@ def test_a_job_that_waits_or_runs_is_not_deleted(database: Database) -> None:
     jobs = Jobs(database)
     job, _ = running(database)
 
-    with pytest.raises(Conflict, match="is running and cannot be deleted"):
+    with pytest.raises(ConflictError, match="is running and cannot be deleted"):
         jobs.delete(job.id)
 
     assert jobs.get(job.id).state == State.RUNNING
@@ -184,7 +184,7 @@ def test_a_deleted_job_is_gone_with_its_metrics(database: Database) -> None:
     jobs.delete(job.id)
 
     for ask in (jobs.get, jobs.metrics, jobs.cancel, jobs.delete):
-        with pytest.raises(NotFound, match=job.id):
+        with pytest.raises(NotFoundError, match=job.id):
             ask(job.id)
     assert Outbox(database).read(0)[-1].kind == "deleted"
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 import stoker
-from stoker.errors import Conflict, Degraded
+from stoker.errors import ConflictError, DegradedError
 from stoker.service.jobs import JobQueue, Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
@@ -193,7 +193,7 @@ def test_a_database_that_does_not_answer_is_told_from_a_fault(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def degraded(*_args: object, **_more: object) -> None:
-        raise Degraded("the database does not answer. Look whether it runs")
+        raise DegradedError("the database does not answer. Look whether it runs")
 
     monkeypatch.setattr(running.services.jobs, "count", degraded)
 
@@ -430,7 +430,7 @@ def test_a_cache_that_may_not_be_removed_is_refused_with_its_reason(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
-        raise Conflict(f"{path} is open")
+        raise ConflictError(f"{path} is open")
 
     monkeypatch.setattr("stoker.store.gc.remove_cache", refuse)
     cache = running.services.folder.caches / "open" / f"{7:016x}"

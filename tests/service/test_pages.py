@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import stoker
-from stoker.errors import Degraded
+from stoker.errors import DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.database import WAITING
@@ -174,7 +174,7 @@ def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def degraded(*_: object, **__: object) -> None:
-        raise Degraded("the database does not answer within 5 s. Start it again")
+        raise DegradedError("the database does not answer within 5 s. Start it again")
 
     monkeypatch.setattr("stoker.service.jobs.Jobs.list", degraded)
 

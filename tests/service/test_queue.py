@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from stoker.errors import AttemptLost
+from stoker.errors import LostAttemptError
 from stoker.service.database import JOBS, Database, Outbox, State
 from stoker.service.jobs import AttemptPolicy, JobQueue, Jobs, Line, Outcome
 
@@ -61,7 +61,7 @@ def test_only_the_current_attempt_changes_a_job(database: Database) -> None:
     queue = JobQueue(database)
     attempt = queue.take("w")
 
-    with pytest.raises(AttemptLost):
+    with pytest.raises(LostAttemptError):
         queue.report(replace(attempt, number=2), [EPOCH], 50)
 
     assert queue.report(attempt, [], 0) is State.RUNNING
@@ -82,7 +82,7 @@ def test_a_worker_that_lost_its_job_changes_nothing(database: Database, again: s
         lambda: queue.finish(late, DONE, lines=[EPOCH], position=50),
         lambda: queue.give_back(late, "why", lost=True),
     ):
-        with pytest.raises(AttemptLost, match=r"attempt 1 at job .*, by worker late, is over"):
+        with pytest.raises(LostAttemptError, match=r"attempt 1 at job .*, by worker late, is over"):
             call()
 
     assert (Jobs(database).get(id), Outbox(database).newest()) == before
@@ -217,7 +217,7 @@ def test_finishing_again_after_an_answer_that_never_came_is_harmless(database: D
 
     assert first == again
     assert [event.kind for event in Outbox(database).read(0)].count("completed") == 1
-    with pytest.raises(AttemptLost):
+    with pytest.raises(LostAttemptError):
         queue.finish(attempt, Outcome(state=State.FAILED), lines=[], position=70)
 
 
@@ -254,7 +254,7 @@ def test_a_look_says_what_is_wanted_of_a_job_now(embedded: Database) -> None:
     Jobs(embedded).pause(id)
     assert queue.look(attempt) is State.PAUSING
     queue.finish(attempt, Outcome(state=State.PAUSED), lines=[], position=0)
-    with pytest.raises(AttemptLost):
+    with pytest.raises(LostAttemptError):
         queue.look(attempt)
 
 

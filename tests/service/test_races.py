@@ -29,7 +29,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stoker.errors import AttemptLost, Conflict
+from stoker.errors import ConflictError, LostAttemptError
 from stoker.service.database import ENDED, HELD, JOBS, MOVES, WAITING, Database, Outbox, State, before
 from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Line, Outcome
 from tests.service.conftest import emptied
@@ -80,12 +80,12 @@ class Races(RuleBasedStateMachine):
         if state in ASKED[what]:
             self.moved(id, getattr(self.jobs, what)(id).state)
         else:
-            with pytest.raises(Conflict, match=f"is {state} and cannot be"):
+            with pytest.raises(ConflictError, match=f"is {state} and cannot be"):
                 getattr(self.jobs, what)(id)
 
     @rule(id=ids)
     def extend(self, id: str) -> None:
-        with suppress(Conflict):
+        with suppress(ConflictError):
             self.moved(id, self.jobs.extend(id, 1).state)
             self.ended[id] = 0
 
@@ -106,7 +106,7 @@ class Races(RuleBasedStateMachine):
         if self.holds(attempt):
             assert self.queue.look(attempt) == self.known[attempt.job.id]
         else:
-            with pytest.raises(AttemptLost):
+            with pytest.raises(LostAttemptError):
                 self.queue.look(attempt)
 
     @rule(attempt=attempts, epoch=st.integers(1, 3))
@@ -114,7 +114,7 @@ class Races(RuleBasedStateMachine):
         line = Line(kind="metrics", data={"epoch": epoch, "attempt": attempt.number})
         try:
             self.queue.report(attempt, [line], epoch)
-        except AttemptLost:
+        except LostAttemptError:
             assert not self.holds(attempt)
         else:
             assert self.holds(attempt)
@@ -125,7 +125,7 @@ class Races(RuleBasedStateMachine):
         held, was = self.holds(attempt), self.known[id]
         try:
             self.queue.finish(attempt, Outcome(state=state), lines=[], position=0)
-        except AttemptLost:
+        except LostAttemptError:
             assert not held or was not in before(state)
         else:
             if held and was in before(state):
@@ -139,7 +139,7 @@ class Races(RuleBasedStateMachine):
         held = self.holds(attempt)
         try:
             job = self.queue.give_back(attempt, "why", lost=lost)
-        except AttemptLost:
+        except LostAttemptError:
             assert not held
         else:
             assert held
@@ -196,7 +196,7 @@ def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> Non
     def user(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(20):
-            with suppress(Conflict):
+            with suppress(ConflictError):
                 getattr(jobs, rng.choice(["cancel", "pause", "resume", "resume"]))(id)
 
     def worker(seed: int) -> None:
@@ -204,7 +204,7 @@ def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> Non
         for _ in range(20):
             if (attempt := queue.take(f"w{seed}")) is None:
                 continue
-            with suppress(AttemptLost):
+            with suppress(LostAttemptError):
                 if rng.random() < 0.3:
                     queue.give_back(attempt, "why", lost=True)
                 else:

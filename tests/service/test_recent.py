@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import Degraded, ResourceError, StalledError
+from stoker.errors import DegradedError, ResourceError, StalledError
 from stoker.service import api, figures, folders
 from stoker.service.background import Operations, Recent, TimedCalls
 from tests.service.running import Running, serving
@@ -74,7 +74,7 @@ def test_what_was_never_known_is_an_error_and_what_fails_is_as_it_was() -> None:
     source.free.set()
     known = settled(recent)
 
-    source.fault = Degraded("it is away")
+    source.fault = DegradedError("it is away")
     deadline = time.monotonic() + 30
     while not (found := recent.get()).stale or "it is away" not in found.stale:
         assert time.monotonic() < deadline, found
@@ -124,7 +124,7 @@ def test_a_scrape_is_answered_while_the_database_is_away(
 
     monkeypatch.setattr(asked, "_wait_s", 0.2)
     monkeypatch.setattr(asked, "_ask", source)
-    source.fault = Degraded("the database does not do it")
+    source.fault = DegradedError("the database does not do it")
     if how == "hangs":
         source.free.clear()
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from stoker.errors import Degraded
+from stoker.errors import DegradedError
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 from tests.service.conftest import made_on
@@ -39,7 +39,7 @@ def test_who_waits_in_vain_is_let_go_and_the_others_are_told_at_once(
     proxy.swallow(True)
 
     def ask() -> None:
-        with pytest.raises(Degraded) as caught:
+        with pytest.raises(DegradedError) as caught:
             jobs.count()
         said.append(str(caught.value))
 
@@ -60,7 +60,7 @@ def test_a_statement_that_is_swallowed_is_named_and_the_server_used_again(
     database: Database, proxy: Proxy
 ) -> None:
     jobs = Jobs(database)
-    with pytest.raises(Degraded, match="it said nothing for"), database.writing() as connection:  # noqa: PT012
+    with pytest.raises(DegradedError, match="it said nothing for"), database.writing() as connection:  # noqa: PT012
         connection.execute(sa.text("DELETE FROM jobs"))
         proxy.swallow(True)
         connection.execute(sa.text("SELECT 1"))
@@ -72,7 +72,7 @@ def test_a_statement_that_is_swallowed_is_named_and_the_server_used_again(
         assert time.monotonic() < deadline
         try:
             jobs.create({}, name="n", epochs=1, key="again")
-        except Degraded:
+        except DegradedError:
             time.sleep(0.1)
     assert jobs.count() == 1
 

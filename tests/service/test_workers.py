@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import ConfigError, Degraded, NotFound
+from stoker.errors import ConfigError, DegradedError, NotFoundError
 from stoker.runtime.locks import FileLock
 from stoker.service.database import ENDED, WAITING, Database, Outbox, State
 from stoker.service.executor import JobLimits, LocalExecutor
@@ -311,7 +311,7 @@ def test_a_completed_job_trains_on_when_it_is_extended(bench: Bench) -> None:
 
 def test_a_job_whose_data_is_gone_fails_and_says_so(bench: Bench) -> None:
     def describe(_database: Database, ids: list[str]):
-        raise NotFound(f"there is no data set {ids[0]!r}")
+        raise NotFoundError(f"there is no data set {ids[0]!r}")
 
     bench.describe = describe
     job = bench.make()
@@ -329,7 +329,7 @@ def test_a_database_that_is_away_for_a_while_costs_a_job_nothing(
     def unreliable(self: JobQueue, *given):
         if away[0]:
             away[0] -= 1
-            raise Degraded("not now")
+            raise DegradedError("not now")
         return report(self, *given)
 
     monkeypatch.setattr(JobQueue, "report", unreliable)
@@ -399,7 +399,7 @@ def test_a_job_is_taken_from_a_dead_worker_once_the_database_is_back(
     supervisor = WorkerSupervisor(embedded, state, plan(workers=0))
     JobQueue(embedded).take("dead")
     with monkeypatch.context() as away:
-        away.setattr(JobQueue, "workers", lambda _: (_ for _ in ()).throw(Degraded("not now")))
+        away.setattr(JobQueue, "workers", lambda _: (_ for _ in ()).throw(DegradedError("not now")))
         supervisor.step()
     assert Jobs(embedded).get(job.id).state == State.RUNNING
 
@@ -420,7 +420,7 @@ def test_a_worker_gives_up_a_job_that_it_took_without_hearing_so(
         attempt = take(self, worker)
         if attempt is not None and cuts:
             cuts.pop()
-            raise Degraded("cut off")
+            raise DegradedError("cut off")
         return attempt
 
     monkeypatch.setattr(JobQueue, "take", cut)

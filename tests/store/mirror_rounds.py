@@ -14,7 +14,7 @@ import torch
 
 from stoker.schema import Field
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, expected, fill
 
@@ -27,7 +27,7 @@ def read(url: str, mirror_dir: str, seed: int) -> None:
     """Read records at random, each compared with what it should be, for ever."""
     draw = random.Random(seed)
     while True:
-        cache = open_cache(attach(f"{url}/x", mirror_dir))
+        cache = open_cache(attach_mirror(f"{url}/x", mirror_dir))
         for _ in range(40):
             number = draw.randrange(len(cache))
             wanted = expected(SOURCE, cache.recipe, number)
@@ -36,7 +36,7 @@ def read(url: str, mirror_dir: str, seed: int) -> None:
 
 def write(url: str, mirror_dir: str, seed: int) -> None:
     """Fill what is missing in an order of one's own, a few records a shard."""
-    folder = open_folder(attach(url, mirror_dir), "x", make_recipe(SOURCE, None, dtype=None))
+    folder = open_folder(attach_mirror(url, mirror_dir), "x", make_recipe(SOURCE, None, dtype=None))
     missing = folder.missing().tolist()
     random.Random(seed).shuffle(missing)
     for begin in range(0, len(missing), 4):

@@ -198,7 +198,7 @@ def test_one_compacts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(use, "INDEX_WAIT_S", 0.05)
 
     with (
-        use.maintaining(cache.path),
+        use.lock_maintenance(cache.path),
         pytest.raises(StalledError, match=f"process {os.getpid()} on"),
     ):
         compact(cache.path)

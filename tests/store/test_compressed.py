@@ -23,7 +23,7 @@ from stoker.store import Cache, make_recipe, open_cache, open_folder, pull, push
 from stoker.store.compressed import MAX_BLOCK_BYTES, open_compressed
 from stoker.store.format import LocalFile, pack_header, read_header, read_tail
 from stoker.store.maintain import compact, repair
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from tests.loader.caches import Arrays
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, fill, make_cache
 
@@ -266,11 +266,11 @@ def test_a_cache_at_an_address_is_read_block_by_block_and_damage_is_fetched_agai
     address = f"file://{tmp_path / 'shared'}"
     push(here.path, address, mirror_dir=tmp_path / "m")
 
-    cache = open_cache(attach(address, tmp_path / "b") / "x")
+    cache = open_cache(attach_mirror(address, tmp_path / "b") / "x")
     assert_whole(cache, source)
     table, first = table_of(cache.path / cache.index.shards[0].file)
     flip(cache.path / cache.index.shards[0].file, first + int(table[:2, 2].sum()) - 3)
-    assert_whole(open_cache(attach(address, tmp_path / "b") / "x"), source)
+    assert_whole(open_cache(attach_mirror(address, tmp_path / "b") / "x"), source)
     loader = Loader(cache, batch_size=4, tier="disk", order="block")
     assert sorted(n for batch in loader for n in batch["index"].tolist()) == [*range(12)]
 

@@ -14,7 +14,7 @@ from stoker.store import Cache, load_recipe, make_recipe, open_cache, open_folde
 from stoker.store.gc import GcPolicy, GcReport, collect
 from stoker.store.maintain import compact, repair
 from stoker.store.storage import Storage
-from stoker.store.use import Use, alone, unused_for_s
+from stoker.store.use import UsageLock, exclusive_use, idle_seconds
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 from tests.store.kill_points import make_old
@@ -192,9 +192,9 @@ def test_the_one_used_last_is_kept_and_not_the_one_that_was_indexed_last(tmp_pat
 
 def test_opening_notes_the_time_of_use_once_an_hour(tmp_path: Path) -> None:
     (path,) = make_fingerprints(tmp_path, 1)
-    assert unused_for_s(path) > 86400
+    assert idle_seconds(path) > 86400
     open_cache(path)
-    assert unused_for_s(path) < 60
+    assert idle_seconds(path) < 60
     noted = (path / "recipe.json").stat().st_mtime_ns
 
     open_cache(path)
@@ -268,11 +268,11 @@ def test_nobody_opens_a_folder_while_things_are_removed_from_it(
     (path,) = make_fingerprints(tmp_path, 1)
     monkeypatch.setattr("stoker.store.use.WAIT_S", 0.05)
 
-    with alone(path) as nobody:
+    with exclusive_use(path) as nobody:
         assert nobody
         with pytest.raises(Exception, match="clean-up"):
-            Use(path)
-    Use(path)
+            UsageLock(path)
+    UsageLock(path)
 
 
 def test_a_file_system_without_locks_counts_as_in_use(
@@ -420,7 +420,7 @@ def test_nothing_is_removed_from_a_sibling_whose_shards_are_being_linked(
     real = Storage.link
 
     def watched(self: Storage, other: Storage, name: str) -> None:
-        with alone(other.path) as nobody:
+        with exclusive_use(other.path) as nobody:
             seen.append(nobody)
         real(self, other, name)
 

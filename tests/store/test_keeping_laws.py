@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.gc import DAY_S, GcPolicy, collect
 from stoker.store.maintain import compact
-from stoker.store.use import unused_for_s
+from stoker.store.use import idle_seconds
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, expected, fill, same_bits
 from tests.store.kill_points import make_old
 
@@ -133,14 +133,14 @@ def test_what_goes_is_what_the_policy_and_the_protections_allow(
     # change places when the second is looked at much later than the first, and one could cross a bound.
     now = time.time()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[unused_for_s.__module__].time, "time", lambda: now)
+        patch.setattr(sys.modules[idle_seconds.__module__].time, "time", lambda: now)
         assert_policy_is_kept(root, policy, folders, caches)
 
 
 def assert_policy_is_kept(
     root: Path, policy: GcPolicy, folders: list[Path], caches: dict[Path, tuple[int, bool]]
 ) -> None:
-    unused = {path: unused_for_s(path) for path in folders}
+    unused = {path: idle_seconds(path) for path in folders}
     size = {path: sum(p.stat().st_size for p in path.iterdir()) for path in folders}
 
     planned = collect(root, policy, dry_run=True)

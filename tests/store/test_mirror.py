@@ -31,10 +31,10 @@ from stoker.store.cache import Cache
 from stoker.store.gc import GcPolicy, clean, collect
 from stoker.store.maintain import compact, repair
 from stoker.store.mirror import folder as folder_module
-from stoker.store.mirror.blocks import BlockMap, Stand
+from stoker.store.mirror.blocks import BlockFile, BlockMap
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import attach
-from stoker.store.remote import FolderRemote, PassingError, Retries
+from stoker.store.mirror.root import attach_mirror
+from stoker.store.remote import FolderRemote, Retries, TransientError
 from stoker.store.storage import open_storage
 from stoker.units import MIB
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
@@ -50,7 +50,7 @@ def shared(tmp_path: Path) -> str:
 
 def machine(tmp_path: Path, name: str, limit: int | None = None) -> Path:
     """The mirror of the address on a machine of its own."""
-    return attach(shared(tmp_path), tmp_path / name, limit)
+    return attach_mirror(shared(tmp_path), tmp_path / name, limit)
 
 
 def mirror_of(cache: Cache) -> MirrorFolder:
@@ -203,7 +203,7 @@ def test_what_is_fetched_again_is_compared_with_its_sums_again(
         return bool((shard.read("latent", row, 0, stop, verify="first") == wanted[row][:stop]).all())
 
     if way != "evicted":
-        monkeypatch.setattr(Stand, "write", raising(ResourceError("no space left")))
+        monkeypatch.setattr(BlockFile, "write", raising(ResourceError("no space left")))
     assert all(read(row) for row in range(4))
     whole = FolderRemote.read
     left = [2]
@@ -338,7 +338,7 @@ def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_p
     entry = cache.index.shards[0]
 
     def cut(*_: object, **__: object) -> None:
-        raise PassingError("the connection was cut")
+        raise TransientError("the connection was cut")
 
     monkeypatch.setattr(FolderRemote, "read", cut)
 
@@ -417,7 +417,7 @@ def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest
     source = FakeSource()
     make_cache(machine(tmp_path, "a"), source)
     cache = open_cache(machine(tmp_path, "b") / "x")
-    monkeypatch.setattr(Stand, "write", raising(ResourceError("no space left")))
+    monkeypatch.setattr(BlockFile, "write", raising(ResourceError("no space left")))
 
     check(cache, source)
     assert mirror_of(cache).counters.direct > 0
@@ -565,6 +565,6 @@ def test_a_place_where_no_folder_can_be_made_is_a_wrong_setting(tmp_path: Path, 
     url, mirrors = (shared(tmp_path), file) if where == "mirror" else (f"file://{file}/x", tmp_path / "m")
 
     with pytest.raises(ReadOnlyError, match=rf"cannot be made.*{file} is not a folder") as caught:
-        make_cache(attach(url, mirrors), FakeSource())
+        make_cache(attach_mirror(url, mirrors), FakeSource())
 
     assert caught.value.exit_code == 3

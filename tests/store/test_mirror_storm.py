@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.units import MIB
 from tests.store.fakes import fill
 from tests.store.mirror_rounds import SOURCE, storm, write
@@ -21,10 +21,10 @@ SECONDS = 40.0
 @pytest.mark.timeout(400)
 def test_workers_of_one_mirror_smaller_than_the_cache_survive_kills(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'there'}"
-    folder = open_folder(attach(url, tmp_path / "a"), "x", make_recipe(SOURCE, None, dtype=None))
+    folder = open_folder(attach_mirror(url, tmp_path / "a"), "x", make_recipe(SOURCE, None, dtype=None))
     fill(folder, SOURCE, shard_bytes=3 * MIB)
     path = folder.finish().path
-    root = attach(url, tmp_path / "b", 6 * MIB)
+    root = attach_mirror(url, tmp_path / "b", 6 * MIB)
 
     failed = storm("read", url, [tmp_path / "b"] * 3, seconds=SECONDS, seed=1)
 
@@ -46,6 +46,6 @@ def test_writers_on_several_machines_survive_kills(tmp_path: Path) -> None:
     write(url, str(tmp_path / "d"), 3)
 
     assert failed == []
-    cache = open_cache(attach(f"{url}/x", tmp_path / "e"))
+    cache = open_cache(attach_mirror(f"{url}/x", tmp_path / "e"))
     check(cache, SOURCE)
     assert cache.verify().ok

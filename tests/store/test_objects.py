@@ -13,7 +13,7 @@ import pytest
 from stoker.errors import AccessError, ConfigError
 from stoker.store import index, make_recipe, open_cache, open_folder
 from stoker.store.mirror.folder import open_remote
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.store.mirror.transfer import pull, push
 from stoker.store.remote import ReplacedError
 from stoker.store.storage import open_storage
@@ -48,9 +48,9 @@ def variables(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def test_a_cache_in_a_bucket_is_read_elsewhere_and_comes_back_whole(
     variables: S3Server, tmp_path: Path
 ) -> None:
-    made = make_cache(attach("s3://bucket/one", tmp_path / "a"), SOURCE)
+    made = make_cache(attach_mirror("s3://bucket/one", tmp_path / "a"), SOURCE)
 
-    cache = open_cache(attach("s3://bucket/one/x", tmp_path / "b", 16 * MIB))
+    cache = open_cache(attach_mirror("s3://bucket/one/x", tmp_path / "b", 16 * MIB))
     pulled = pull("s3://bucket/one/x", tmp_path / "c")
     push(tmp_path / "c" / "x", "s3://bucket/two", mirror_dir=tmp_path / "d")
 
@@ -62,7 +62,7 @@ def test_a_cache_in_a_bucket_is_read_elsewhere_and_comes_back_whole(
 
 
 def test_an_index_is_replaced_only_by_who_saw_it(variables: S3Server, tmp_path: Path) -> None:
-    storage = open_storage(attach("s3://bucket/cas", tmp_path / "a") / "x" / "0123456789abcdef")
+    storage = open_storage(attach_mirror("s3://bucket/cas", tmp_path / "a") / "x" / "0123456789abcdef")
 
     assert storage.version("index.json") is None
     storage.put("index.json", b"1", expected=None)
@@ -79,7 +79,7 @@ def test_two_machines_that_finish_at_once_both_count(
     variables: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(SOURCE, None, dtype=None)
-    a, b = (open_folder(attach("s3://bucket/both", tmp_path / name), "x", recipe) for name in "ab")
+    a, b = (open_folder(attach_mirror("s3://bucket/both", tmp_path / name), "x", recipe) for name in "ab")
     fill(a, SOURCE, range(3))
     fill(b, SOURCE, range(3, 6))
     build, met = index.build_index, list[str]()
@@ -108,11 +108,11 @@ def test_a_wire_that_fails_serves_right_records_or_none(
     variables: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
     name = kinds[0]
-    make_cache(attach(f"s3://bucket/{name}", tmp_path / "a"), SOURCE)
+    make_cache(attach_mirror(f"s3://bucket/{name}", tmp_path / "a"), SOURCE)
     with a_wire(variables.url, Faults(rate=1.0, kinds=kinds, most=1, seed=3)) as wire:
         monkeypatch.setenv("AWS_ENDPOINT", wire.url)
 
-        cache = open_cache(attach(f"s3://bucket/{name}/x", tmp_path / "b"))
+        cache = open_cache(attach_mirror(f"s3://bucket/{name}/x", tmp_path / "b"))
 
         check(cache, SOURCE)
         assert {request.fault for request in wire.requests} & {*kinds}
@@ -150,7 +150,7 @@ def test_lacking_credentials_are_said_with_the_variables_to_set(
 
 
 def test_no_error_or_file_holds_a_secret(variables: S3Server, tmp_path: Path) -> None:
-    make_cache(attach("s3://bucket/secret", tmp_path / "a"), SOURCE)
+    make_cache(attach_mirror("s3://bucket/secret", tmp_path / "a"), SOURCE)
     texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     with pytest.raises(FileNotFoundError) as caught:
         open_remote("s3://bucket/secret").get("none")

@@ -12,10 +12,10 @@ import pytest
 
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.store import Cache, make_recipe, open_cache, open_folder
-from stoker.store.cache import rebuild
+from stoker.store.cache import rebuild_index
 from stoker.store.gc import collect
 from stoker.store.maintain import compact, folder_to_repair, repair
-from stoker.store.use import indexing
+from stoker.store.use import lock_index
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 
@@ -235,11 +235,11 @@ def test_repairing_some_shards_keeps_what_was_noted_of_the_others(
 
     @contextmanager
     def noted_by_another(folder: Path) -> Generator[None]:
-        rebuild(folder, cache.recipe)
-        with indexing(folder):
+        rebuild_index(folder, cache.recipe)
+        with lock_index(folder):
             yield
 
-    monkeypatch.setattr("stoker.store.maintain.indexing", noted_by_another)
+    monkeypatch.setattr("stoker.store.maintain.lock_index", noted_by_another)
 
     assert repair(cache.path, shards=[path.name]).missing == [3, 12]
     assert_whole(open_cache(cache.path, require_complete=False), SOURCE, {*range(16)} - {3, 12})

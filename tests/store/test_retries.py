@@ -8,7 +8,7 @@ import pytest
 
 from stoker.errors import StalledError
 from stoker.runtime import retry
-from stoker.store.remote import PassingError, Retries
+from stoker.store.remote import Retries, TransientError
 
 
 class Clock:
@@ -38,7 +38,7 @@ def test_who_waits_for_a_store_is_told_now_and_then_and_in_the_end(
     kept = Retries()
 
     def refused() -> None:
-        raise PassingError("connection refused")
+        raise TransientError("connection refused")
 
     with pytest.raises(StalledError, match=r"get x failed \d+ times in .* 120 s are allowed"):
         kept.run(refused, "get x", 120.0)
@@ -54,7 +54,7 @@ def test_what_passes_soon_is_not_talked_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow_clock(monkeypatch)
-    left = [PassingError("503")] * 3
+    left = [TransientError("503")] * 3
 
     def third() -> str:
         if left:

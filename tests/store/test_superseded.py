@@ -11,7 +11,7 @@ import pytest
 from stoker.store import load_recipe, open_cache
 from stoker.store.gc import collect
 from stoker.store.index import dump_index, load_index
-from stoker.store.use import unused_for_s
+from stoker.store.use import idle_seconds
 from tests.store.fakes import assert_whole
 from tests.store.kill_points import make_old
 from tests.store.test_gc import CURRENT, gone, make_fingerprints, make_superseded
@@ -22,10 +22,10 @@ def test_gc_itself_is_no_use(tmp_path: Path) -> None:
     make_old(path)
 
     collect(tmp_path, dry_run=True)
-    assert unused_for_s(path) > 39 * 86400
+    assert idle_seconds(path) > 39 * 86400
     assert gone(collect(tmp_path), "shard")
 
-    assert unused_for_s(path) > 39 * 86400
+    assert idle_seconds(path) > 39 * 86400
 
 
 @pytest.mark.parametrize("file", ["recipe.json", "failures-000000000000.jsonl"])

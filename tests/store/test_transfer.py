@@ -14,8 +14,8 @@ from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteErro
 from stoker.runtime.locks import lock_folder
 from stoker.store import make_recipe, open_cache, open_folder, use
 from stoker.store.maintain import repair
-from stoker.store.mirror.root import attach
-from stoker.store.mirror.transfer import Progress, Wanted, pull, push
+from stoker.store.mirror.root import attach_mirror
+from stoker.store.mirror.transfer import RecordSelection, TransferProgress, pull, push
 from stoker.store.remote import FolderRemote
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.test_mirror import check, damage
@@ -72,7 +72,7 @@ def test_what_was_stopped_goes_on_and_is_no_cache_before(
             return pull(url, tmp_path / "b", listen=listen)
         return push(tmp_path / "a" / "x", f"file://{there}", mirror_dir=tmp_path / "m", listen=listen)
 
-    def stop(now: Progress) -> None:
+    def stop(now: TransferProgress) -> None:
         if now.done == 2:
             raise StoppedError
 
@@ -91,7 +91,7 @@ def test_a_part_is_pulled_and_the_rest_later(tmp_path: Path) -> None:
     source = FakeSource()
     url = pushed(tmp_path, source)
 
-    part = pull(url, tmp_path / "b", wanted=Wanted(records=(0, 3)))
+    part = pull(url, tmp_path / "b", wanted=RecordSelection(records=(0, 3)))
     cache = open_cache(tmp_path / "b" / "x", require_complete=False)
     assert {0, 1, 2} <= {*cache.numbers.tolist()} < {*range(16)}
     assert not part.complete
@@ -106,7 +106,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     held: list[set[int]] = []
 
     for rank in range(3):
-        pull(url, tmp_path / str(rank), wanted=Wanted(rank=rank, world_size=3))
+        pull(url, tmp_path / str(rank), wanted=RecordSelection(rank=rank, world_size=3))
         cache = open_cache(tmp_path / str(rank) / "x", require_complete=False)
         held.append({*cache.numbers.tolist()})
         assert {*range(16 * rank // 3, 16 * (rank + 1) // 3)} <= held[-1]
@@ -160,14 +160,14 @@ def test_a_mirror_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Wanted(**wrong)
+        RecordSelection(**wrong)
 
 
 def test_a_pull_of_records_that_are_not_there_is_refused(tmp_path: Path) -> None:
     url = pushed(tmp_path)
 
     with pytest.raises(IncompleteError, match=f"{url}/[0-9a-f]+ has no record of the samples 100 to 199"):
-        pull(url, tmp_path / "b", wanted=Wanted(records=(100, 200)))
+        pull(url, tmp_path / "b", wanted=RecordSelection(records=(100, 200)))
 
     assert not (tmp_path / "b" / "x").exists()
 
@@ -188,7 +188,7 @@ def test_two_pulls_at_once_into_one_folder_keep_the_shards_of_both(tmp_path: Pat
 
     def half(rank: int) -> None:
         begin.wait(60)
-        pull(url, tmp_path / "b", wanted=Wanted(rank=rank, world_size=2))
+        pull(url, tmp_path / "b", wanted=RecordSelection(rank=rank, world_size=2))
 
     with ThreadPoolExecutor(2) as pool:
         for one in [pool.submit(half, rank) for rank in (0, 1)]:
@@ -200,12 +200,12 @@ def test_two_pulls_at_once_into_one_folder_keep_the_shards_of_both(tmp_path: Pat
 def test_a_pull_counts_what_came_while_it_waited_for_the_index(tmp_path: Path) -> None:
     source = FakeSource()
     url = pushed(tmp_path, source)
-    pulled = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2)).path)
+    pulled = Path(pull(url, tmp_path / "b", wanted=RecordSelection(rank=0, world_size=2)).path)
     (pulled / "index.json").unlink()
     rest = {path.name: path for path in Path(pull(url, tmp_path / "c").path).glob("shard-*")}
     with ThreadPoolExecutor(1) as pool:
         with lock_folder(pulled, "index"):
-            again = pool.submit(pull, url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2))
+            again = pool.submit(pull, url, tmp_path / "b", wanted=RecordSelection(rank=0, world_size=2))
             wait([again], timeout=0.5)
             for name, path in rest.items():
                 shutil.copy(path, pulled / name)
@@ -221,10 +221,10 @@ def test_no_index_is_written_while_another_process_writes_it(
     source = FakeSource()
     url = pushed(tmp_path, source)
     there, mirrors = f"file://{tmp_path / 'there2'}", tmp_path / "m"
-    folder = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world_size=2)).path)
+    folder = Path(pull(url, tmp_path / "b", wanted=RecordSelection(rank=0, world_size=2)).path)
     if way == "push":
         folder = Path(push(tmp_path / "a" / "x", there, mirror_dir=mirrors).path)
-        folder = attach(there, mirrors) / "x" / folder.name
+        folder = attach_mirror(there, mirrors) / "x" / folder.name
     index = (tmp_path / "there2" / "x" / folder.name if way == "push" else folder) / "index.json"
     index.unlink()
     doing = {

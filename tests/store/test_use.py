@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import StalledError
 from stoker.store import open_cache
-from stoker.store.use import Use, unused_for_s
+from stoker.store.use import UsageLock, idle_seconds
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.kill_points import make_old
 
@@ -27,8 +27,8 @@ def test_opening_by_name_marks_only_the_one_that_is_opened(tmp_path: Path) -> No
 
     assert open_cache(tmp_path / "x").path == newer
 
-    assert unused_for_s(newer) < 60
-    assert unused_for_s(older) > 86400
+    assert idle_seconds(newer) < 60
+    assert idle_seconds(older) > 86400
 
 
 def test_a_recipe_that_never_looks_the_same_twice_ends_in_an_error(
@@ -47,4 +47,4 @@ def test_a_recipe_that_never_looks_the_same_twice_ends_in_an_error(
     monkeypatch.setattr(os.path, "samestat", never_the_same)
 
     with pytest.raises(StalledError, match=r"0\.05 s: its recipe\.json is another file each time"):
-        Use(path)
+        UsageLock(path)

@@ -15,7 +15,7 @@ from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.store.mirror.transfer import Progress, TransferReport
+    from stoker.store.mirror.transfer import TransferProgress, TransferReport
 
 
 def register_caches(app: typer.Typer) -> None:
@@ -150,13 +150,13 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     from stoker.cli import output
     from stoker.store.gc import GcPolicy, clean, collect
-    from stoker.store.mirror.root import MARKER, here
+    from stoker.store.mirror.root import MARKER, resolve_local
     from stoker.store.remote import is_url
 
     policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
     # Copies of an address may be kept anywhere, and be named by their folder.
     if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
-        report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+        report = clean(resolve_local(cache_dir), policy, dry_run=dry_run, at_address=at_address)
     elif at_address:
         raise ConfigError(
             f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
@@ -262,10 +262,10 @@ def pull(
       stoker pull s3://bucket/caches/burgers1d_train
       stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world-size 8
     """
-    from stoker.store.mirror.transfer import Wanted
+    from stoker.store.mirror.transfer import RecordSelection
     from stoker.store.mirror.transfer import pull as run
 
-    wanted = Wanted(rank=rank, world_size=world_size, records=_range(records))
+    wanted = RecordSelection(rank=rank, world_size=world_size, records=_range(records))
     with Teller(out) as teller:
         report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
     out.show(report, render_transfer)
@@ -280,7 +280,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(first), int(stop)
 
 
-def _listen(teller: Teller, now: Progress) -> None:
+def _listen(teller: Teller, now: TransferProgress) -> None:
     teller.tell(
         f"{format_count(now.done)} of {format_count(now.count, 'shard')}, "
         f"{format_bytes(now.bytes)} of {format_bytes(now.total)}",

@@ -32,7 +32,7 @@ from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.share import TOGETHER_S
 from stoker.runtime.processes.child import oom_kills
-from stoker.runtime.processes.heartbeat import Beat, BeatPage
+from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
 
 # ----------------------------------------------------------------------------------------------------------
 # Which file a process is waiting for, seen from outside, whatever holds its interpreter's lock.
@@ -164,7 +164,7 @@ class End:
 
     code: int
     """Exit code; negative: the signal."""
-    beat: Beat
+    beat: Heartbeat
     """Its last beat."""
     output: str
     """Its standard output, which is held back with `--json`: the answer is that of the last child."""
@@ -309,7 +309,7 @@ class _Child:
 
     def __init__(self, words: Sequence[str], watched: set[signal.Signals], notes_fd: int) -> None:
         self._watched = watched
-        self._page = BeatPage.create()
+        self._page = HeartbeatPage.create()
         self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
         lifeline = Lifeline(
             page_fd=self._page.fd,

@@ -18,7 +18,7 @@ from rich.markup import escape
 from stoker.cli.edge import Edge, at_edge
 from stoker.cli.flags import duration, size
 from stoker.cli.output import bold, table
-from stoker.errors import ConfigError, Degraded, StalledError, StokerError
+from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
 from stoker.runtime.retry import RetryPolicy, retry
 from stoker.units import format_percent
@@ -275,7 +275,7 @@ def _submit(client: ServiceClient, words: list[str], name: str | None, key: str 
         body["job_name"] = name
     once = key or secrets.token_hex(16)
     policy = RetryPolicy(first_s=1.0, attempts=TRIES)
-    return retry(lambda: client.submit(body, key=once), (Degraded, StalledError), policy)
+    return retry(lambda: client.submit(body, key=once), (DegradedError, StalledError), policy)
 
 
 def _body(words: list[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stoker.loader.options import Options
     from stoker.loader.order import Weights
     from stoker.store import Cache, Recipe
-    from stoker.store.cache import Filling
+    from stoker.store.cache import BackgroundFill
 
 # ----------------------------------------------------------------------------------------------------------
 # The order of examples beside the filling of a cache: as it is filled, shuffled within windows of blocks.
@@ -388,7 +388,7 @@ class Arrivals:
                 )
             filling.wait(LOOK_S)
 
-    def _look(self, filling: Filling) -> None:
+    def _look(self, filling: BackgroundFill) -> None:
         cache, settled = filling.look()
         if settled is not self._settled:
             cache.filler, cache.filling = self._cache.filler, filling

@@ -34,7 +34,7 @@ from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
-from stoker.store.joint import Joint, reopened
+from stoker.store.joint import JointCache, reopen
 from stoker.store.maintain import repair
 from stoker.units import format_bytes, format_count
 
@@ -82,11 +82,11 @@ class Mender:
         Raises:
             CorruptError: Nobody can encode them, or it failed; says why and what to do.
         """
-        if isinstance(cache, Joint):
+        if isinstance(cache, JointCache):
             owners = cache.owners(error)
             able = next((owner for owner in owners if owner.filler is not None), owners[0])
             mended = self.mend(able, error)
-            return Joint([mended if member in owners else member for member in cache.members])
+            return JointCache([mended if member in owners else member for member in cache.members])
         if cache.filler is None or not error.shard:
             raise error
         try:
@@ -230,7 +230,7 @@ class Serving:
                     _after_fork()
                     self._known_to = os.getpid()
                 if self.engine is not None:
-                    cache = reopened(cache)
+                    cache = reopen(cache)
                 with torch.inference_mode(False):  # memory outlives the caller's mode, and a thread fills it
                     self.engine = Engine(replace(self.design, cache=cache), self.arrivals)
                 self._process, self.ahead = os.getpid(), self._new_ahead()

@@ -29,7 +29,7 @@ from stoker.loader.state import VERSION, EpochIterable, EpochPlace
 from stoker.sources.given import shown
 from stoker.splitmix import Salt, stream
 from stoker.store import Cache
-from stoker.store.joint import Joint, same_fields, served_schema
+from stoker.store.joint import JointCache, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class Members:
     caches: tuple[Cache, ...]
     loaders: Mapping[str, Loader]
     """By name; where batches hold examples of several caches, the one loader of all of them."""
-    joint: Joint | None
+    joint: JointCache | None
     """The caches as one, where batches hold examples of several of them."""
 
     @property
@@ -350,7 +350,7 @@ def make_members(
     caches = [_cache_of(one) for one in whole]
     joint = None
     if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
-        joint = Joint(caches)
+        joint = JointCache(caches)
         loaders = {"+".join(called): Loader(joint, seed=seed, **settings)}
     else:
         loaders = _loaders(dict(zip(called, whole, strict=True)), seed, settings, full_batches=full_batches)

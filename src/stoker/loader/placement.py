@@ -29,7 +29,7 @@ from stoker.plan import Demand, Plan, Reservation, Resources, plan_tiers
 from stoker.plan.placement import LEAST_GAIN, MOST_PATIENCE_S, Calm, gain, short, without
 from stoker.plan.resources import device_again, give_back
 from stoker.plan.tiers import reserves_of
-from stoker.runtime.threads import Pool, Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.units import format_bytes
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ class Residency:
             self._release(homes, held)
             for memory in held.memories:
                 for shard in sorted(homes[memory.tier]):
-                    if self._stopped or ending() or homes is not self._homes:
+                    if self._stopped or is_exiting() or homes is not self._homes:
                         return
                     if not memory.ready[shard]:
                         memory.load(shard)

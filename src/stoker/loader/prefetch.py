@@ -25,9 +25,9 @@ from stoker.errors import StokerError
 from stoker.loader.chunks import RECORD
 from stoker.loader.outputs import OutputSpec, plan_runs
 from stoker.plan import Elsewhere
-from stoker.runtime.threads import Pool, Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.store.format import axis_length, rows_per_block
-from stoker.store.joint import Joint
+from stoker.store.joint import JointCache
 from stoker.store.mirror.blocks import BLOCK_BYTES
 from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB
@@ -111,7 +111,7 @@ class Strips(Generic[T]):
 
     def close(self) -> None:
         """End the pass; nothing of it is at work afterwards."""
-        if self._ticket is not None and not ending():
+        if self._ticket is not None and not is_exiting():
             self._turn.wait()
         self._ticket = None
 
@@ -186,7 +186,7 @@ def _made_ahead(
             yield from _drained(made)
             made = ticket.result(DEADLINE_S, "a batch from memory") if ticket else ()
     finally:
-        if ticket is not None and not ending():  # alive at the exit: the thread may never come back
+        if ticket is not None and not is_exiting():  # alive at the exit: the thread may never come back
             ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
 
 
@@ -548,7 +548,7 @@ class BlockPrefetcher:
     def _turns(self) -> None:
         while True:
             with self._lock:
-                if not self._again or ending():
+                if not self._again or is_exiting():
                     self._turning = False
                     return
                 self._again = False
@@ -616,7 +616,7 @@ class BlockPrefetcher:
     def _bring(self, run: BlockRun, size: int) -> None:
         came, begin, got = self._depth.came, time.perf_counter(), False
         try:
-            got = not ending() and self._mirrors[run.shard].bring(run, self._reach.block_bytes)
+            got = not is_exiting() and self._mirrors[run.shard].bring(run, self._reach.block_bytes)
         except (StokerError, OSError) as error:
             log.debug("%s was not read ahead: %s", run, error)
         finally:
@@ -729,7 +729,7 @@ def read_ahead_of(
 
 def mirrored(cache: Cache) -> list[MirroredShard] | None:
     """Where each shard of a cache comes from; None where some are files of this machine."""
-    if isinstance(cache, Joint):
+    if isinstance(cache, JointCache):
         parts = [mirrored(member) for member in cache.members]
         return None if None in parts else [one for part in parts if part is not None for one in part]
     folder = open_storage(cache.path).mirror

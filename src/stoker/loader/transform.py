@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stoker.loader.gather import Views
     from stoker.loader.outputs import OutputSpec
     from stoker.monitor.meter import StallMeter
-    from stoker.store.joins import Joined
+    from stoker.store.joins import JoinedColumns
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 """`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
@@ -48,7 +48,7 @@ def _run(transforms: Sequence[Transform], batch: Any, keys: Sequence[Tensor]) ->
 class Columns:
     """Adds the columns of a table to batches; `static` ones are written to the same memory each time."""
 
-    def __init__(self, joined: Joined, *, static: bool) -> None:
+    def __init__(self, joined: JoinedColumns, *, static: bool) -> None:
         self._joined = joined
         self._static = static
         self._memory: dict[str, Tensor] | None = None

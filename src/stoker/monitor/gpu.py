@@ -11,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from stoker.runtime.threads import Pool, ending
+from stoker.runtime.threads import Pool, is_exiting
 from stoker.schema import Json
 
 # The library ships no types.
@@ -183,7 +183,7 @@ class GpuWatch:
             self._note(gpu)
             return
         try:
-            while not (self._over.is_set() or ending()):
+            while not (self._over.is_set() or is_exiting()):
                 sample = gpu.sample()
                 if isinstance(sample, GpuAbsent):
                     self._note(sample)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Literal, TypeAlias, get_args
 
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.schema import Json
 
 Part: TypeAlias = Literal["fetch", "read", "gather", "copy", "transform", "wait"]
@@ -265,5 +265,5 @@ class StallJournal:
         if self._path is None:
             return
         row = {"kind": kind, "seconds": round(seconds, 3), **facts, **report.to_json()}
-        with explained(self._path), self._path.open("a", encoding="utf-8") as file:
+        with explain_disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")

@@ -49,7 +49,7 @@ from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed
 from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
-from stoker.store.cache import Growing
+from stoker.store.cache import GrowingCache
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Background:
         missing = set(folder.missing(retry_quarantined=settings.retry_quarantined).tolist())
         again = {number: failure for number, failure in folder.failures().items() if number in missing}
         self._path = folder.path
-        self._growing = Growing(folder.path, folder.recipe, again)
+        self._growing = GrowingCache(folder.path, folder.recipe, again)
         limits = settings.timeouts
         self._quiet_s = sum(getattr(limits, entry.name) for entry in fields(limits))
         self._mark, self._moved = folder_mark(folder.path), time.monotonic()

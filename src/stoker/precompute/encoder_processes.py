@@ -46,7 +46,7 @@ from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.heartbeat import anonymous_file
-from stoker.runtime.processes.wire import Frame, ReaderChannel
+from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import Sample, Schema
 from stoker.store import Recipe
 from stoker.store.values import from_array, view_bytes
@@ -457,7 +457,7 @@ def _owned(frame: Frame, arrays: Sample, schema: Schema) -> Encoded:
 def serve(connection: Connection) -> int:
     """Encode until the caller closes its end."""
     keep_freed_memory()  # before there are threads
-    channel = ReaderChannel(connection.socket)
+    channel = WorkerChannel(connection.socket)
     try:
         start = channel.next()
         if start is not None:
@@ -476,7 +476,7 @@ def serve(connection: Connection) -> int:
     return 0
 
 
-def _work(channel: ReaderChannel, start: Frame, connection: Connection) -> None:
+def _work(channel: WorkerChannel, start: Frame, connection: Connection) -> None:
     task_fd, *desks = connection.shared
     task = _task(task_fd)
     shared = [Exchange(fd) for fd in desks]

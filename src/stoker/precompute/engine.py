@@ -27,7 +27,7 @@ from stoker.precompute.settings import PrecomputeReport, PrecomputeSettings, Tim
 from stoker.precompute.share import POLL_S, Done, Engine, Interrupts, Share, folder_mark, take_turn
 from stoker.precompute.space import check_space
 from stoker.precompute.stages import encode_here
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.locks import lock_folder
 from stoker.sources.given import check_source
@@ -35,7 +35,7 @@ from stoker.sources.protocol import Source
 from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
-from stoker.store.mirror.root import here
+from stoker.store.mirror.root import resolve_local
 from stoker.store.storage import open_storage
 from stoker.store.use import INDEX_WAIT_S
 from stoker.units import format_count
@@ -267,7 +267,7 @@ def begin_precompute(
         SourceError: Source and encoder cannot be sent to a process.
     """
     _require_devices(encoder, settings)
-    tally, cache_dir = _Tally(), here(cache_dir, must_exist=False)
+    tally, cache_dir = _Tally(), resolve_local(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
@@ -295,7 +295,7 @@ def run_precompute(
     if engine is None:
         _require_devices(encoder, settings)
     tally = _Tally()
-    cache_dir = here(cache_dir, must_exist=False)
+    cache_dir = resolve_local(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
@@ -429,7 +429,7 @@ def _note_failures(share: Share, done: Done, sink: ProgressSink | None) -> None:
 def clear(folder: Folder) -> None:
     """Remove the records of a folder: the index first, so that none ever names a shard that is gone."""
     storage = open_storage(folder.path)
-    with explained(folder.path):
+    with explain_disk_errors(folder.path):
         storage.remove(INDEX_FILE)
         sync_folder(folder.path)  # or a power cut may bring back the index without its shards
         for name in storage.list():

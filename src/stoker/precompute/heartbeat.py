@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 from stoker.errors import StalledError
 from stoker.runtime.libc import tie_to_parent
-from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 
 GUARD_VARIABLE = "STOKER_GUARD"
 """Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
 EXIT_S = 120.0
 """How long a process may take to end once it has done its work: trackers send what they still hold."""
-_page: BeatPage | None = None
+_page: HeartbeatPage | None = None
 _started_ns = (
     time.monotonic_ns()
 )  # the kernel's start time of a process would count what a shell did before `exec`
@@ -67,12 +67,12 @@ def attach(lifeline: Lifeline) -> None:
     tie_to_parent(signal.SIGTERM, lifeline.parent)
     faulthandler.enable(file=lifeline.stack_fd)
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
-    _page = BeatPage(lifeline.page_fd)
+    _page = HeartbeatPage(lifeline.page_fd)
     _notes_fd = lifeline.notes_fd
     _started_ns = lifeline.started_ns
 
 
-def guard_page() -> BeatPage | None:
+def guard_page() -> HeartbeatPage | None:
     """The page of this process, or None when nobody guards it."""
     return _page
 
@@ -125,7 +125,7 @@ class EncodeClock:
     """The device cannot be used again in this process; the last thing a guardian is told."""
     given_up: bool = False
     """Nobody waits for the encoder any more: no further call of it may begin."""
-    page: BeatPage | None = field(default_factory=guard_page)
+    page: HeartbeatPage | None = field(default_factory=guard_page)
     """Where whoever would kill this process looks: a guardian's, or an owner's. None: nobody does, or another
     clock of this process has the page, which has room for what one thread does."""
 

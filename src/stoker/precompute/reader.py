@@ -25,8 +25,8 @@ from stoker.precompute.reading import (
     pad_steps,
 )
 from stoker.runtime.processes.entry import Connection, use_one_thread
-from stoker.runtime.processes.heartbeat import BeatPage
-from stoker.runtime.processes.wire import Frame, ReaderChannel
+from stoker.runtime.processes.heartbeat import HeartbeatPage
+from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import Sample
 from stoker.sources.files import confine_sources
 
@@ -34,7 +34,7 @@ from stoker.sources.files import confine_sources
 class Reader:
     """Takes work and room from the socket, and fills slots."""
 
-    def __init__(self, channel: ReaderChannel, beat: BeatPage, arena: Arena) -> None:
+    def __init__(self, channel: WorkerChannel, beat: HeartbeatPage, arena: Arena) -> None:
         self._channel = channel
         self._beat = beat
         self._arena = arena
@@ -168,7 +168,7 @@ def serve(connection: Connection) -> int:
     cores with the encoder. Numpy has read its own settings by now and keeps its threads.
     """
     use_one_thread()
-    channel, beat = ReaderChannel(connection.socket), connection.heartbeat
+    channel, beat = WorkerChannel(connection.socket), connection.heartbeat
     (arena_fd,) = connection.shared
     try:
         start = channel.next()

@@ -170,7 +170,7 @@ CHANGED = "changed"
 
 
 class Pulse(Protocol):
-    """Where progress is written; a `BeatPage` in a reader."""
+    """Where progress is written; a `HeartbeatPage` in a reader."""
 
     def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
         """A new stage or sample begins."""

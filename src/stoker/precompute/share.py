@@ -29,7 +29,7 @@ from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.locks import lock_holder
 from stoker.sources.protocol import Source
 from stoker.store import Failure, Folder
-from stoker.store.folder import SameSamples
+from stoker.store.folder import SampleLookup
 
 # ----------------------------------------------------------------------------------------------------------
 # SIGINT and SIGTERM during a run: the first asks for an orderly end, the second ends at once.
@@ -135,7 +135,7 @@ class Share:
     """Time from the first group on after which the work ends early in the same way."""
     compare_first: bool = True
     """See `GroupEncoder`; False where the same process has done so for an earlier share."""
-    same: SameSamples | None = None
+    same: SampleLookup | None = None
     """Records of sibling caches that samples may be recognized in."""
 
 

@@ -21,7 +21,7 @@ from stoker.runtime.disk import FreeSpace
 from stoker.runtime.locks import FileLock
 from stoker.schema import Schema, columns_of
 from stoker.store import Recipe
-from stoker.store.mirror.root import limit_at
+from stoker.store.mirror.root import mirror_limit
 from stoker.store.write import OPEN_PARTS
 from stoker.units import MIB, format_bytes, format_count
 
@@ -50,7 +50,7 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
         ResourceError: It does not fit; nothing has been written.
     """
     needed = needed_bytes(schema, records)
-    if (limit := limit_at(folder)) is not None:  # what is put elsewhere makes room here
+    if (limit := mirror_limit(folder)) is not None:  # what is put elsewhere makes room here
         needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
     files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
     free_bytes = sys.maxsize if resources.disk_bytes is None else resources.disk_bytes

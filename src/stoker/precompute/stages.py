@@ -43,7 +43,7 @@ from stoker.sources.protocol import Locating, Proving, Source
 from stoker.sources.travel import held_bytes, packed
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
-from stoker.store.folder import SameSamples, digest_samples
+from stoker.store.folder import SampleLookup, digest_samples
 from stoker.store.recipe import Recipe
 from stoker.units import MIB
 
@@ -63,7 +63,7 @@ class Recognizing:
     def __init__(
         self,
         inner: Encoding,
-        same: SameSamples | None,
+        same: SampleLookup | None,
         *,
         queue: WorkQueue,
         recipe: Recipe,
@@ -385,7 +385,7 @@ class Bench:
             logs=self.logs,
         )
 
-    def recognizing(self, inner: Encoding, same: SameSamples | None) -> Encoding:
+    def recognizing(self, inner: Encoding, same: SampleLookup | None) -> Encoding:
         """The same, which keeps back samples that sibling caches have records of."""
         recipe = self.folder.recipe
         return Recognizing(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stoker.errors import ReaderError, ResourceError, SourceError, arg
+from stoker.errors import ResourceError, SourceError, WorkerError, arg
 from stoker.precompute.arena import Arena, Layout
 from stoker.precompute.queue import ATTEMPTS, Assembly, GroupWork, Ledger, Parcel, ReaderView, WorkQueue
 from stoker.precompute.reading import PartNames, SampleFault, passing_fault
 from stoker.precompute.settings import PrecomputeSettings, Timeouts
 from stoker.runtime.processes.child import Drain, LoggedChild
-from stoker.runtime.processes.heartbeat import Beat
+from stoker.runtime.processes.heartbeat import Heartbeat
 from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample
 
@@ -73,7 +73,7 @@ class LossLimits:
             last: The last loss in words.
 
         Raises:
-            ReaderError: Too many in a row, or in all.
+            WorkerError: Too many in a row, or in all.
         """
         few = _MAX_IN_A_ROW + 2 * workers
         if self._in_a_row > few:
@@ -85,7 +85,7 @@ class LossLimits:
             )
         else:
             return
-        raise ReaderError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")
+        raise WorkerError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Worker:
             self.touch()
         return None
 
-    def _ask_for_stacks(self, beat: Beat, limit_s: float, now: float) -> None:
+    def _ask_for_stacks(self, beat: Heartbeat, limit_s: float, now: float) -> None:
         stage = "start" if self.state == "starting" else beat.stage
         where = "waiting for work that it was given" if stage == "wait" else f'in stage "{stage}"'
         self._overdue = Loss(
@@ -494,11 +494,11 @@ class Roster:
         """Go on while few are abandoned: each holds a process and its memory.
 
         Raises:
-            ReaderError: More than there are workers, and more than two.
+            WorkerError: More than there are workers, and more than two.
         """
         most = max(2, self.wanted)
         if len(self.abandoned) > most:
-            raise ReaderError(
+            raise WorkerError(
                 f"{len(self.abandoned)} workers cannot be killed (at most {most} are left behind): they wait "
                 f"in the kernel for storage that does not answer. The last: {where}. What is stored stays; "
                 "when the storage answers again, run it again to resume"
@@ -640,7 +640,7 @@ class Supervisor:
         """See `Feed.poll`. Timeouts are enforced here, after what has arrived was taken in.
 
         Raises:
-            ReaderError: Workers cannot start, or are lost one after another.
+            WorkerError: Workers cannot start, or are lost one after another.
             SourceError: The source cannot be loaded in a reader; holds the first traceback.
         """
         self._hand_out()
@@ -714,7 +714,7 @@ class Supervisor:
                 for frame in worker.channel.receive():
                     worker.touch()
                     self._frame(worker, frame)
-            except ReaderError as error:
+            except WorkerError as error:
                 worker.dismiss(Loss(stage="wait", number=-1, cause=f"reader {worker.number}: {error}"))
             if ended:
                 self._lose(worker, worker.death())
@@ -840,7 +840,7 @@ class Supervisor:
         """Count a reader that could not start; True when it is not to be replaced.
 
         Raises:
-            ReaderError: Several in a row, and no other reader works.
+            WorkerError: Several in a row, and no other reader works.
         """
         self._start_failures += 1
         if self._start_failures < _MAX_START_FAILURES:
@@ -850,7 +850,7 @@ class Supervisor:
             self._do_without(loss.cause)
             return True
         tail = worker.process.tail()
-        raise ReaderError(
+        raise WorkerError(
             f"{self._start_failures} workers in a row could not start. The last: {loss.cause}"
             + (f"\n{tail}" if tail else "")
             + f"\nOutput and stack: {worker.process.log}. Reading in this process "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stoker.profile.result import ENCODE, Profile, Stack, Stacks
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.units import format_bytes, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def write_page(profile: Profile, path: Path, *, title: str = "") -> None:
         f"<title>{name}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
     make_folder(path.parent)
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 

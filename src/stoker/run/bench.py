@@ -23,7 +23,7 @@ from stoker.run.build import Settled, build_jobs, measure_jobs, settled_batch
 from stoker.run.caches import locate
 from stoker.run.context import Run, batch_examples
 from stoker.run.folders import require_writable
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
@@ -386,7 +386,7 @@ def draw_bench(result: BenchResult, path: Path) -> None:
     written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
     picture.suptitle(f"{result.machine}\n{result.cache}".strip(), fontsize=9, **written)
     picture.supxlabel("\n".join(textwrap.wrap(result.advice, 130)), fontsize=8.5, **written)
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         picture.savefig(temporary, format="png")
 
 

@@ -40,7 +40,7 @@ from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source, Splitting
 from stoker.sources.splits import SplitOf, Subset
 from stoker.store import Digests, load_recipe, make_recipe
-from stoker.store.cache import open_unnoted
+from stoker.store.cache import peek_cache
 from stoker.store.storage import open_storage
 from stoker.units import format_count
 
@@ -541,7 +541,7 @@ def _shapes(schema: Schema) -> list[list[object]]:
 
 def _stored(folder: Path) -> int:
     try:
-        return len(open_unnoted(folder, require_complete=False))
+        return len(peek_cache(folder, require_complete=False))
     except (StokerError, ResourceError, OSError):
         return 0
 

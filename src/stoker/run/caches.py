@@ -32,9 +32,9 @@ from stoker.store import (
     make_recipe,
     open_cache,
 )
-from stoker.store.cache import open_unnoted
+from stoker.store.cache import peek_cache
 from stoker.store.format import RECIPE_FILE
-from stoker.store.mirror.root import address_of, here, shown
+from stoker.store.mirror.root import display_path, mirror_url, resolve_local
 from stoker.store.recipe import stored_schema
 from stoker.store.remote import is_url
 from stoker.store.use import note_use
@@ -189,7 +189,7 @@ def inspect_cache(path: str | Path) -> CacheSummary:
     return CacheSummary(
         name=cache.name,
         path=str(cache.path),
-        address=address_of(cache.path),
+        address=mirror_url(cache.path),
         fingerprint=cache.fingerprint,
         records=len(cache),
         count=cache.recipe.count,
@@ -356,7 +356,7 @@ def _complete(folder: Path) -> list[Cache]:
     caches: list[Cache] = []
     for path in sorted(folder.iterdir()):
         try:
-            caches.append(open_unnoted(path))
+            caches.append(peek_cache(path))
         except (StokerError, OSError):
             continue  # incomplete, damaged or no cache: not a candidate
     return caches
@@ -598,9 +598,9 @@ def _is_config(path: str | Path) -> bool:
 def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side:
     """`name` picks one of a configuration's caches; None: the first."""
     if not _is_config(path):
-        at = here(path)
+        at = resolve_local(path)
         folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
-        return _Side(label=shown(folder), recipe=load_recipe(folder), folder=folder)
+        return _Side(label=display_path(folder), recipe=load_recipe(folder), folder=folder)
     run = Run(load_config(path, overrides))
     known = names_of_caches(run)
     if name is not None and name not in known:
@@ -623,18 +623,18 @@ def _nearest(side: _Side) -> _Side:
             recipe = load_recipe(folder)
         except (StokerError, OSError):
             continue
-        other = _Side(label=shown(folder), recipe=recipe, folder=folder)
+        other = _Side(label=display_path(folder), recipe=recipe, folder=folder)
         found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
     if not found:
         raise FormatError(
-            f"{shown(parent)} holds no other cache to compare with. Give B, or run precompute first"
+            f"{display_path(parent)} holds no other cache to compare with. Give B, or run precompute first"
         )
     return min(found, key=lambda item: item[:2])[2]
 
 
 def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Difference]] | None:
     """The recipe beside `folder` that differs least from `recipe`, and in what; None: there is no other."""
-    side = _Side(label=shown(folder), recipe=recipe, folder=folder)
+    side = _Side(label=display_path(folder), recipe=recipe, folder=folder)
     try:
         other = _nearest(side)
     except FormatError:
@@ -643,4 +643,4 @@ def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Differ
 
 
 def _is_from_config(side: _Side) -> bool:
-    return side.label != shown(side.folder)
+    return side.label != display_path(side.folder)

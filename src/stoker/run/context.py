@@ -36,7 +36,7 @@ from stoker.runtime.jsonio import read_strict
 from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from stoker.store.remote import is_url, local_path
 from stoker.store.storage import open_storage
 from stoker.train.operator import unequal_tokens
@@ -112,13 +112,13 @@ class Run:
         """The local folder of the caches: of a URL the one that stands for it.
 
         Raises:
-            StokerError: As `attach`.
+            StokerError: As `attach_mirror`.
         """
         if self.whole is not None:
             return self.whole.cache_dir
         training = self.config.training
         if is_url(training.latent_cache_dir):
-            return attach(training.latent_cache_dir, training.mirror_dir, training.mirror_bytes)
+            return attach_mirror(training.latent_cache_dir, training.mirror_dir, training.mirror_bytes)
         return Path(training.latent_cache_dir)
 
     @cached_property

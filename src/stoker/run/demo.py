@@ -19,7 +19,7 @@ from stoker.run.context import Run, describe_machine
 from stoker.run.plan import PlanResult, plan_located
 from stoker.run.precompute import CacheResult
 from stoker.run.train import TrainResult, prepare, train_prepared
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.schema import JsonResult
 from stoker.train.config import EventSink
 from stoker.units import format_count
@@ -143,7 +143,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     )
     try:
         make_folder(path.parent)
-        with replacing(path) as temporary, h5py.File(temporary, "w") as opened:
+        with replace_atomically(path) as temporary, h5py.File(temporary, "w") as opened:
             file: Any = opened
             file.create_dataset("tensor", data=states.astype(np.float32))
             file["x-coordinate"] = ((np.arange(spec.points) + 0.5) / spec.points).astype(np.float32)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stoker.errors import ConfigError, DivergedError, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import EventSink, TrainConfig, TrainStage
@@ -396,5 +396,5 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Weights, and what is to be known of them as JSON by name, in one file."""
     make_folder(path.parent)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         save_file(weights, temporary, metadata={name: json.dumps(value) for name, value in facts.items()})

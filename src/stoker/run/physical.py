@@ -28,7 +28,7 @@ from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
 from stoker.runtime.jsonio import as_object
-from stoker.runtime.threads import Pool, ending
+from stoker.runtime.threads import Pool, is_exiting
 from stoker.schema import unfolded
 from stoker.store import Cache
 from stoker.store.storage import open_storage
@@ -228,7 +228,7 @@ class _Reconstruction:
         chosen = numbers[np.linspace(0, len(numbers) - 1, min(SAMPLES, len(numbers))).round().astype(int)]
         wrong = size = 0.0
         for number in np.unique(chosen).tolist():
-            if ending():  # the exit waits for one sample, not for all of them
+            if is_exiting():  # the exit waits for one sample, not for all of them
                 return None
             record = self._cache[number]
             decoded = self._decode(record)

@@ -56,7 +56,7 @@ from stoker.scale.ranks import Ranks
 from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
-from stoker.store.mirror.root import address_of, shown
+from stoker.store.mirror.root import display_path, mirror_url
 from stoker.store.storage import open_storage
 from stoker.units import format_count
 
@@ -213,7 +213,7 @@ class CacheResult(JsonResult):
     @property
     def address(self) -> str | None:
         """The URL of that folder; None: it is on this machine alone."""
-        return address_of(self.cache.path)
+        return mirror_url(self.cache.path)
 
     @property
     def fingerprint(self) -> str:
@@ -504,7 +504,7 @@ class RepairResult(JsonResult):
         if self.ok:
             return ""
         if not self.imported:
-            place = shlex.quote(shown(Path(self.report.path)))
+            place = shlex.quote(display_path(Path(self.report.path)))
             return f"stoker verify {place} --repair --config CONFIG [KEY=VALUE...]"
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
         return f"stoker import-pt DIR --out {cache_dir} --name {name}"

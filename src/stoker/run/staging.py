@@ -25,8 +25,8 @@ from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
 from stoker.plan.resources import storage_of
 from stoker.run.context import Run
-from stoker.runtime.disk import explained, free_space
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.disk import explain_disk_errors, free_space
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import PartialFile, paths_of
@@ -184,10 +184,10 @@ def _publish(original: Original, whole: PartialFile, target: Path) -> None:
         whole.finish()
     finally:
         whole.keep()
-    with explained(target.parent):
+    with explain_disk_errors(target.parent):
         found = target.stat()
         note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "path": str(original.path)}
-        with replacing(target.with_name(f"{target.name}.json")) as temporary:
+        with replace_atomically(target.with_name(f"{target.name}.json")) as temporary:
             temporary.write_text(json.dumps(note))
 
 
@@ -369,7 +369,7 @@ def _view_of(files: Sequence[Original], folder: Path) -> Path:
 def _make_view(files: Sequence[Original], folder: Path) -> Path:
     """Give every copy the path of its file below the view."""
     view = _view_of(files, folder)
-    with explained(folder):
+    with explain_disk_errors(folder):
         for file in files:
             place = view / _below(file)
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -416,7 +416,7 @@ def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = Fal
     # Asked before anything goes: removing one name of a copy counts as a use of the others.
     used = set[int]() if force else _inodes(path for path in folder.rglob("*") if _used(path))
     inodes = {(objects / name).stat().st_ino: why for name, why in stale.items()}
-    with explained(folder):
+    with explain_disk_errors(folder):
         for view, own in views.items():
             if whys := [why for inode, why in inodes.items() if inode in own]:
                 _prune_view(view, whys[0], report, used=not used.isdisjoint(own))

@@ -37,7 +37,7 @@ from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
 from stoker.schema import JsonResult
 from stoker.store import Difference
-from stoker.store.mirror.root import shown
+from stoker.store.mirror.root import display_path
 from stoker.units import GIB, format_bytes, format_count, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -488,11 +488,11 @@ def _cache_row(name: str, found: Located) -> Row:
     if found.missing:
         detail = (
             f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
-            f"{shown(cache.path)}; `stoker precompute` resumes"
+            f"{display_path(cache.path)}; `stoker precompute` resumes"
         )
         return Row(check=check, status="warn", detail=detail)
     aside = len(cache.index.quarantined)
-    detail = f"{format_count(len(cache), 'record')} ready in {shown(cache.path)}"
+    detail = f"{format_count(len(cache), 'record')} ready in {display_path(cache.path)}"
     if aside:
         return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
     return Row(check=check, status="pass", detail=detail)

@@ -17,7 +17,7 @@ FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def explained(path: Path) -> Generator[None]:
+def explain_disk_errors(path: Path) -> Generator[None]:
     """Turn a full disk or a read-only place into an error that says so.
 
     Raises:

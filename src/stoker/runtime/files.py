@@ -9,7 +9,7 @@ second call would report success.
 | you write | use |
 |---|---|
 | a small file, from bytes | `write_file` |
-| a file or folder by somebody else's code, to a path | `replacing` |
+| a file or folder by somebody else's code, to a path | `replace_atomically` |
 | a large file, piece by piece, in a folder that is swept | `PendingFile` |
 | a file that must not replace one that is there | `create_file` |
 | lines at the end of a file | `append_file` |
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stoker.errors import CorruptError, FormatError, ReadOnlyError
-from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
+from stoker.runtime.disk import READ_ONLY_ERRNOS, explain_disk_errors
 from stoker.runtime.libc import start_writeback
 from stoker.runtime.locks import try_lock
 from stoker.units import MIB
@@ -64,12 +64,11 @@ FLUSH_BYTES = 8 * MIB
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[Path]:
-    """A temporary path to make a file or a folder of files at; it becomes `path` when the block ends well.
+def replace_atomically(path: Path) -> Generator[Path]:
+    """Yield a temporary path to make a file or a folder of files at; it becomes `path` if the block succeeds.
 
-    Use it with `with replacing(path) as temporary:`. Nothing is there yet: open it for writing, or make it a
-    folder. When the block raises, what was made is removed and `path` is as it was. A kill leaves a
-    temporary `.<name>.<8 hex>.part` behind, which nobody reads.
+    Nothing is there yet: open it for writing, or make it a folder. When the block raises, what was made is
+    removed and `path` is as it was. A kill leaves a temporary `.<name>.<8 hex>.part`, which nothing reads.
 
     Raises:
         ResourceError: No space or quota left.
@@ -78,7 +77,7 @@ def replacing(path: Path) -> Generator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with explained(path):
+        with explain_disk_errors(path):
             yield temporary
             publish(temporary, path)
     finally:
@@ -91,7 +90,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what `replacing` left in a folder when it was killed.
+    """Remove what `replace_atomically` left in a folder when it was killed.
 
     Nothing tells these temporaries from ones that are being written, so hold the lock that their
     writers hold.
@@ -115,7 +114,7 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with explained(path):
+        with explain_disk_errors(path):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
@@ -152,7 +151,7 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
         OSError: Another failure of the system, as it came.
     """
     try:
-        with explained(path):
+        with explain_disk_errors(path):
             path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         if isinstance(error, ReadOnlyError) or error.errno not in NO_FOLDER_ERRNOS:
@@ -169,8 +168,8 @@ def _in_the_way(path: Path, why: str) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names in a folder durable; errors as `explained`."""
-    with explained(path):
+    """Make names in a folder durable; errors as `explain_disk_errors`."""
+    with explain_disk_errors(path):
         sync_file(path, flags=os.O_DIRECTORY)
 
 
@@ -196,7 +195,7 @@ def append_file(path: Path, data: bytes) -> None:
         ReadOnlyError: The place cannot be written.
         OSError: Another failure of the system, as it came.
     """
-    with explained(path):
+    with explain_disk_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             is_new = not os.fstat(fd).st_size
@@ -215,7 +214,7 @@ def zero_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     Raises:
         ReadOnlyError, ResourceError, OSError: As `append_file`.
     """
-    with explained(path):
+    with explain_disk_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for offset, size in ranges:
@@ -238,7 +237,7 @@ def rename(path: Path, new: Path, *, durable: bool = True) -> None:
     Raises:
         ReadOnlyError, ResourceError, OSError: As `append_file`.
     """
-    with explained(path):
+    with explain_disk_errors(path):
         path.replace(new)
         if durable:
             sync_folder(new.parent)
@@ -364,7 +363,7 @@ class PendingFile:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._unflushed = 0
-        with explained(folder):
+        with explain_disk_errors(folder):
             self._fd, self._temporary = self._begin()
 
     def _begin(self) -> tuple[int, Path]:
@@ -383,7 +382,7 @@ class PendingFile:
     def write_at(self, offset: int, data: bytes | bytearray | memoryview[Any]) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data).cast("B")
-        with explained(self._folder):
+        with explain_disk_errors(self._folder):
             at = 0
             while at < len(view):
                 at += os.pwrite(self._fd, view[at:], offset + at)
@@ -401,7 +400,7 @@ class PendingFile:
 
     def truncate(self, size: int) -> None:
         """Cut or extend the file to `size` bytes."""
-        with explained(self._folder):
+        with explain_disk_errors(self._folder):
             os.ftruncate(self._fd, size)
 
     @property
@@ -411,14 +410,14 @@ class PendingFile:
 
     def show(self) -> None:
         """Give the file its name without making anything durable: it is a copy that can be had again."""
-        with explained(self._folder):
+        with explain_disk_errors(self._folder):
             self._temporary.replace(self._folder / self._name)
         self._close()
 
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
         try:
-            with explained(self._folder):
+            with explain_disk_errors(self._folder):
                 publish(self._temporary, self._folder / self._name)
         except BaseException:
             self.discard()

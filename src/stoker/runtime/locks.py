@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stoker.errors import FormatError, ResourceError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
 """The kernel has no `flock` with a timeout, so a waiter asks again and again, at growing intervals."""
@@ -184,7 +184,7 @@ class FileLock:
 
     def _open(self) -> _LockedFile:
         try:
-            with explained(self.path):
+            with explain_disk_errors(self.path):
                 file = _LockedFile(self.path, create=self._create, mode=self._mode)
         except OSError as error:
             if error.errno in NOT_A_FILE_ERRNOS:

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeAlias
 import xxhash
 
 from stoker.errors import DigestError, StokerError, TransferError
-from stoker.runtime.disk import explained
-from stoker.runtime.files import publish, replacing
+from stoker.runtime.disk import explain_disk_errors
+from stoker.runtime.files import publish, replace_atomically
 from stoker.units import MIB
 
 Algorithm: TypeAlias = Literal["sha256", "sha1", "md5"]
@@ -60,7 +60,7 @@ class PartialFile:
         """Which content they are of."""
         self._lines: list[str] = []
         self._reset_digests()
-        with explained(self._part):
+        with explain_disk_errors(self._part):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._part, flags, 0o666)
         with suppress(OSError, ValueError):
@@ -108,7 +108,7 @@ class PartialFile:
         with self._lock:
             self._check()
             view, done = memoryview(piece), 0
-            with explained(self._part):
+            with explain_disk_errors(self._part):
                 while done < len(piece):
                     done += os.pwrite(self._fd, view[done:], self.at + done)
             self.at += len(piece)
@@ -123,7 +123,7 @@ class PartialFile:
         """Write down that a block is there, once it really is."""
         if not self._block_bytes:
             return
-        with explained(self._part):
+        with explain_disk_errors(self._part):
             os.fsync(self._fd)
             self._lines.append(f"{self._block_bytes} {self._block.hexdigest()}")
             with self.journal.open("a") as journal:  # a torn last line is a block that is fetched again
@@ -131,7 +131,7 @@ class PartialFile:
         self._block, self._block_bytes = xxhash.xxh3_128(), 0
 
     def _write_journal(self) -> None:
-        with replacing(self.journal) as temporary:
+        with replace_atomically(self.journal) as temporary:
             temporary.write_text("\n".join([HEAD + self.tag.replace("\n", " "), *self._lines]) + "\n")
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class PartialFile:
                 found = self._whole.hexdigest()
                 self._throw_away()
                 raise DigestError(f"{self._algorithm} is {found}, declared was {self._digest}")
-            with explained(self._target):
+            with explain_disk_errors(self._target):
                 publish(self._part, self._target)
                 self.journal.unlink(missing_ok=True)
             self._block_bytes, self._named = 0, True

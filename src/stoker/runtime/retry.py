@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from stoker.runtime.threads import ending, pause
+from stoker.runtime.threads import is_exiting, pause
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def retry(
             spent_s = time.monotonic() - began
             wait_s = max(policy.pause_s(failures), asked_pause_s(error))
             late = policy.timeout_s is not None and spent_s + wait_s > policy.timeout_s
-            is_last = failures == policy.attempts or late or ending()
+            is_last = failures == policy.attempts or late or is_exiting()
             if is_last and give_up is None:
                 raise
             failed = FailedAttempt(error=error, attempts=failures, spent_s=spent_s, pause_s=wait_s)

@@ -148,7 +148,7 @@ class Pool:
             RuntimeError: No thread can be started; nothing of the work is kept.
         """
         ticket = Ticket(work)
-        if ending():
+        if is_exiting():
             ticket.run().set()
             return ticket
         with self._change:
@@ -357,7 +357,7 @@ def map_in_order(
             ticket.wait(max(0.0, limit - time.monotonic()))
 
 
-def ending() -> bool:
+def is_exiting() -> bool:
     """Return whether the interpreter is about to exit: long work should end where it can."""
     return _ending.is_set()
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
-from stoker.errors import ConfigError, Conflict, Degraded, NotFound
+from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
 from stoker.schema import Json
 from stoker.service import stream
 from stoker.service.background import Operation
@@ -74,7 +74,7 @@ def create_job(body: JobRequest, here: Here, response: Response, key: Key = None
     """Make a training job; it is queued at once."""
     config, datasets = body.config, _fitting(here, body.config)
     if sum(here.jobs.count(state) for state in WAITING) >= MOST_WAITING:
-        raise Conflict(
+        raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit. Ask again when a worker has taken some"
         )
     job, made = here.jobs.create(
@@ -210,7 +210,7 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
     """
     try:
         found = describe(here.database, config.dataset_ids)
-    except NotFound as error:
+    except NotFoundError as error:
         raise ConfigError(
             f"config.dataset_ids: {error}; POST to the same address registers one, as "
             '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
@@ -219,7 +219,7 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
     for one in here.datasets.resolve(config.dataset_ids):
         here.datasets.check_access(one)
         if why := unmade(one):
-            raise Conflict(f"data set {one.name!r} is {why}")
+            raise ConflictError(f"data set {one.name!r} is {why}")
     check(config, found)
     return found
 
@@ -278,9 +278,9 @@ def _place(last_id: str | None, after: int | None) -> int | None:
 def _has_ended(here: Services, job: str) -> bool:
     try:
         return here.jobs.get(job).state in (*ENDED, State.PAUSED)
-    except NotFound:
+    except NotFoundError:
         return True
-    except Degraded:
+    except DegradedError:
         return False
 
 
@@ -605,7 +605,7 @@ def get_operation(operation_id: Annotated[str, InPath(max_length=40)], here: Her
     """How work stands that took longer than its answer."""
     try:
         return OperationOut.of(here.removals.get(operation_id))
-    except NotFound:
+    except NotFoundError:
         return OperationOut.of(here.operations.get(operation_id))
 
 
@@ -623,7 +623,7 @@ def cache_folder(here: Services, name: str, fingerprint: str) -> Path:
     path = here.folder.caches / name / fingerprint
     fits = re.fullmatch(NAME, name) and re.fullmatch(PRINT, fingerprint)
     if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
-        raise NotFound(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")
+        raise NotFoundError(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")
     return path
 
 
@@ -697,7 +697,7 @@ def get_ready(here: Here, response: Response) -> Ready:
     jobs, error = None, here.degraded
     try:
         jobs = here.jobs.count()
-    except Degraded as now:
+    except DegradedError as now:
         error = error or str(now)
     if error is not None:
         response.status_code = 503

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from stoker.errors import Conflict, NotFound, ResourceError, StalledError, StokerError
+from stoker.errors import ConflictError, NotFoundError, ResourceError, StalledError, StokerError
 from stoker.runtime.threads import Pool
 
 if TYPE_CHECKING:
@@ -207,9 +207,9 @@ class Operations:
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
-                raise Conflict(f"it is being done already: {what}. Wait for that one")
+                raise ConflictError(f"it is being done already: {what}. Wait for that one")
             if self._threads >= self._at_once:
-                raise Conflict(
+                raise ConflictError(
                     f"{self._threads} operations are running, which is the limit. Wait for one to end"
                 )
             self._threads += 1
@@ -242,7 +242,7 @@ class Operations:
         with self._lock:
             running = self._all.get(id)
         if running is None:
-            raise NotFound(f"there is no operation {id!r}; those that ended are kept for a while only")
+            raise NotFoundError(f"there is no operation {id!r}; those that ended are kept for a while only")
         return self._look(running)
 
     def _run(self, running: _Running, work: Callable[[], dict[str, Json]]) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlencode, urlsplit
 
-from stoker.errors import ConfigError, Conflict, Degraded, NotFound, ServiceError, StalledError, StokerError
+from stoker.errors import (
+    ConfigError,
+    ConflictError,
+    DegradedError,
+    NotFoundError,
+    ServiceError,
+    StalledError,
+    StokerError,
+)
 from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailure, HttpStream, json_object
 
 API = "/api/v1/training"
@@ -172,10 +180,10 @@ class ServiceClient:
         )
         known: dict[int, StokerError] = {
             401: token,
-            404: NotFound(said),
-            409: Conflict(said),
+            404: NotFoundError(said),
+            409: ConflictError(said),
             422: ConfigError(said),
-            503: Degraded(said),
+            503: DegradedError(said),
             504: StalledError(said),
         }
         return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
@@ -188,7 +196,7 @@ def _job(id: str) -> str:
         NotFound: No job can have that id.
     """
     if not id or not id.isascii() or not id.isprintable() or "/" in id:
-        raise NotFound(f"there is no job {id!r}. `stoker job list` shows those there are")
+        raise NotFoundError(f"there is no job {id!r}. `stoker job list` shows those there are")
     return f"/jobs/{quote(id, safe='')}"
 
 

@@ -2,7 +2,7 @@
 
 Every transaction is bounded: SQLite by its busy timeout and a check while a statement runs, PostgreSQL by its
 own timeouts, by keepalives, and by `Silence` where the server says nothing at all. What goes wrong with
-the database itself comes out as `Degraded`, and is noted (`trouble`) until it works again; errors of a
+the database itself comes out as `DegradedError`, and is noted (`trouble`) until it works again; errors of a
 statement (a broken rule of a table) come out as they are.
 
 Times are those of the database's clock (`wall`), never of a process's own.
@@ -44,7 +44,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Dialect, make_url
 
-from stoker.errors import ConfigError, Degraded, FormatError, StokerError
+from stoker.errors import ConfigError, DegradedError, FormatError, StokerError
 from stoker.plan.resources import storage_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Gate:
             if not self._why:
                 return
             if now < self._shut_until:
-                raise Degraded(self._why)
+                raise DegradedError(self._why)
             self._shut_until = now + patience_s
 
     def shut(self, why: str) -> None:
@@ -534,7 +534,7 @@ class Database:
             raise
         self._gate.open()
 
-    def _explain(self, error: exc.SQLAlchemyError, waited_s: float) -> Degraded:
+    def _explain(self, error: exc.SQLAlchemyError, waited_s: float) -> DegradedError:
         cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         if self._silence is not None and self._silence.was_cut():
             cause = f"it said nothing for {waited_s:.0f} s"
@@ -544,7 +544,7 @@ class Database:
             advice = "Look at its disk, and at who else has the file open; it is asked again automatically"
         else:
             advice = "Look whether it runs and can be reached; it is asked again automatically"
-        return Degraded(f"{self}: the database does not do it: {cause}. {advice}", full=full)
+        return DegradedError(f"{self}: the database does not do it: {cause}. {advice}", full=full)
 
     def _sqlite_arguments(self) -> dict[str, Any]:
         path = Path(self.url.database or "")

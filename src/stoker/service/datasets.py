@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict, Field
 
-from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
@@ -302,7 +302,7 @@ class Datasets:
             query = sa.select(JOBS.c.id, JOBS.c.dataset_ids).where(JOBS.c.state.not_in(tuple(ENDED)))
             users = [row.id for row in connection.execute(query) if dataset.id in row.dataset_ids]
             if users:
-                raise Conflict(
+                raise ConflictError(
                     f"data set {dataset.name!r} is needed by job {users[0]}"
                     f"{f' and {len(users) - 1} more' if len(users) > 1 else ''}. Cancel it first, or wait"
                 )
@@ -357,11 +357,13 @@ class Datasets:
                 there = sa.or_(DATASETS.c.id == id, DATASETS.c.name == name)
                 row = connection.execute(sa.select(*_FIELDS).where(there)).mappings().first()
         if row is None:
-            raise Conflict(f"data set {name!r} was deleted while it was made. Ask again")
+            raise ConflictError(f"data set {name!r} was deleted while it was made. Ask again")
         found = Dataset(**row)
         if any(getattr(found, field) != value for field, value in same.items()):
             what = "is there under another name" if found.id == id else "is the name of another data set"
-            raise Conflict(f"{name!r} {what}: {found.name!r} ({found.id}). Use that one, or another name")
+            raise ConflictError(
+                f"{name!r} {what}: {found.name!r} ({found.id}). Use that one, or another name"
+            )
         return found
 
     def _update(self, id: str, values: Mapping[str, Any]) -> Dataset:
@@ -369,7 +371,7 @@ class Datasets:
         with self._database.writing() as connection:
             row = connection.execute(change).mappings().one_or_none()
         if row is None:
-            raise NotFound(f"data set {id} was deleted meanwhile")
+            raise NotFoundError(f"data set {id} was deleted meanwhile")
         return Dataset(**row)
 
 
@@ -426,7 +428,7 @@ def _found(database: Database, connection: sa.Connection, ids: Sequence[str]) ->
     rows = _settled(database, connection, [Dataset(**row) for row in found])
     by_key = {one.name: one for one in rows} | {one.id: one for one in rows}
     if missing := [id for id in ids if id not in by_key]:
-        raise NotFound(
+        raise NotFoundError(
             f"no data set is registered as {', '.join(missing)}. GET /api/v1/training/datasets lists them"
         )
     return [by_key[id] for id in ids]

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from stoker.errors import ConfigError, NotFound
-from stoker.runtime.disk import explained, format_inodes, free_space
-from stoker.runtime.files import replacing
+from stoker.errors import ConfigError, NotFoundError
+from stoker.runtime.disk import explain_disk_errors, format_inodes, free_space
+from stoker.runtime.files import replace_atomically
 from stoker.service.background import Recent
 from stoker.units import format_bytes
 
@@ -135,7 +135,7 @@ class StateFolder:
         except ValueError:
             known = ""
         if known != id:
-            raise NotFound(f"there is no job {id!r}: an id is written as 8-4-4-4-12 hexadecimal digits")
+            raise NotFoundError(f"there is no job {id!r}: an id is written as 8-4-4-4-12 hexadecimal digits")
         return JobFolder(self.jobs / known)
 
     def lack(self) -> str | None:
@@ -182,7 +182,7 @@ def prepare_state_dir(path: Path) -> StateFolder:
         ReadOnlyError: It cannot be made.
     """
     path = path.absolute()
-    with explained(path):
+    with explain_disk_errors(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid != os.geteuid():
@@ -200,7 +200,7 @@ def prepare_state_dir(path: Path) -> StateFolder:
             f"anybody may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
         )
     folder = StateFolder(path)
-    with explained(path):
+    with explain_disk_errors(path):
         folder.make()
     return folder
 
@@ -243,7 +243,7 @@ class JobFile:
         Raises:
             ResourceError: The disk is full.
         """
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
 
@@ -264,7 +264,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with explained(path):
+        with explain_disk_errors(path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, 0o600)
         self.epoch = _end_of(path)
@@ -278,7 +278,7 @@ class Journal:
         """
         text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
         left = text.encode() + b"\n"
-        with explained(self._path):
+        with explain_disk_errors(self._path):
             while left:  # a disk that fills up takes a part, and refuses the next
                 left = left[os.write(self._fd, left) :]
         if kind == "metrics":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import sqlalchemy as sa
 
-from stoker.errors import AttemptLost, ConfigError, Conflict, NotFound
+from stoker.errors import ConfigError, ConflictError, LostAttemptError, NotFoundError
 from stoker.service.database import DATASETS, ENDED, HELD, JOBS, METRICS, WAITING, State, append, before
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Jobs:
             return self.create(config, name=name, epochs=epochs, kind=kind, dataset_ids=dataset_ids, key=key,
                                parent=parent)  # fmt: skip
         if row["digest"] != digest:
-            raise Conflict(
+            raise ConflictError(
                 f"the idempotency key {key!r} belongs to job {row['id']}, which was asked for with another "
                 "body. Use a new key for another job"
             )
@@ -307,12 +307,12 @@ class Jobs:
 def _found(connection: sa.Connection, id: str) -> Job:
     row = connection.execute(_ONE, {"id": id}).mappings().one_or_none()
     if row is None:
-        raise NotFound(f"there is no job {id!r}. `stoker job list` shows those there are")
+        raise NotFoundError(f"there is no job {id!r}. `stoker job list` shows those there are")
     return job_of(row)
 
 
-def _refusal(job: Job, what: str, allowed: Sequence[State]) -> Conflict:
-    return Conflict(
+def _refusal(job: Job, what: str, allowed: Sequence[State]) -> ConflictError:
+    return ConflictError(
         f"job {job.id} is {job.state} and cannot be {what}: that takes a job that is "
         f"{', '.join(sorted(allowed))}",
         state=job.state,
@@ -542,7 +542,7 @@ class JobQueue:
         """Return what is wanted of the job now: running, pausing or cancelling.
 
         Raises:
-            AttemptLost: Another attempt was begun, or the job has ended.
+            LostAttemptError: Another attempt was begun, or the job has ended.
         """
         held = sa.select(JOBS.c.state).where(_of(attempt), JOBS.c.state.in_(tuple(HELD)))
         with self._database.reading() as connection:
@@ -556,7 +556,7 @@ class JobQueue:
         Metrics become rows, everything becomes events. The lines `completed` and `failed` are for `finish`.
 
         Raises:
-            AttemptLost: Another attempt was begun, or the job has ended: nothing was stored.
+            LostAttemptError: Another attempt was begun, or the job has ended: nothing was stored.
         """
         with self._database.writing() as connection:
             values = {**_shown(lines), "position": position}
@@ -571,7 +571,7 @@ class JobQueue:
         Asking again after an answer that never came is safe: the second time finds it done.
 
         Raises:
-            AttemptLost: Another attempt was begun, or the job has ended otherwise, or cannot go from its
+            LostAttemptError: Another attempt was begun, or the job has ended otherwise, or cannot go from its
                 state to the outcome: nothing was stored.
         """
         values = {
@@ -611,7 +611,7 @@ class JobQueue:
             wait_s: How long nobody is to take it.
 
         Raises:
-            AttemptLost: Another attempt was begun, or the job has ended.
+            LostAttemptError: Another attempt was begun, or the job has ended.
         """
         with self._database.writing() as connection:
             row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s)
@@ -733,8 +733,8 @@ def _of(attempt: JobAttempt) -> sa.ColumnElement[bool]:
     return sa.and_(JOBS.c.id == attempt.job.id, JOBS.c.attempt == attempt.number)
 
 
-def _lost(attempt: JobAttempt) -> AttemptLost:
-    return AttemptLost(
+def _lost(attempt: JobAttempt) -> LostAttemptError:
+    return LostAttemptError(
         f"attempt {attempt.number} at job {attempt.job.id}, by worker {attempt.job.worker}, is over: the job "
         "went on without it, or has ended. Nothing was changed"
     )

@@ -18,9 +18,9 @@ from starlette.routing import Match
 from stoker.config.names import Schema, schema_of, without_null, wrong_fields
 from stoker.errors import (
     ConfigError,
-    Conflict,
-    Degraded,
-    NotFound,
+    ConflictError,
+    DegradedError,
+    NotFoundError,
     PathRefusedError,
     ReadOnlyError,
     ResourceError,
@@ -342,9 +342,9 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
 
 STATUS: tuple[tuple[type[StokerError], int], ...] = (
     (PathRefusedError, 403),
-    (NotFound, 404),
-    (Conflict, 409),
-    (Degraded, 503),
+    (NotFoundError, 404),
+    (ConflictError, 409),
+    (DegradedError, 503),
     (StalledError, 504),
     (ResourceError, 507),
     (ReadOnlyError, 507),

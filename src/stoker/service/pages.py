@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import stoker
-from stoker.errors import NotFound, ResourceError, SourceError, StalledError, StokerError
+from stoker.errors import NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
 from stoker.service.database import ENDED, HELD, WAITING, Event, State
@@ -552,7 +552,7 @@ def _datasets(here: Services, number: int) -> dict[str, Any]:
 def _recent(here: Services, id: str, epoch: int) -> list[dict[str, Any]]:
     try:
         return here.jobs.metrics(id, limit=SPARK_EPOCHS, after=max(0, epoch - SPARK_EPOCHS))
-    except NotFound:
+    except NotFoundError:
         return []  # it was deleted since it was listed
 
 

@@ -45,7 +45,7 @@ from pydantic import SecretStr
 from starlette.responses import JSONResponse, Response
 
 from stoker.errors import ConfigError, PathRefusedError, StokerError
-from stoker.runtime.files import create_file, replacing
+from stoker.runtime.files import create_file, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.service.traffic import RequestTraffic
 from stoker.sources.sql.query import parse_address
@@ -291,7 +291,7 @@ class Auth:
             ended = {name: until for name, until in self._ended.items() if until > now}
             self._ended = {**ended, session.id: now + SESSION_S}
             if self._ended_file is not None:
-                with replacing(self._ended_file) as temporary:
+                with replace_atomically(self._ended_file) as temporary:
                     temporary.write_text(json.dumps(self._ended))
 
     def _seal(self, purpose: str, payload: str) -> str:

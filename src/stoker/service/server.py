@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stoker.errors import ConfigError
 from stoker.plan.resources import disk_space
-from stoker.runtime.files import replacing
+from stoker.runtime.files import replace_atomically
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.app import create_app
@@ -126,7 +126,7 @@ def address_of(listening: socket.socket) -> str:
 
 def write_address(path: Path, address: str) -> None:
     """Leave the service's URL in its folder."""
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text(address + "\n")
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 

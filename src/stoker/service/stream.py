@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from stoker.errors import Degraded
+from stoker.errors import DegradedError
 from stoker.service.database import Event, Outbox
 from stoker.service.security import Auth, BrowserSession, Message, Receive
 
@@ -82,7 +82,7 @@ class EventFeed:
             try:
                 await self._look()
                 await asyncio.sleep(POLL_S)
-            except Degraded as error:
+            except DegradedError as error:
                 log.warning("no events for now: %s", error)
                 await asyncio.sleep(DEGRADED_S)
             except Exception:  # the edge of the task: every reader waits for what it brings
@@ -161,7 +161,7 @@ class EventFeed:
                     self._outbox.read_page, place, job=job, limit=PAGE, most=PAGE_CHARS
                 )
                 oldest = await asyncio.to_thread(self._outbox.oldest)  # afterwards: what it read may be going
-            except Degraded:
+            except DegradedError:
                 await asyncio.sleep(DEGRADED_S)
                 return [], place
             if place < oldest - 1:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stoker.errors import ConfigError, Degraded, ResourceError, StokerError
-from stoker.runtime.files import replacing
+from stoker.errors import ConfigError, DegradedError, ResourceError, StokerError
+from stoker.runtime.files import replace_atomically
 from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.child import Child, preload
 from stoker.runtime.threads import Pool, Ticket
@@ -167,7 +167,7 @@ class WorkerSupervisor:
             self._see_whether_all_is_well(now)
             self._away = False
             self._take_jobs_from_dead_workers()
-        except Degraded as error:
+        except DegradedError as error:
             if not self._away:
                 _log.error("%s", error)
             self._away = True
@@ -198,7 +198,7 @@ class WorkerSupervisor:
         try:
             Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
             remove_orphans(self._folder, Jobs(self._database))
-        except (Degraded, OSError) as error:
+        except (DegradedError, OSError) as error:
             _log.warning("chores: %s. They are tried again in %g s", error, CHORES_EVERY_S)
 
     def _see_whether_all_is_well(self, now: float) -> None:
@@ -387,6 +387,6 @@ def _identity(folder: StateFolder) -> str:
     """What a state folder is known by, wherever it is moved to."""
     path = folder.path / "folder-id"
     if not path.exists():
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             temporary.write_text(secrets.token_hex(16))
     return path.read_text()

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, cast
 
 import cloudpickle
 
-from stoker.errors import AttemptLost, Degraded, ResourceError, StalledError, StokerError
+from stoker.errors import DegradedError, LostAttemptError, ResourceError, StalledError, StokerError
 from stoker.plugins import load_extension
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.processes.child import preload
 from stoker.runtime.processes.entry import Connection
 from stoker.service.database import Database, State
@@ -111,7 +111,7 @@ class AttemptRunner:
             Degraded: The worker is to end, and the database does not answer; the service gives the job back.
         """
         try:
-            with explained(self._folder.path):
+            with explain_disk_errors(self._folder.path):
                 hold = self._worker.executor.hold(self._folder)
                 try:
                     self._run(hold)
@@ -119,7 +119,7 @@ class AttemptRunner:
                     hold.release()
         except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no room
             self._give_back(str(error), lost=False, wait_s=self._queue.retry.room_wait_s)
-        except AttemptLost as error:
+        except LostAttemptError as error:
             _log.warning("%s", error)
 
     def _run(self, hold: JobHold) -> None:
@@ -146,7 +146,7 @@ class AttemptRunner:
             try:
                 if time.monotonic() >= self._again:
                     self._tell()
-            except Degraded as error:
+            except DegradedError as error:
                 _log.warning("%s", error)
                 self._again = time.monotonic() + self._settings.pace.look_s
             self._react(process)
@@ -220,7 +220,7 @@ class AttemptRunner:
             self._worker.beat()
             try:
                 tell()
-            except Degraded as error:
+            except DegradedError as error:
                 _log.warning("%s", error)
                 if self._worker.stopping:
                     deadline = min(deadline, time.monotonic() + self._queue.retry.timeout_s)
@@ -241,7 +241,7 @@ class AttemptRunner:
                 return
             try:
                 self._queue.finish(self._attempt, outcome, lines=self._untold, position=self._position)
-            except AttemptLost:  # or asked for something else meanwhile, which the look tells
+            except LostAttemptError:  # or asked for something else meanwhile, which the look tells
                 continue
             return
 
@@ -285,7 +285,7 @@ class AttemptRunner:
             self._until_told(
                 lambda: self._queue.give_back(self._attempt, why, lost=lost, wait_s=wait_s) and None
             )
-        except AttemptLost as error:
+        except LostAttemptError as error:
             _log.warning("%s", error)
 
 
@@ -387,7 +387,7 @@ class JobWorker:
                     is_free = False
                     self.work(attempt)
                     continue
-            except (Degraded, AttemptLost) as error:
+            except (DegradedError, LostAttemptError) as error:
                 is_free = False
                 _log.warning("%s", error)
             time.sleep(self.settings.pace.look_s)
@@ -409,7 +409,7 @@ class JobWorker:
             self.settings.access.check_settings(cast("dict[str, Json]", job.config.get("settings") or {}))
             folder.make()
             self._job_file(attempt, datasets).write(folder.job_file)
-        except Degraded:
+        except DegradedError:
             raise
         except (ResourceError, OSError) as error:  # no room, or a folder that cannot be written: may pass
             self.queue.give_back(attempt, str(error), lost=False, wait_s=self.settings.retry.room_wait_s)

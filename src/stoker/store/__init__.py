@@ -8,8 +8,8 @@ from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.format import Column
 from stoker.store.index import Index, Segments, load_recipe
-from stoker.store.joins import Join, Joined, JoinReport, join_table
-from stoker.store.mirror.transfer import TransferReport, Wanted, pull, push
+from stoker.store.joins import Join, JoinedColumns, JoinReport, join_table
+from stoker.store.mirror.transfer import RecordSelection, TransferReport, pull, push
 from stoker.store.recipe import Difference, Digests, FileDigest, Recipe, RecipePart, diff_recipes, make_recipe
 from stoker.store.shard import Shard
 from stoker.store.write import RecordWriter, WriterSettings
@@ -26,15 +26,15 @@ __all__ = [
     "Index",
     "Join",
     "JoinReport",
-    "Joined",
+    "JoinedColumns",
     "Recipe",
     "RecipePart",
+    "RecordSelection",
     "RecordWriter",
     "Segments",
     "Shard",
     "TransferReport",
     "VerifyReport",
-    "Wanted",
     "WriterSettings",
     "diff_recipes",
     "join_table",

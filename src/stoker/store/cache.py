@@ -46,13 +46,13 @@ from stoker.store.index import (
     without_lost,
     write_index,
 )
-from stoker.store.joins import Joined, join_table
-from stoker.store.mirror.root import here, shown
+from stoker.store.joins import JoinedColumns, join_table
+from stoker.store.mirror.root import display_path, resolve_local
 from stoker.store.recipe import Recipe
 from stoker.store.rows import spread
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
 from stoker.store.storage import open_storage
-from stoker.store.use import Use, indexing, note_use
+from stoker.store.use import UsageLock, lock_index, note_use
 from stoker.store.values import read_field
 from stoker.units import MIB, format_count
 
@@ -104,12 +104,12 @@ class Filler(Protocol):
         """
         ...
 
-    def begin(self) -> Filling:
+    def begin(self) -> BackgroundFill:
         """Begin to encode all that is missing, beside this process, block by block (`fill_blocks`)."""
         ...
 
 
-class Filling(Protocol):
+class BackgroundFill(Protocol):
     """A cache that is being filled while others read what is there."""
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
@@ -154,7 +154,7 @@ class Cache:
         index: Index,
         lost: tuple[LostShard, ...] = (),
         *,
-        use: Use | None = None,
+        use: UsageLock | None = None,
     ) -> None:
         self.path = path
         self.recipe = recipe
@@ -163,10 +163,10 @@ class Cache:
         """Shards that were gone when it was opened; `index` serves nothing from them."""
         self.filler: Filler | None = None
         """Whoever can encode what is missing; a loader asks it."""
-        self.filling: Filling | None = None
+        self.filling: BackgroundFill | None = None
         """The work under way to complete it (`precompute(wait=False)`); a loader serves beside it."""
-        self.joined: Joined | None = None
-        self._use = use or Use(path)
+        self.joined: JoinedColumns | None = None
+        self._use = use or UsageLock(path)
         self._storage = open_storage(path)
         self._shards = OpenShards()
 
@@ -335,14 +335,14 @@ def open_cache(
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
     """
-    cache = open_unnoted(path, require_complete=require_complete)
+    cache = peek_cache(path, require_complete=require_complete)
     note_use(cache.path)
     return cache if join is None else join_table(cache, **join)
 
 
-def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
+def peek_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
     """As `open_cache`, and does not count as a use: for whoever opens several to choose one."""
-    folder = here(path)
+    folder = resolve_local(path)
     try:
         cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
     except PermissionError as error:
@@ -354,7 +354,7 @@ def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
         raise cache.lost[0].error()
     if require_complete and not cache.complete:
         raise IncompleteError(
-            f"{shown(cache.path)} holds {len(cache)} of {cache.index.count} records "
+            f"{display_path(cache.path)} holds {len(cache)} of {cache.index.count} records "
             f"({len(cache.quarantined)} quarantined). Run again what made it, to encode the rest"
         )
     return cache
@@ -366,7 +366,7 @@ def open_indexed(folder: Path, recipe: Recipe) -> Cache:
     Raises:
         FileNotFoundError, FormatError: As `load_index`.
     """
-    use = Use(folder)  # before the index is read, so that no shard it names goes in between
+    use = UsageLock(folder)  # before the index is read, so that no shard it names goes in between
     index = load_index(folder, recipe)
     return Cache(folder, recipe, *without_lost(index, folder, open_storage(folder).sizes()), use=use)
 
@@ -380,19 +380,19 @@ def _open_folder(folder: Path) -> Cache:
             log.info("%s has no index, as after a kill; its shards are read to make one", folder)
     except FormatError as error:
         log.warning("the index of %s is made again from its shards: %s", folder, error)
-    return rebuild(folder, recipe)
+    return rebuild_index(folder, recipe)
 
 
-def rebuild(folder: Path, recipe: Recipe) -> Cache:
+def rebuild_index(folder: Path, recipe: Recipe) -> Cache:
     """Read every shard in full and make the index from what is sound.
 
     Where the folder cannot be written or is full, the index is kept in memory.
     """
-    use = Use(folder)
+    use = UsageLock(folder)
     storage = open_storage(folder)
     catalog = ShardCatalog(storage, recipe)
     catalog.verify()
-    with suppress(ReadOnlyError, ResourceError, StalledError), indexing(folder):
+    with suppress(ReadOnlyError, ResourceError, StalledError), lock_index(folder):
         index = write_index(storage, recipe, catalog.refresh)
         return Cache(folder, recipe, index, use=use)
     index = build_index(storage, recipe, catalog.refresh(), None)
@@ -420,11 +420,12 @@ def _no_cache(folder: Path) -> str:
     """The error for a folder without recipes: it may be the one that holds caches by name."""
     names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
     if not names:
-        return f"{shown(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
+        return f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
     more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
     return (
-        f"{shown(folder)} is no cache but holds caches by name: {', '.join(names[:MOST_NAMED])}{more}. "
-        f"Name one, as {shown(folder / names[0])}"
+        f"{display_path(folder)} is not a cache. It holds caches by name: {', '.join(names[:MOST_NAMED])}"
+        f"{more}. "
+        f"Name one, as {display_path(folder / names[0])}"
     )
 
 
@@ -470,7 +471,7 @@ def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
         _warned.add(folder)
         log.warning(
             "%s holds %d complete caches; opened the newest, %s. Name its folder to open another",
-            shown(folder),
+            display_path(folder),
             count,
             fingerprint,
         )
@@ -602,7 +603,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
     return np.stack([starts, np.append(starts[1:], recipe.count)[:blocks]], axis=1)[order]
 
 
-class Growing:
+class GrowingCache:
     """What a folder holds while somebody fills it, read from the shards themselves.
 
     Args:
@@ -622,7 +623,7 @@ class Growing:
         self._seen: dict[str, int] | None = None
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
-        """As `Filling.look`."""
+        """As `BackgroundFill.look`."""
         sizes = self._storage.sizes()
         seen = {name: n for name, n in sizes.items() if is_shard_name(name) or name.startswith("failures-")}
         if seen != self._seen:

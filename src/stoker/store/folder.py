@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.encoders.weights import weights_to_bytes
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import make_folder, sync_folder
 from stoker.runtime.jsonio import as_object, canonical_json, read_strict
 from stoker.runtime.locks import lock_folder
@@ -37,7 +37,7 @@ from stoker.store.index import (
 )
 from stoker.store.recipe import FileDigest, Recipe
 from stoker.store.storage import Storage, open_storage, sweep
-from stoker.store.use import Use, indexing, note_use
+from stoker.store.use import UsageLock, lock_index, note_use
 from stoker.store.write import RecordWriter, WriterSettings
 from stoker.units import GIB, format_count
 
@@ -90,7 +90,7 @@ def digest_samples(arrays: Sample, schema: Schema, members: Sequence[int]) -> ND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class SampleMatch:
     """Records of one cache that samples were found in."""
 
     cache: Cache
@@ -102,7 +102,7 @@ class Match:
     """Those of `members` that have another place in their group there."""
 
 
-class SameSamples:
+class SampleLookup:
     """Records of other caches by the digest of their samples.
 
     It keeps those caches in use, so that no clean-up removes them.
@@ -129,7 +129,7 @@ class SameSamples:
         """Find these no more: their records are damaged."""
         self._refused |= {(int(high), int(low)) for high, low in digests}
 
-    def find(self, digests: NDArray[np.uint64], locals_: Sequence[int]) -> list[Match]:
+    def find(self, digests: NDArray[np.uint64], locals_: Sequence[int]) -> list[SampleMatch]:
         """Return where the records of samples are, for those that are found.
 
         Args:
@@ -148,7 +148,7 @@ class SameSamples:
                 found.setdefault(cache, []).append((member, *divmod(place, 1 << _BITS)))
         return [self._match(self._caches[i], rows, locals_) for i, rows in found.items()]
 
-    def _match(self, cache: Cache, rows: list[tuple[int, int, int]], locals_: Sequence[int]) -> Match:
+    def _match(self, cache: Cache, rows: list[tuple[int, int, int]], locals_: Sequence[int]) -> SampleMatch:
         moved: list[int] = []
         for member, shard, row in rows:
             try:
@@ -158,7 +158,7 @@ class SameSamples:
             if there % self._group != locals_[member] % self._group:
                 moved.append(member)
         places = np.array([[shard, row] for _, shard, row in rows], np.int64)
-        return Match(cache=cache, members=[member for member, _, _ in rows], places=places, moved=moved)
+        return SampleMatch(cache=cache, members=[member for member, _, _ in rows], places=places, moved=moved)
 
 
 def _alike(folder: Path, recipe: Recipe) -> list[Cache]:
@@ -279,7 +279,7 @@ def adopt_shards(storage: Storage, recipe: Recipe, catalog: ShardCatalog) -> tup
         if not common:
             continue
         try:
-            _use = Use(path)  # so that no clean-up removes it while shards are linked
+            _use = UsageLock(path)  # so that no clean-up removes it while shards are linked
         except (FormatError, StalledError, OSError):
             continue
         _link_shards(storage, recipe, catalog, open_storage(path), theirs)
@@ -338,7 +338,7 @@ class Folder:
         self._storage = open_storage(path)
         self._catalog = ShardCatalog(self._storage, recipe)
         self._token = secrets.token_hex(6)
-        self._use = Use(path)
+        self._use = UsageLock(path)
         note_use(path)
 
     def complete(self) -> Cache | None:
@@ -372,14 +372,14 @@ class Folder:
         self.quarantine_many([failure for failure in failures if failure.number not in known])
         return gained
 
-    def same_samples(self) -> SameSamples | None:
+    def same_samples(self) -> SampleLookup | None:
         """Records of sibling caches by the digest of their samples; None: none is known, or none is missing.
 
         `adopt` needs parts that did not change. This needs the samples to be read.
         """
         if not len(self.missing()):
             return None
-        same = SameSamples(self.path, self.recipe)
+        same = SampleLookup(self.path, self.recipe)
         return same if len(same) else None
 
     def missing(self, *, retry_quarantined: bool = False, retry_transient: bool = True) -> NDArray[np.int64]:
@@ -435,7 +435,7 @@ class Folder:
         Of several processes that finish at once, each sees at least what those before it saw. Records that
         prove damaged on the way are left out of it, so `missing` may have grown afterwards.
         """
-        with indexing(self.path):
+        with lock_index(self.path):
             index = self._catalog.write_index()
         return Cache(self.path, self.recipe, index, use=self._use)
 
@@ -464,7 +464,7 @@ def open_folder(
     path = cache_dir / name / recipe.fingerprint
     storage = open_storage(path)
     try:
-        with explained(path):
+        with explain_disk_errors(path):
             _make_folders(cache_dir, path)
             sweep(storage.path)
             _put_recipe(storage, recipe)

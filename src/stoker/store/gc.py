@@ -24,8 +24,15 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.errors import ConfigError, Conflict, FormatError, IncompleteError, ResourceError, StalledError
-from stoker.runtime.disk import explained
+from stoker.errors import (
+    ConfigError,
+    ConflictError,
+    FormatError,
+    IncompleteError,
+    ResourceError,
+    StalledError,
+)
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import TEMPORARY_NAME, RegularFile, dead_temporaries, rename, sync_folder
 from stoker.runtime.jsonio import as_object
 from stoker.runtime.locks import FOLDER_LOCK, lock_folder, lock_holder, try_lock
@@ -48,7 +55,7 @@ from stoker.store.recipe import Recipe
 from stoker.store.remote import ReplacedError
 from stoker.store.shard import Shard
 from stoker.store.storage import Storage, open_storage
-from stoker.store.use import INDEX_WAIT_S, Use, alone, unnoted, unused_for_s
+from stoker.store.use import INDEX_WAIT_S, UsageLock, exclusive_use, idle_seconds, preserve_times
 from stoker.units import format_bytes, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -63,7 +70,7 @@ TWO_DAYS_S = 2 * 86400.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class FoundFolder:
+class ScannedFolder:
     """One fingerprint's folder."""
 
     path: Path
@@ -106,13 +113,13 @@ class FoundFolder:
         return [name.removeprefix(FOLDER_LOCK) for name in names if _is_held(self.path / name)]
 
 
-def scan(cache_dir: Path) -> list[FoundFolder]:
+def scan(cache_dir: Path) -> list[ScannedFolder]:
     """Every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
 
     Raises:
         FormatError: A folder of caches cannot be listed, so nobody can tell which weights they need.
     """
-    found: list[FoundFolder] = []
+    found: list[ScannedFolder] = []
     for parent in sorted(cache_dir.iterdir()):
         if parent.name.startswith(".") or parent.name == WEIGHTS_FOLDER or not parent.is_dir():
             continue
@@ -128,8 +135,8 @@ def scan(cache_dir: Path) -> list[FoundFolder]:
     return found
 
 
-def _look(path: Path, *, linked: bool) -> FoundFolder:
-    folder = FoundFolder(path=path, linked=linked)
+def _look(path: Path, *, linked: bool) -> ScannedFolder:
+    folder = ScannedFolder(path=path, linked=linked)
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -138,7 +145,7 @@ def _look(path: Path, *, linked: bool) -> FoundFolder:
                         status = entry.stat(follow_symlinks=False)
                         folder.files[entry.name] = status.st_size
                         folder.inodes[entry.name] = (status.st_dev, status.st_ino)
-        folder.unused_s = unused_for_s(path)
+        folder.unused_s = idle_seconds(path)
         recipe = load_recipe(path)
     except (FormatError, OSError) as error:
         folder.broken = str(error)
@@ -173,12 +180,12 @@ def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
             yield path, sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def never_begun(folder: FoundFolder) -> bool:
+def never_begun(folder: ScannedFolder) -> bool:
     """Whether a kill came between the making of a folder and its recipe."""
     return RECIPE_FILE not in folder.files and all(map(TEMPORARY_NAME.fullmatch, folder.files))
 
 
-def remove_never_begun(folder: FoundFolder) -> None:
+def remove_never_begun(folder: ScannedFolder) -> None:
     """Remove such a folder, unless somebody has begun it after all."""
     for _ in dead_temporaries(folder.path, remove=True):
         pass
@@ -211,7 +218,7 @@ def remove_weights(cache_dir: Path, path: Path) -> bool:
     """
     plain = path.with_name(f"{digest_of(path)}.safetensors")
     hidden = path.with_name(f"{GONE}{plain.name}")
-    with explained(path):
+    with explain_disk_errors(path):
         rename(path, hidden, durable=False)
         if any(folder.broken or folder.weights == plain.stem for folder in scan(cache_dir)):
             rename(hidden, plain, durable=False)
@@ -257,7 +264,7 @@ def remove_superseded(
         needed = _still_needed(folder, found)
     going = found.keys() - needed.keys()
     if why is None and going and not dry_run:
-        with unnoted(folder):
+        with preserve_times(folder):
             why = _drop(folder, going, force=force)
     for name, size in found.items():
         yield name, size, needed.get(name, why)
@@ -281,7 +288,7 @@ def _still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
     if view is None:
         return dict.fromkeys(names, "the index was lost meanwhile")
     recipe, index = view
-    cache = Cache(folder, recipe, index, use=Use(folder))
+    cache = Cache(folder, recipe, index, use=UsageLock(folder))
     lacking: dict[int, str] = {}
     read: set[int] = set()
     needed: dict[str, str] = {}
@@ -311,7 +318,7 @@ def _drop(folder: Path, names: Collection[str], *, force: bool) -> str | None:
         Why nothing was removed: somebody has the folder open, or it changed; None where all went.
     """
     with ExitStack() as stack:
-        if not stack.enter_context(alone(folder)) and not force:
+        if not stack.enter_context(exclusive_use(folder)) and not force:
             return "in use since a moment"
         # No waiting: whoever opens the folder meanwhile waits for us.
         if not stack.enter_context(lock_folder(folder, "index")):
@@ -340,7 +347,7 @@ def _drop(folder: Path, names: Collection[str], *, force: bool) -> str | None:
 
 
 def _unlink(storage: Storage, names: Collection[str]) -> None:
-    with explained(storage.path):
+    with explain_disk_errors(storage.path):
         for name in names:
             storage.remove(name)
         sync_folder(storage.path)
@@ -546,7 +553,7 @@ class _Collection:
         if folder is None:
             raise FormatError(f"there is no cache {path}. Name the folder of a cache")
         if why := self._busy(folder) or self._remove(folder):
-            raise Conflict(f"{path} stays: {why}. Wait for the job that uses it, or cancel it")
+            raise ConflictError(f"{path} stays: {why}. Wait for the job that uses it, or cancel it")
         self._note(
             "fingerprint", path, sum(self._take(folder, name) for name in [*folder.files]), "asked for"
         )
@@ -554,7 +561,7 @@ class _Collection:
         self._orphans()
         return self._report
 
-    def _own(self) -> list[FoundFolder]:
+    def _own(self) -> list[ScannedFolder]:
         return [folder for folder in self._folders if not folder.linked]
 
     def _leftovers(self) -> None:
@@ -579,7 +586,7 @@ class _Collection:
             for path, _ in dead_temporaries(folder.path, remove=not self._dry_run):
                 self._note("temporary", path, self._take(folder, path.name), "its writer is dead")
 
-    def _shards(self, folder: FoundFolder) -> None:
+    def _shards(self, folder: ScannedFolder) -> None:
         """Shards that serve nothing any more, unless somebody may have an earlier generation open."""
         for name, size, why in remove_superseded(
             folder.path,
@@ -593,7 +600,7 @@ class _Collection:
             else:
                 self._keep(kind, path, size, why)
 
-    def _fingerprints(self, select: Callable[[FoundFolder, int], str | None]) -> None:
+    def _fingerprints(self, select: Callable[[ScannedFolder, int], str | None]) -> None:
         """Remove the folders that `select` gives a reason for, the least recently used first."""
         ranked = _ranked(self._folders)
         for folder in sorted(self._own(), key=lambda folder: -folder.unused_s):
@@ -612,19 +619,19 @@ class _Collection:
             else:
                 self._keep("fingerprint", folder.path, folder.bytes, why)
 
-    def _by_age(self, folder: FoundFolder, place: int) -> str | None:
+    def _by_age(self, folder: ScannedFolder, place: int) -> str | None:
         limit_s, keep = self._policy.older_than_s, self._policy.keep
         if limit_s is not None:
             return f"unused for {folder.unused_text}" if folder.unused_s > limit_s else None
         return None if keep is None else f"number {place + 1} of its name (complete ones first), {keep} stay"
 
-    def _by_size(self, _folder: FoundFolder, _place: int) -> str | None:
+    def _by_size(self, _folder: ScannedFolder, _place: int) -> str | None:
         limit, size = self._policy.max_bytes, self._report.bytes_left
         if limit is None or size <= limit:
             return None
         return f"least recently used; {format_bytes(size)} are more than {format_bytes(limit)}"
 
-    def _protected(self, folder: FoundFolder, of_its_name: Sequence[FoundFolder]) -> str | None:
+    def _protected(self, folder: ScannedFolder, of_its_name: Sequence[ScannedFolder]) -> str | None:
         if not self._policy.unprotected and folder is _newest(of_its_name):
             return "the newest complete one of its name"
         if folder.broken:
@@ -633,23 +640,23 @@ class _Collection:
             return f"used {folder.unused_text} ago"
         return self._busy(folder)
 
-    def _busy(self, folder: FoundFolder) -> str | None:
+    def _busy(self, folder: ScannedFolder) -> str | None:
         """Why a folder is in use; None: it is not."""
         if claims := folder.live_claims():
             return f"claimed ({claims[0]}) by {lock_holder(folder.path, claims[0])}"
         return self._in_use(folder)
 
-    def _in_use(self, folder: FoundFolder) -> str | None:
+    def _in_use(self, folder: ScannedFolder) -> str | None:
         if self._policy.force:
             return None
-        with alone(folder.path) as nobody:
+        with exclusive_use(folder.path) as nobody:
             return None if nobody else "in use: somebody has it open, or its file system has no locks"
 
-    def _remove(self, folder: FoundFolder) -> str | None:
+    def _remove(self, folder: ScannedFolder) -> str | None:
         """Rename a folder away and delete it; returns why it stays, if somebody opened it meanwhile."""
         gone = folder.path.with_name(f"{GONE}{folder.path.name}-{secrets.token_hex(4)}")
-        with explained(folder.path):
-            with alone(folder.path) as nobody:
+        with explain_disk_errors(folder.path):
+            with exclusive_use(folder.path) as nobody:
                 if not nobody and not self._policy.force:
                     return "in use since a moment"
                 rename(folder.path, gone, durable=False)
@@ -671,7 +678,7 @@ class _Collection:
             if gone:
                 self._note("weights", path, size, "no recipe names them")
 
-    def _take(self, folder: FoundFolder, name: str) -> int:
+    def _take(self, folder: ScannedFolder, name: str) -> int:
         """Strike a file from a folder; returns the bytes that this frees, none if it is linked twice."""
         size = folder.files.pop(name, 0)
         inode = folder.inodes.pop(name, (0, 0))
@@ -687,19 +694,19 @@ class _Collection:
             self._report.kept.append(item)
 
 
-def _newest(folders: Sequence[FoundFolder]) -> FoundFolder | None:
+def _newest(folders: Sequence[ScannedFolder]) -> ScannedFolder | None:
     """Return the complete folder that was indexed last, which is what the name alone opens."""
     complete = [folder for folder in folders if folder.complete]
     return max(complete, key=lambda folder: (folder.sequence or 0, folder.path.name), default=None)
 
 
-def _ranked(folders: Sequence[FoundFolder]) -> dict[str, list[FoundFolder]]:
+def _ranked(folders: Sequence[ScannedFolder]) -> dict[str, list[ScannedFolder]]:
     """Folders by name: complete ones first, then those that were used last.
 
     A folder that is not complete must not take the place of a complete one among those that are kept. One
     without a sound index is being filled, so it counts as used later.
     """
-    ranked: dict[str, list[FoundFolder]] = {}
+    ranked: dict[str, list[ScannedFolder]] = {}
     for folder in sorted(
         folders,
         key=lambda f: (f.complete, f.sequence is None, -f.unused_s, f.sequence or 0, f.path.name),

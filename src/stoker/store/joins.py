@@ -89,7 +89,7 @@ class JoinReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Joined:
+class JoinedColumns:
     """Values by sample number."""
 
     schema: Schema
@@ -140,7 +140,7 @@ def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
     return other
 
 
-def join_columns(cache: Cache, join: Join) -> Joined:
+def join_columns(cache: Cache, join: Join) -> JoinedColumns:
     """The values of a table for the records of a cache.
 
     Raises:
@@ -173,7 +173,7 @@ def join_columns(cache: Cache, join: Join) -> Joined:
         unused=len({*labels.samples, *labels.malformed} - {*own}),
     )
     _log.info("%s: %s", where, _said(report))
-    return Joined(
+    return JoinedColumns(
         schema=schema,
         values={name: torch.from_numpy(array) for name, array in values.items()},
         numbers=None if masked or found.all() else numbers[found],

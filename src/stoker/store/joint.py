@@ -22,13 +22,13 @@ from stoker.schema import Schema
 from stoker.store.cache import Cache
 from stoker.store.failures import Failure
 from stoker.store.index import Index, ShardInfo
-from stoker.store.joins import Joined, JoinReport
+from stoker.store.joins import JoinedColumns, JoinReport
 from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard, ShardFacts
-from stoker.store.use import Use
+from stoker.store.use import UsageLock
 
 
-class Joint(Cache):
+class JointCache(Cache):
     """Handle on the records of several caches; the samples of one follow those of the one before.
 
     Raises:
@@ -41,7 +41,7 @@ class Joint(Cache):
         self.members = tuple(members)
         self._first_shard = np.cumsum([0, *(len(member.index.shards) for member in members)])
         path = Path(os.path.commonpath([member.path for member in members]))
-        super().__init__(path, recipe, _joint_index(members, recipe), use=Use(members[0].path))
+        super().__init__(path, recipe, _joint_index(members, recipe), use=UsageLock(members[0].path))
         self.joined = joint_columns(members)
         if any(member.filler is not None for member in members):
             self.filler = _JointFiller(self.members)
@@ -68,10 +68,10 @@ class Joint(Cache):
         return found
 
 
-def reopened(cache: Cache) -> Cache:
+def reopen(cache: Cache) -> Cache:
     """The same generation under a handle of its own: locks and descriptors do not survive a fork."""
-    if isinstance(cache, Joint):
-        return Joint([reopened(member) for member in cache.members])
+    if isinstance(cache, JointCache):
+        return JointCache([reopen(member) for member in cache.members])
     again = type(cache)(cache.path, cache.recipe, cache.index)
     again.filler, again.joined = cache.filler, cache.joined
     return again
@@ -171,7 +171,7 @@ def served_schema(cache: Cache) -> Schema:
     return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
 
 
-def joint_columns(members: Sequence[Cache]) -> Joined | None:
+def joint_columns(members: Sequence[Cache]) -> JoinedColumns | None:
     """The columns of several caches with the same fields, by the numbers that their samples have together."""
     found = [member.joined for member in members if member.joined is not None]
     if not found:
@@ -182,7 +182,7 @@ def joint_columns(members: Sequence[Cache]) -> Joined | None:
         for begin, member, joined in zip(first, members, found, strict=False)
     ]
     reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
-    return Joined(
+    return JoinedColumns(
         schema=found[0].schema,
         values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
         numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),

@@ -32,11 +32,11 @@ from stoker.store.index import (
     part_of,
     write_index,
 )
-from stoker.store.mirror.root import address_of, here
+from stoker.store.mirror.root import mirror_url, resolve_local
 from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard
 from stoker.store.storage import open_storage, sweep
-from stoker.store.use import Use, indexing, maintaining, note_use
+from stoker.store.use import UsageLock, lock_index, lock_maintenance, note_use
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
 from stoker.units import MIB
 
@@ -112,11 +112,11 @@ def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> Repa
         ReadOnlyError: It cannot be written.
         StalledError: Somebody else has been compacting or repairing it all the while.
     """
-    folder = here(folder)
+    folder = resolve_local(folder)
     recipe = load_recipe(folder)
-    _use = Use(folder)
+    _use = UsageLock(folder)
     note_use(folder)
-    with maintaining(folder):
+    with lock_maintenance(folder):
         return _Repair(folder, recipe, shards).run()
 
 
@@ -143,7 +143,7 @@ class _Repair:
         chosen = [name for name in names if self._only is None or name in self._only]
         unusable = [name for name in chosen if not self._examine(name)]
         self._note_unserved(previous, unusable)
-        with indexing(self._folder):
+        with lock_index(self._folder):
             # Rows of shards that were not read stay noted, whoever noted them meanwhile.
             reread = chosen if self._only is None else ()
             index = write_index(self._storage, self._recipe, self._catalog.refresh, reread=reread)
@@ -212,15 +212,15 @@ class _Repair:
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
         """Name the records that served from shards which are gone or cannot be used."""
-        here = {*self._storage.list()}
+        present = {*self._storage.list()}
         for shard in () if previous is None else previous.shards:
-            if shard.file in here and shard.file not in unusable:
+            if shard.file in present and shard.file not in unusable:
                 continue
-            if shard.file not in here and len(shard.segments):
+            if shard.file not in present and len(shard.segments):
                 self._report.lost.append(shard.file)
             offset = self._recipe.parts[shard.part].offset
             why = f"{self._folder / shard.file} " + (
-                "cannot be used: it is damaged or foreign" if shard.file in here else "is missing"
+                "cannot be used: it is damaged or foreign" if shard.file in present else "is missing"
             )
             self._report.bad += [
                 BadRecord(index=offset + first + k, shard=shard.file, why=why)
@@ -239,7 +239,7 @@ def folder_to_repair(path: str | Path) -> Path:
     Raises:
         FormatError: There is none, or several: a damaged one among them must not be passed over.
     """
-    path = here(path)
+    path = resolve_local(path)
     if (path / RECIPE_FILE).exists() or (FINGERPRINT.fullmatch(path.resolve().name) and path.is_dir()):
         return path
     found: list[Path] = []
@@ -319,11 +319,11 @@ def compact(
     cache = open_cache(path, require_complete=False)
     if cache.lost:
         raise cache.lost[0].error()
-    with maintaining(cache.path):
+    with lock_maintenance(cache.path):
         merge = _Merge(cache, shard_bytes, kind)
         report = CompactReport(
             path=str(cache.path),
-            address=address_of(cache.path),
+            address=mirror_url(cache.path),
             shards_before=len(_serving(merge.cache.index)),
             bytes_before=sum(shard.bytes for shard in _serving(merge.cache.index)),
         )
@@ -460,7 +460,7 @@ class _Merge:
     def _index(self, first: Sequence[str] = ()) -> Cache:
         """Another generation: O(shards), so one for many groups. Killed before it, they are merged anew."""
         path, begun = self._storage.path, time.monotonic()
-        with indexing(path):
+        with lock_index(path):
             index = write_index(self._storage, self._recipe, self._catalog.refresh, first)
         self._places = {shard.file: i for i, shard in enumerate(index.shards)}
         now = time.monotonic()

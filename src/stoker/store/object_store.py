@@ -27,7 +27,7 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from stoker.errors import AccessError, ConfigError, ReadOnlyError, ServiceError
-from stoker.store.remote import Expected, Object, PassingError, ReplacedError
+from stoker.store.remote import Expected, RemoteObject, ReplacedError, TransientError
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ class ObjectRemote:
         """Its address."""
         return self._url
 
-    def list(self, folder: str = "") -> tuple[list[str], list[Object]]:
+    def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:
         """Folders and objects right below `folder`."""
         with self._asking("list", folder):
             found = obstore.list_with_delimiter(self._store, folder or None)
         cut = len(folder) + 1 if folder else 0
         objects = [
-            Object(name=one["path"][cut:], bytes=one["size"], etag=one["e_tag"] or "")
+            RemoteObject(name=one["path"][cut:], bytes=one["size"], etag=one["e_tag"] or "")
             for one in found["objects"]
         ]
         folders = [str(prefix).rstrip("/")[cut:] for prefix in found["common_prefixes"]]
@@ -132,7 +132,7 @@ class ObjectRemote:
         with self._asking("get", name):
             answer = obstore.get(self._store, name, options=options)
             if tuple(answer.range) != (begin, end):
-                raise PassingError(f"bytes {answer.range} were sent, {begin}:{end} asked for")
+                raise TransientError(f"bytes {answer.range} were sent, {begin}:{end} asked for")
             pieces = iter(answer.stream(min_chunk_size=PIECE_BYTES))
         at = begin
         while True:
@@ -144,7 +144,7 @@ class ObjectRemote:
             at += len(data)
             sink(data)  # what goes wrong there is not the store's
         if at < end:
-            raise PassingError(f"the answer ended at byte {at}, expected {end}")
+            raise TransientError(f"the answer ended at byte {at}, expected {end}")
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
         """A whole small object, as `Remote.get`."""
@@ -156,14 +156,14 @@ class ObjectRemote:
                 return None
             data, meta = bytes(answer.bytes()), answer.meta
         if len(data) != meta["size"]:
-            raise PassingError(f"the answer has {len(data)} bytes, expected {meta['size']}")
+            raise TransientError(f"the answer has {len(data)} bytes, expected {meta['size']}")
         return data, meta["e_tag"] or ""
 
-    def head(self, name: str) -> Object:
+    def head(self, name: str) -> RemoteObject:
         """Size and etag of an object."""
         with self._asking("head", name):
             meta = obstore.head(self._store, name)
-        return Object(name=name, bytes=meta["size"], etag=meta["e_tag"] or "")
+        return RemoteObject(name=name, bytes=meta["size"], etag=meta["e_tag"] or "")
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
         """Put an object; large ones in parts, which become one object at the end."""
@@ -185,7 +185,7 @@ class ObjectRemote:
                 if mode == "overwrite" or not unknown:
                     raise
                 self._conditional = False
-                raise PassingError("the store has no conditional put; going on without") from None
+                raise TransientError("the store has no conditional put; going on without") from None
         return result["e_tag"] or ""
 
     def _mode(self, name: str, expected: Expected) -> Any:
@@ -267,7 +267,7 @@ class ObjectRemote:
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         if 400 <= status < 500 and status not in (408, 425, 429):
             return ServiceError(f"{where}: the store answers {status} {code}", status=status)
-        return PassingError(f"the store answers {status} {code}".rstrip() if status else _plain(text))
+        return TransientError(f"the store answers {status} {code}".rstrip() if status else _plain(text))
 
 
 def _plain(error: object) -> str:

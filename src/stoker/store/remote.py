@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
-from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
+from stoker.runtime.disk import READ_ONLY_ERRNOS, explain_disk_errors
 from stoker.runtime.files import PendingFile, RegularFile, make_folder
 from stoker.runtime.locks import lock_folder
 from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
-from stoker.runtime.threads import Pool, ending
+from stoker.runtime.threads import Pool, is_exiting
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ Expected: TypeAlias = "str | Literal['anything'] | None"
 """What a put replaces: the version with this etag, nothing (None), or whatever is there."""
 
 
-class PassingError(Exception):
+class TransientError(Exception):
     """One attempt failed in a way that may pass: a cut, a time-out, a busy server. Never leaves `retries`."""
 
 
@@ -58,7 +58,7 @@ class ReplacedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Object:
+class RemoteObject:
     """One object, by its name below the address of its `Remote`."""
 
     name: str
@@ -71,7 +71,7 @@ class Remote(Protocol):
     """A folder of objects. Methods make one attempt, and are safe to call from several threads.
 
     Raises:
-        PassingError: Trying again may help.
+        TransientError: Trying again may help.
         ReplacedError: The object is another version than asked for.
         FileNotFoundError: There is no such object.
         ReadOnlyError: It may not be written.
@@ -84,7 +84,7 @@ class Remote(Protocol):
         """Its address; holds no secrets."""
         ...
 
-    def list(self, folder: str = "") -> tuple[list[str], list[Object]]:
+    def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:
         """Folders and objects right below `folder`, by name there; nothing where there is no such folder."""
         ...
 
@@ -92,7 +92,7 @@ class Remote(Protocol):
         """Hand bytes `begin:end` of an object to `sink`, piece by piece, in order.
 
         Raises:
-            PassingError: It ended early; the pieces that came are right.
+            TransientError: It ended early; the pieces that came are right.
         """
         ...
 
@@ -100,7 +100,7 @@ class Remote(Protocol):
         """A whole small object and its etag; None where that is `known`."""
         ...
 
-    def head(self, name: str) -> Object:
+    def head(self, name: str) -> RemoteObject:
         """Size and etag of an object."""
         ...
 
@@ -241,7 +241,7 @@ class Retries:
                 log.warning(text, what, failure.attempts, left_s, failure.error)
 
         def give_up(failure: FailedAttempt) -> StalledError:
-            if ending():
+            if is_exiting():
                 return StalledError(f"{what}: the process ends")
             return StalledError(
                 f"{what} failed {failure.attempts} times in {failure.spent_s:.1f} s, {deadline_s:g} s are "
@@ -251,7 +251,7 @@ class Retries:
 
         return retry(
             operation,
-            PassingError,
+            TransientError,
             replace(POLICY, timeout_s=deadline_s),
             on_retry=note,
             give_up=give_up,
@@ -295,12 +295,12 @@ class FolderRemote:
         """Its address."""
         return self._url
 
-    def list(self, folder: str = "") -> tuple[list[str], list[Object]]:
+    def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:
         """Folders and regular files right below `folder`."""
 
-        def work(tell: Tell) -> tuple[list[str], list[Object]]:
+        def work(tell: Tell) -> tuple[list[str], list[RemoteObject]]:
             folders: list[str] = []
-            objects: list[Object] = []
+            objects: list[RemoteObject] = []
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as found:
                 for entry in found:
                     tell(b"")
@@ -310,7 +310,9 @@ class FolderRemote:
                         folders.append(entry.name)
                     elif entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        objects.append(Object(name=entry.name, bytes=status.st_size, etag=_etag(status)))
+                        objects.append(
+                            RemoteObject(name=entry.name, bytes=status.st_size, etag=_etag(status))
+                        )
             return sorted(folders), sorted(objects, key=lambda one: one.name)
 
         return self._answer(work)
@@ -326,7 +328,7 @@ class FolderRemote:
                     piece = os.pread(file.fileno(), min(PIECE_BYTES, end - at), at)
                     tell(piece)
                     if len(piece) < min(PIECE_BYTES, end - at):
-                        raise PassingError(f"it ended at byte {at + len(piece)}, expected {end}")
+                        raise TransientError(f"it ended at byte {at + len(piece)}, expected {end}")
 
         self._answer(work, sink)
 
@@ -344,23 +346,23 @@ class FolderRemote:
 
         return self._answer(work)
 
-    def head(self, name: str) -> Object:
+    def head(self, name: str) -> RemoteObject:
         """Size and etag of a file."""
         status = self._answer(lambda _: (self._root / name).lstat())
-        return Object(name=name, bytes=status.st_size, etag=_etag(status))
+        return RemoteObject(name=name, bytes=status.st_size, etag=_etag(status))
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
         """Write a file, whole or not at all; with `expected`, under the folder's claim."""
         path = self._root / name
 
         def work(tell: Tell) -> str:
-            with explained(self._root):
+            with explain_disk_errors(self._root):
                 make_folder(path.parent, 0o700)
                 if expected == "anything":
                     return self._write(path, data, tell)
                 with lock_folder(path.parent, "put", timeout_s=LOCK_WAIT_S) as got:
                     if not got:
-                        raise PassingError(
+                        raise TransientError(
                             f"somebody has been writing to {path.parent} for {LOCK_WAIT_S:g} s"
                         )
                     now = _etag(path.lstat()) if path.exists() else None
@@ -374,7 +376,7 @@ class FolderRemote:
         """Give a file another name."""
 
         def work(_: Tell) -> None:
-            with explained(self._root):
+            with explain_disk_errors(self._root):
                 (self._root / name).replace(self._root / new)
 
         self._answer(work)
@@ -383,7 +385,7 @@ class FolderRemote:
         """Remove a file."""
 
         def work(_: Tell) -> None:
-            with explained(self._root):
+            with explain_disk_errors(self._root):
                 (self._root / name).unlink(missing_ok=True)
 
         self._answer(work)
@@ -397,14 +399,14 @@ class FolderRemote:
         """What `work` returns, done by a thread. It calls `tell` as it gets on, with bytes for `sink`.
 
         Raises:
-            PassingError: It told nothing for `silence_s` seconds.
+            TransientError: It told nothing for `silence_s` seconds.
         """
         told: SimpleQueue[bytes | None] = SimpleQueue()
         given_up, room = threading.Event(), threading.Semaphore(PIECES_AHEAD)
 
         def tell(piece: bytes) -> None:
             # While the interpreter exits, this is the caller's own thread: nobody takes pieces meanwhile.
-            while piece and not ending() and not room.acquire(timeout=0.25):
+            while piece and not is_exiting() and not room.acquire(timeout=0.25):
                 if given_up.is_set():
                     break
             if given_up.is_set():
@@ -428,7 +430,7 @@ class FolderRemote:
                     if sink is not None:
                         sink(piece)
         except Empty:
-            raise PassingError(f"the folder has not answered for {limit_s:g} s") from None
+            raise TransientError(f"the folder has not answered for {limit_s:g} s") from None
         finally:
             given_up.set()
         try:
@@ -477,7 +479,7 @@ def _passing() -> Generator[None]:
         raise
     except OSError as error:
         if error.errno in PASSING_ERRNOS:
-            raise PassingError(f"{error.strerror} ({error.filename})") from error
+            raise TransientError(f"{error.strerror} ({error.filename})") from error
         if error.errno in READ_ONLY_ERRNOS:
             raise ReadOnlyError(f"{error.filename} may not be used: {error.strerror}") from error
         raise

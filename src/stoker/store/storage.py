@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.errors import FormatError, StokerError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import (
     PendingFile,
     RegularFile,
@@ -36,7 +36,7 @@ from stoker.store.format import (
     is_shard_name,
     places_name,
 )
-from stoker.store.mirror.blocks import BLOCK_BYTES, mark_whole, remove_stand
+from stoker.store.mirror.blocks import BLOCK_BYTES, mark_complete, remove_block_file
 from stoker.store.mirror.folder import MirrorFolder, mirror_of
 from stoker.store.places import open_placed
 from stoker.store.remote import Expected, ReplacedError
@@ -121,7 +121,7 @@ class Storage:
                 return
         except OSError as error:
             if error.errno not in NO_LINK_ERRNOS:
-                with explained(self.path):
+                with explain_disk_errors(self.path):
                     raise
             self._copy(other, name)
         sync_folder(self.path)
@@ -308,9 +308,9 @@ class MirrorPending:
         try:
             mirror.root.space.take(size)
             with mirror.locked():
-                remove_stand(path, self._name)
+                remove_block_file(path, self._name)
                 self._pending.show()
-                mark_whole(path, self._name, block_bytes=BLOCK_BYTES, etag=etag)
+                mark_complete(path, self._name, block_bytes=BLOCK_BYTES, etag=etag)
             mirror.root.space.take(0)  # alone it may be more than there is room for
         except (StokerError, OSError) as error:
             log.warning("%s is stored; no copy is kept here: %s", mirror.url_of(self._name), error)

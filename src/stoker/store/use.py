@@ -30,7 +30,7 @@ INDEX_WAIT_S = 60.0
 """How long a process that writes an index or rearranges shards waits for the one before."""
 
 
-class Use:
+class UsageLock:
     """Holds a folder open until nobody refers to this any more.
 
     Raises:
@@ -51,7 +51,7 @@ def note_use(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Generator[bool]:
+def exclusive_use(folder: Path) -> Generator[bool]:
     """Keep everybody from opening a folder; yields whether nobody has it open.
 
     Where the file system has no locks nobody can tell, which counts as somebody.
@@ -74,7 +74,7 @@ def _lock_alone(file: RegularFile) -> bool:
 
 
 @contextmanager
-def unnoted(folder: Path) -> Generator[None]:
+def preserve_times(folder: Path) -> Generator[None]:
     """Remove things from a folder without making it look used."""
     before = folder.stat()
     try:
@@ -84,7 +84,7 @@ def unnoted(folder: Path) -> Generator[None]:
             os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def unused_for_s(folder: Path) -> float:
+def idle_seconds(folder: Path) -> float:
     """Seconds since a folder was last opened or written to; 0 when its times lie in the future."""
     times = [folder.stat().st_mtime]
     with suppress(FileNotFoundError):
@@ -127,7 +127,7 @@ def _is_current(file: RegularFile, folder: Path) -> bool:
     return os.path.samestat(os.fstat(file.fileno()), there)
 
 
-def maintaining(folder: Path) -> AbstractContextManager[None]:
+def lock_maintenance(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock of the process that rearranges a folder's shards: one at a time.
 
     Raises:
@@ -137,7 +137,7 @@ def maintaining(folder: Path) -> AbstractContextManager[None]:
     return _only(folder, "compact", "is being compacted or repaired")
 
 
-def indexing(folder: Path) -> AbstractContextManager[None]:
+def lock_index(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock of the process that writes a folder's index; read the shards under it too.
 
     Raises:

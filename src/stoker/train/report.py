@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stoker.runtime.files import replacing
+from stoker.runtime.files import replace_atomically
 from stoker.train.config import TrainReport
 from stoker.units import format_count, format_percent, format_seconds
 
@@ -45,7 +45,7 @@ def draw_curves(rows: Rows, path: Path) -> None:
     for axes, draw in zip(figure.subplots(1, 3), _panels(rows), strict=True):
         _prepare(axes)
         draw(axes)
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
@@ -292,7 +292,7 @@ def write_report(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
-    with replacing(folder / "report.html") as temporary:
+    with replace_atomically(folder / "report.html") as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ import torch
 from stoker.errors import ConfigError, DivergedError, StaleStateError, arg
 from stoker.monitor.meter import StallMeter
 from stoker.plan.resources import resolve_device, use_device
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import remove_unfinished
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.scale.ranks import ALONE, Ranks
@@ -319,7 +319,7 @@ def own_folder(folder: Path) -> Generator[None]:
         ReadOnlyError: It cannot be written.
     """
     try:
-        with explained(folder):
+        with explain_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         why = "its file system takes none" if isinstance(error, FileNotFoundError) else "a file is in its way"

@@ -19,8 +19,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from stoker.errors import CorruptError
-from stoker.runtime.disk import explained
-from stoker.runtime.files import replacing
+from stoker.runtime.disk import explain_disk_errors
+from stoker.runtime.files import replace_atomically
 from stoker.schema import Json, canonical_json
 from stoker.train.config import TrainConfig
 
@@ -70,7 +70,7 @@ def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{kind}-{checkpoint.step:09d}"
-    with replacing(folder) as temporary:
+    with replace_atomically(folder) as temporary:
         temporary.mkdir()
         digests: dict[str, Json] = {}
         for name in _FILES:
@@ -281,7 +281,7 @@ class MetricsLog:
         if not self._writes:
             return
         line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False)
-        with explained(self.path), self.path.open("a", encoding="utf-8") as file:
+        with explain_disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -303,7 +303,7 @@ class MetricsLog:
         if not self._writes:
             return
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows() if wanted(row))
-        with replacing(self.path) as temporary:
+        with replace_atomically(self.path) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from stoker.loader import Loader, Mixture
 from stoker.store import Cache, open_cache
-from stoker.store.joint import Joint, reopened
+from stoker.store.joint import JointCache, reopen
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.mixture.three import same
 from tests.loader.test_filling import Steps
@@ -60,10 +60,10 @@ def test_what_a_cache_lacks_is_encoded_once_beside_a_loader(tmp_path: Path, cach
 
 
 def test_caches_as_one_are_reopened_after_a_fork(alike: list[Cache]) -> None:
-    joint = Joint(alike)
-    again = reopened(joint)
+    joint = JointCache(alike)
+    again = reopen(joint)
 
-    assert isinstance(again, Joint)
+    assert isinstance(again, JointCache)
     assert again.fingerprint == joint.fingerprint
     assert torch.equal(again[13 + 2]["latent"], alike[1][2]["latent"])
     assert not {id(member) for member in again.members} & {id(member) for member in alike}

@@ -17,7 +17,7 @@ from stoker.loader import Loader, Mixture, RecordBatch, WindowBatch, Windows
 from stoker.monitor.meter import StallMeter
 from stoker.sources.arrays import ArraySource
 from stoker.store import Cache
-from stoker.store.mirror.root import attach
+from stoker.store.mirror.root import attach_mirror
 from tests.loader.caches import write_cache
 from tests.loader.mixture.three import MODES, WINDOWS, same, values_of
 
@@ -223,7 +223,7 @@ def test_a_cache_here_goes_together_with_one_that_lies_elsewhere(
         away = index_in_place(source, tmp_path / "c", name="b")
     else:
         precompute(source, None, tmp_path / "there", name="b", workers=0)
-        away = open_cache(attach(f"file://{tmp_path / 'there'}/b", tmp_path / "m"))
+        away = open_cache(attach_mirror(f"file://{tmp_path / 'there'}/b", tmp_path / "m"))
     caches = [here, away] if first else [away, here]
     mixture = Mixture(caches, 4, mode="concat", mix="example", tier=tier)
 

@@ -28,7 +28,7 @@ from stoker.encoders.grid import GridEncoder
 from stoker.encoders.weights import read_checkpoint, weights_to_bytes
 from stoker.errors import EncoderError
 from stoker.extras.compat.pieces import EarlierCall
-from stoker.runtime.files import replacing
+from stoker.runtime.files import replace_atomically
 from stoker.schema import Json
 
 Forward: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -134,7 +134,7 @@ def convert_encoder(  # noqa: PLR0913  what the earlier class was made with, by 
     place = Path(out)
     if place.suffix != ".safetensors":
         raise EncoderError(f"{place}: weights are written as safetensors. Name a file that ends so")
-    with replacing(place) as temporary:
+    with replace_atomically(place) as temporary:
         temporary.write_bytes(weights_to_bytes(encoder_weights))
         found, largest = _compare(shape, temporary, project.shape[0], forward)
         if found > TOLERANCE * max(largest, 1e-30):

@@ -29,7 +29,7 @@ from stoker.extras.export.records import (
     value_dtype,
 )
 from stoker.plugins import find_plugin
-from stoker.runtime.disk import explained, free_space
+from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import DTYPE_BYTES, Json, Schema
@@ -78,7 +78,7 @@ class Making:
             ResourceError: No space left.
         """
         digest, size = hashlib.sha256(), 0
-        with explained(self.folder), (self.folder / name).open("xb", buffering=0) as file:
+        with explain_disk_errors(self.folder), (self.folder / name).open("xb", buffering=0) as file:
             for piece in pieces:
                 data = memoryview(piece).cast("B")
                 at = 0
@@ -315,7 +315,7 @@ def _made(out: Path, size_bytes: int) -> Generator[Path]:
             for left in temporary.iterdir():  # by an export that was killed
                 if not left.name.startswith(".claim-"):
                     left.unlink()
-            with explained(out):
+            with explain_disk_errors(out):
                 yield temporary
                 publish(temporary, out)
         except BaseException:

@@ -29,8 +29,8 @@ from stoker.errors import (
 )
 from stoker.extras.fetch.origins import Origin, Stream, expand, is_passing, origin_of, shown_source
 from stoker.extras.fetch.wanted import WantedFile, WantedFolder
-from stoker.runtime.disk import explained, free_space
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.disk import explain_disk_errors, free_space
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.runtime.jsonio import as_object, read_object
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import PartialFile, new_digest
@@ -81,7 +81,7 @@ class Record:
     def put(self, name: str, known: KnownFile) -> None:
         """Remember a file."""
         self._files[name] = asdict(known)
-        with replacing(self._path) as temporary:
+        with replace_atomically(self._path) as temporary:
             temporary.write_text(json.dumps({"files": self._files}, indent=1, sort_keys=True))
 
 
@@ -461,7 +461,7 @@ def _target(folder: Path, name: str) -> Path:
         ConfigError: They do.
     """
     target = folder / name
-    with explained(folder):
+    with explain_disk_errors(folder):
         place = folder
         for part in target.relative_to(folder).parts[:-1]:
             place /= part

@@ -168,10 +168,10 @@ def _look_after(
 
 
 def _write(out: Edge, plan: LaunchPlan, path: Path | None) -> None:
-    from stoker.runtime.files import replacing
+    from stoker.runtime.files import replace_atomically
 
     if path is not None:
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             temporary.write_text(plan.onstart)
             temporary.chmod(0o755)
         out.note(f"written to {path}")

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import ConfigError, NotFound, ResourceError, ServiceError, StalledError
-from stoker.runtime.files import replacing
+from stoker.errors import ConfigError, NotFoundError, ResourceError, ServiceError, StalledError
+from stoker.runtime.files import replace_atomically
 from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
 from stoker.runtime.processes.child import Child, set_start_method
-from stoker.runtime.threads import Pool, ending
+from stoker.runtime.threads import Pool, is_exiting
 from stoker.service.executor import JobLimits, JobProgram, LocalExecutor, LocalHold, RayTarget, start_job
 from stoker.service.folders import JobFile, JobFolder
 
@@ -64,7 +64,7 @@ class RayJobs:
 
     def check(self) -> None:
         """See whether the cluster answers, and takes the token. Errors as `submit`."""
-        with suppress(NotFound):
+        with suppress(NotFoundError):
             self.look("stoker")
 
     def submit(self, submission: str, entrypoint: str, *, gpus: float) -> None:
@@ -82,7 +82,7 @@ class RayJobs:
         except ResourceError as error:
             try:  # it may have come through all the same
                 self.look(submission)
-            except NotFound:
+            except NotFoundError:
                 raise error from None
 
     def look(self, submission: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class RayJobs:
             ) from error
         raise self._refused(answer, path)
 
-    def _refused(self, answer: Answer, path: str) -> ConfigError | NotFound | ResourceError:
+    def _refused(self, answer: Answer, path: str) -> ConfigError | NotFoundError | ResourceError:
         said = " ".join(answer.body[:2000].decode(errors="replace").split())[:500]
         if answer.status in (401, 403):
             return ConfigError(
@@ -119,7 +119,7 @@ class RayJobs:
                 "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, for `stoker serve` as on the cluster"
             )
         if answer.status == 404:
-            return NotFound(f"the Ray cluster at {self.address} has nothing at {path}: {said}")
+            return NotFoundError(f"the Ray cluster at {self.address} has nothing at {path}: {said}")
         return ResourceError(f"the Ray cluster at {self.address} refuses {path} ({answer.status}): {said}")
 
 
@@ -187,7 +187,7 @@ class RayExecutor:
             return None
         try:
             status = self._jobs.look(submission).get("status")
-        except NotFound:  # it never came there, or its cluster is gone, and the job's processes with it
+        except NotFoundError:  # it never came there, or its cluster is gone, and the job's processes with it
             return None
         return submission if status in _LIVE else None
 
@@ -232,7 +232,7 @@ class RayHold:
             return RayProcess(self._jobs, self._folder, self._running, limits)
         told = JobFile.read(self._folder.job_file)
         submission = f"stoker-{told.id}-{told.attempt}-{secrets.token_hex(4)}"
-        with replacing(self._folder.submission) as temporary:
+        with replace_atomically(self._folder.submission) as temporary:
             temporary.write_text(submission)
         node = [self._target.python, "-m", "stoker.extras.ray.jobs"]
         words = [*node, str(self._folder.path), submission, program.target]
@@ -268,7 +268,7 @@ class RayProcess:
 
     def terminate(self) -> None:
         """See `JobProcess.terminate`."""
-        with suppress(OSError), replacing(self._folder.stop) as temporary:
+        with suppress(OSError), replace_atomically(self._folder.stop) as temporary:
             temporary.write_text(self.submission)
 
     def kill(self) -> None:
@@ -277,14 +277,14 @@ class RayProcess:
 
     def _follow(self) -> None:
         heard, asked = time.monotonic(), 0.0
-        while self._code is None and not ending():
+        while self._code is None and not is_exiting():
             try:
                 if self._kill.is_set() and time.monotonic() - asked > SILENT_S / 4:
                     asked = time.monotonic()
                     self._jobs.stop(self.submission)
                 self._code = self._judge(self._jobs.look(self.submission))
                 heard = time.monotonic()
-            except NotFound:
+            except NotFoundError:
                 self._code = KILLED
             except (ResourceError, ConfigError) as error:
                 if time.monotonic() - heard > SILENT_S:

@@ -34,12 +34,12 @@ from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Interrupts, Share
 from stoker.precompute.stages import encode_here
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.libc import keep_freed_memory
 from stoker.sources.files import confine_sources, confined_sources, stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
-from stoker.store.mirror.root import attach, root_of
+from stoker.store.mirror.root import attach_mirror, root_of
 from stoker.store.remote import FolderRemote, Remote, Retries
 from stoker.units import MIB
 
@@ -91,7 +91,7 @@ def find(told: dict[str, Any], node: str) -> Path:
 
     Raises:
         ConfigError: The node sees another place than the driver.
-        StokerError: As `attach`.
+        StokerError: As `attach_mirror`.
     """
     until = time.monotonic() + SIGHT_S
     while (found := _found(told)) is None:
@@ -123,14 +123,14 @@ def _place(told: dict[str, Any]) -> tuple[Remote, Path]:
 
     Raises:
         FormatError: There is no such cache at the address.
-        StokerError: As `attach`.
+        StokerError: As `attach_mirror`.
     """
     if told["url"] is None:
         return _folder(Path(told["cache_dir"])), Path(told["cache_dir"])
     mirrors = Path(told["mirrors"])
     url = f"{told['url']}/{told['name']}/{told['fingerprint']}"
-    with explained(mirrors):
-        folder = attach(url, mirrors, told["limit_bytes"], must_exist=True)
+    with explain_disk_errors(mirrors):
+        folder = attach_mirror(url, mirrors, told["limit_bytes"], must_exist=True)
     found = root_of(folder)
     assert found is not None, folder
     return found[0].remote, found[0].path

@@ -21,7 +21,7 @@ from stoker.run.context import Run, batch_examples, last_step_s, trajectory_step
 from stoker.run.folders import obstacle
 from stoker.run.plan import demand_of, served_loads
 from stoker.run.precompute import settings_of
-from stoker.runtime.files import replacing
+from stoker.runtime.files import replace_atomically
 from stoker.runtime.threads import call_within
 from stoker.schema import Schema
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
@@ -161,7 +161,7 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
     said = found.reason.partition("; ")[0]
     picture.supxlabel("\n".join(textwrap.wrap(said, 130)), fontsize=8.5, **written)
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         picture.savefig(temporary, format=path.suffix.lstrip(".").lower() or "png")
 
 

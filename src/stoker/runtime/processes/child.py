@@ -35,7 +35,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import ResourceError
 from stoker.runtime.processes.entry import STACK_SIGNAL, Target
-from stoker.runtime.processes.heartbeat import BeatPage, anonymous_file
+from stoker.runtime.processes.heartbeat import HeartbeatPage, anonymous_file
 from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
 from stoker.runtime.processes.wire import Channel, pack
 
@@ -253,7 +253,7 @@ def preload(modules: tuple[str, ...] = TORCH) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class ExitStatus:
     """How a child ended."""
 
     code: int | None
@@ -307,7 +307,7 @@ class Child:
         own_path: bool = True,
         load_main: bool = False,
     ) -> None:
-        self.exit: Exit | None = None
+        self.exit: ExitStatus | None = None
         """How it ended, once `ended` or `wait` has seen that."""
         self._oom_kills = oom_kills()
         self._closed = False
@@ -341,7 +341,7 @@ class Child:
         modules: tuple[str, ...],
         undo: ExitStack,
     ) -> None:
-        self.heartbeat = BeatPage.create()
+        self.heartbeat = HeartbeatPage.create()
         undo.callback(self.heartbeat.close)
         self._stack_fd = anonymous_file("stoker-stack")
         undo.callback(os.close, self._stack_fd)
@@ -398,7 +398,7 @@ class Child:
         if self.exit is None and self._process.poll(timeout_s):
             code = self._process.code()
             killed = code is None or code == -signal.SIGKILL
-            self.exit = Exit(code=code, out_of_memory=killed and oom_kills() > self._oom_kills)
+            self.exit = ExitStatus(code=code, out_of_memory=killed and oom_kills() > self._oom_kills)
         return self.exit is not None
 
     def stop(self, terminate_s: float, kill_s: float = 5.0) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from stoker.runtime.libc import tie_to_parent
-from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.processes.wire import Frame, Parser
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -43,7 +43,7 @@ class Connection:
 
     socket: socket.socket
     """Ends when the owner does or lets go of the child."""
-    heartbeat: BeatPage
+    heartbeat: HeartbeatPage
     stack_fd: int
     """Where stacks go: on a crash and at `STACK_SIGNAL`."""
     shared: tuple[int, ...]
@@ -83,7 +83,7 @@ def run(fds: list[int], *, parent: int) -> int:
     target, payload = _target(plan)
     connection = Connection(
         socket=socket.socket(fileno=socket_fd),
-        heartbeat=BeatPage(beat_fd),
+        heartbeat=HeartbeatPage(beat_fd),
         stack_fd=stack_fd,
         shared=tuple(shared),
         arguments=plan["arguments"],

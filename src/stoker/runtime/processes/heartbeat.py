@@ -26,7 +26,7 @@ _LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monoton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """One look at a page."""
 
     stage: str
@@ -49,7 +49,7 @@ def anonymous_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-class BeatPage:
+class HeartbeatPage:
     """A page in shared memory; written by one reader, read by the caller."""
 
     def __init__(self, fd: int) -> None:
@@ -60,7 +60,7 @@ class BeatPage:
         self._last = (0, -1, 0.0)
 
     @classmethod
-    def create(cls) -> BeatPage:
+    def create(cls) -> HeartbeatPage:
         """A fresh page in stage `start`."""
         fd = anonymous_file("stoker-beat")
         os.ftruncate(fd, _PAGE)
@@ -79,7 +79,7 @@ class BeatPage:
             self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._done, self._sequence
         )
 
-    def look(self) -> Beat:
+    def look(self) -> Heartbeat:
         """The latest beat. A torn page (the reader is writing) is looked at again, a few times."""
         values: tuple[Any, ...] = _LAYOUT.unpack_from(self._map, 0)
         for _ in range(8):
@@ -88,7 +88,7 @@ class BeatPage:
             values = _LAYOUT.unpack_from(self._map, 0)
         _, stage, number, limit_s, time_ns, done, _ = values
         known = STAGES[stage] if 0 <= stage < len(STAGES) else "wait"
-        return Beat(stage=known, number=number, time_ns=time_ns, done=done, limit_s=limit_s)
+        return Heartbeat(stage=known, number=number, time_ns=time_ns, done=done, limit_s=limit_s)
 
     def close(self) -> None:
         """Let the memory go; safe to call twice."""

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from typing import Any, TypeAlias
 
-from stoker.errors import ReaderError
+from stoker.errors import WorkerError
 
 Frame: TypeAlias = "dict[str, Any]"
 """One message; `"kind"` says which. Raw bytes that came along are under `"payload"`."""
@@ -39,14 +39,14 @@ class Parser:
         """Frames completed by `data`, in order.
 
         Raises:
-            ReaderError: The stream is not ours.
+            WorkerError: The stream is not ours.
         """
         self._bytes += data
         frames: list[Frame] = []
         while len(self._bytes) >= _HEAD.size:
             text_bytes, payload_bytes = _HEAD.unpack_from(self._bytes)
             if text_bytes > _MAX_JSON_BYTES:
-                raise ReaderError(
+                raise WorkerError(
                     f"a frame of {text_bytes} bytes arrived, at most {_MAX_JSON_BYTES} are expected"
                 )
             end = _HEAD.size + text_bytes
@@ -55,7 +55,7 @@ class Parser:
             try:
                 frame: Frame = json.loads(self._bytes[_HEAD.size : end])
             except ValueError as error:
-                raise ReaderError(f"a frame arrived that is no JSON: {error}") from error
+                raise WorkerError(f"a frame arrived that is no JSON: {error}") from error
             if payload_bytes:
                 frame["payload"] = bytes(self._bytes[end : end + payload_bytes])
             del self._bytes[: end + payload_bytes]
@@ -130,7 +130,7 @@ class Channel:
         self._socket.close()
 
 
-class ReaderChannel:
+class WorkerChannel:
     """The reader's end: waits for the caller, and ends when the caller is gone."""
 
     def __init__(self, sock: socket.socket) -> None:

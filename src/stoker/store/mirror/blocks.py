@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, StalledError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import PendingFile, RegularFile
 from stoker.runtime.libc import punch_hole
 from stoker.runtime.locks import lock_range
@@ -31,7 +31,7 @@ from stoker.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from stoker.store.format import Buffer
-    from stoker.store.remote import Object
+    from stoker.store.remote import RemoteObject
 
 BLOCK_BYTES = MIB
 _MAGIC = b"stokmap1"
@@ -319,7 +319,7 @@ def _held_bytes(path: Path, since: float) -> int:
 # The map is made after its file and removed before it, so where there is a map, it is of that file.
 
 
-class Stand:
+class BlockFile:
     """An open file that stands for an object.
 
     Args:
@@ -347,7 +347,7 @@ class Stand:
             ResourceError: The disk is full.
         """
         view, at = memoryview(data), 0
-        with explained(self._path.parent):
+        with explain_disk_errors(self._path.parent):
             while at < len(view):
                 at += os.pwrite(self._fd, view[at:], begin + at)
 
@@ -356,9 +356,9 @@ class Stand:
             os.close(self._fd)
 
 
-def make_stand(folder: Path, found: Object, *, block_bytes: int) -> None:
+def make_block_file(folder: Path, found: RemoteObject, *, block_bytes: int) -> None:
     """Make a file that stands for an object, with nothing of it here. Call it under the folder's lock."""
-    remove_stand(folder, found.name)
+    remove_block_file(folder, found.name)
     pending = PendingFile(folder, found.name)
     try:
         pending.truncate(found.bytes)
@@ -368,16 +368,16 @@ def make_stand(folder: Path, found: Object, *, block_bytes: int) -> None:
     _put_map(folder, found.name, new_map(found.bytes, block_bytes=block_bytes, etag=found.etag))
 
 
-def mark_whole(folder: Path, name: str, *, block_bytes: int, etag: str) -> None:
+def mark_complete(folder: Path, name: str, *, block_bytes: int, etag: str) -> None:
     """Say that a file was written here and is all there; it has no map so far."""
     size = (folder / name).stat().st_size
     _put_map(folder, name, new_map(size, block_bytes=block_bytes, etag=etag, whole=True))
 
 
-def remove_stand(folder: Path, name: str) -> None:
+def remove_block_file(folder: Path, name: str) -> None:
     """Remove map and file; whoever has them open keeps what they hold."""
     for path in (folder / f"{MAP_PREFIX}{name}", folder / name):
-        with explained(folder), suppress(FileNotFoundError):
+        with explain_disk_errors(folder), suppress(FileNotFoundError):
             path.unlink()
 
 

@@ -29,21 +29,21 @@ from stoker.errors import ConfigError, CorruptError, FormatError, ResourceError,
 from stoker.runtime.files import RegularFile
 from stoker.runtime.jsonio import is_count, read_strict
 from stoker.runtime.locks import lock_range
-from stoker.runtime.threads import Pool, Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.store.mirror.blocks import (
     BLOCK_BYTES,
     MAP_PREFIX,
+    BlockFile,
     BlockMap,
     Space,
-    Stand,
-    make_stand,
-    remove_stand,
+    make_block_file,
+    remove_block_file,
 )
 from stoker.store.remote import (
     DEADLINE_S,
     FolderRemote,
-    Object,
     Remote,
+    RemoteObject,
     ReplacedError,
     Retries,
     parse_url,
@@ -66,7 +66,7 @@ SHARE = 4
 
 
 @dataclass(slots=True)
-class Counters:
+class MirrorCounters:
     """What this process had a mirror do."""
 
     requests: int = 0
@@ -103,7 +103,7 @@ class MirrorRoot:
         self.path = path
         self.url, limit = read_marker(path)
         self.space = Space(path, limit, self.require)
-        self.counters = Counters()
+        self.counters = MirrorCounters()
         self.retries = Retries()
 
     def require(self) -> None:
@@ -208,7 +208,7 @@ TRIES = 3
 class MirrorFile:
     """An `OpenFile` of an object. Safe to use from several threads."""
 
-    def __init__(self, folder: MirrorFolder, stand: Stand) -> None:
+    def __init__(self, folder: MirrorFolder, stand: BlockFile) -> None:
         self._folder, self._stand = folder, stand
         self._direct = 0
         """Reads that went past the mirror."""
@@ -340,7 +340,7 @@ class MirrorLocation:
         remote, what = self.root.remote, f"{operation} {self.url}/{name}"
         return self.root.retries.run(lambda: attempt(remote), what, deadline_s)
 
-    def head(self, name: str) -> Object:
+    def head(self, name: str) -> RemoteObject:
         """Return size and etag of a file there; its name is that below the mirror's URL."""
         return self.ask("head", name, lambda remote: remote.head(self.key(name)))
 
@@ -365,7 +365,7 @@ class MirrorLocation:
     def forget(self, name: str) -> None:
         """Remove what is here of a shard."""
         with self.locked():
-            remove_stand(self.path, name)
+            remove_block_file(self.path, name)
 
 
 class MirrorFolder(MirrorLocation):
@@ -378,10 +378,10 @@ class MirrorFolder(MirrorLocation):
         super().__init__(root, name)
         self.counters = root.counters
         """What all folders of this mirror did, in this process."""
-        self.listed: dict[str, Object] = {}
+        self.listed: dict[str, RemoteObject] = {}
         """Objects as the last list had them."""
         self._lock = threading.Lock()
-        self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
+        self._stands: WeakValueDictionary[str, BlockFile] = WeakValueDictionary()
         self._ahead: set[Ticket[bool]] = set()
         self._under_way: list[tuple[str, int, int]] = []
         """Blocks that threads of this process are fetching: shard, first, and one past the last."""
@@ -440,7 +440,7 @@ class MirrorFolder(MirrorLocation):
             first, last = blocks.blocks(begin, end)
             blocks.used[first:last] = 0
 
-    def _stand(self, name: str) -> Stand:
+    def _stand(self, name: str) -> BlockFile:
         listed = self.listed.get(name)
         with self._lock:
             stand = self._stands.get(name)
@@ -451,24 +451,24 @@ class MirrorFolder(MirrorLocation):
             self._stands[name] = stand
         return stand
 
-    def _opened(self, name: str, listed: Object | None) -> Stand | None:
+    def _opened(self, name: str, listed: RemoteObject | None) -> BlockFile | None:
         """What is here of a shard, if it is of the version that was listed."""
         with suppress(FileNotFoundError, CorruptError):
-            stand = Stand(self.path, name)
+            stand = BlockFile(self.path, name)
             if _is_of(stand, listed):
                 return stand
         return None
 
-    def _made(self, name: str, listed: Object | None) -> Stand:
+    def _made(self, name: str, listed: RemoteObject | None) -> BlockFile:
         with self.locked():
             if (stand := self._opened(name, listed)) is not None:  # another process was quicker
                 return stand
             if listed is None:
                 listed = replace(self.head(name), name=name)
-            make_stand(self.path, listed, block_bytes=BLOCK_BYTES)
-            return Stand(self.path, name)
+            make_block_file(self.path, listed, block_bytes=BLOCK_BYTES)
+            return BlockFile(self.path, name)
 
-    def _runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
+    def _runs_of(self, stand: BlockFile, ranges: Ranges) -> list[tuple[int, int]]:
         """Runs of blocks that are not here, each for one request: first, and one past the last."""
         blocks, most = stand.map, self.root.run_blocks
         together: list[tuple[int, int]] = []
@@ -480,7 +480,7 @@ class MirrorFolder(MirrorLocation):
         missing = [run for first, last in together for run in blocks.absent(first, last)]
         return [(at, min(at + most, end)) for begin, end in missing for at in range(begin, end, most)]
 
-    def fetch(self, stand: Stand, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
+    def fetch(self, stand: BlockFile, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
         """Have bytes here; returns when they are, or were before they had to go again.
 
         Raises:
@@ -506,7 +506,7 @@ class MirrorFolder(MirrorLocation):
                 f"{deadline_s:g} s. See whether the store answers, then run again: what arrived is kept"
             )
 
-    def begin_fetch(self, stand: Stand, ranges: Ranges) -> int:
+    def begin_fetch(self, stand: BlockFile, ranges: Ranges) -> int:
         """Begin to fetch bytes; returns how many were begun, which are fewer when enough is under way."""
         begun = 0
         for run in self._runs_of(stand, ranges):
@@ -518,7 +518,7 @@ class MirrorFolder(MirrorLocation):
             begun += size_of(stand, run)
         return begun
 
-    def read_direct(self, stand: Stand, offset: int, out: memoryview[Any]) -> None:
+    def read_direct(self, stand: BlockFile, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from the place itself, past the mirror."""
         at = 0
 
@@ -530,7 +530,7 @@ class MirrorFolder(MirrorLocation):
         self._ask(stand, lambda remote: self._read(remote, stand, offset + at, offset + len(out), sink))
         self.counters.add(direct=1, bytes=at)
 
-    def refetch(self, stand: Stand, begin: int, end: int) -> None:
+    def refetch(self, stand: BlockFile, begin: int, end: int) -> None:
         """Forget bytes that do not match their sums, so that the next read fetches them.
 
         Raises:
@@ -544,8 +544,8 @@ class MirrorFolder(MirrorLocation):
             blocks.drop(first, last)
         self.counters.add(mended=1)
 
-    def _fetch_ahead(self, stand: Stand, first: int, last: int) -> bool:
-        if ending():
+    def _fetch_ahead(self, stand: BlockFile, first: int, last: int) -> bool:
+        if is_exiting():
             return False  # the exit of the process would wait for us
         missing = sum(size_of(stand, run) for run in stand.map.absent(first, last))
         with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
@@ -554,7 +554,7 @@ class MirrorFolder(MirrorLocation):
             return True
         return False
 
-    def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+    def _fetch_run(self, stand: BlockFile, first: int, last: int, deadline: float) -> None:
         if time.monotonic() >= deadline:  # it waited in line until nobody waits for it any more
             raise StalledError(f"a part of {self.url_of(stand.name)} was not begun in time")
         with self._alone(stand, first, last, deadline) as absent:
@@ -567,14 +567,14 @@ class MirrorFolder(MirrorLocation):
                 for run in stand.map.absent(first, last):
                     self._fetch_blocks(stand, *run, deadline)
 
-    def _busy(self, stand: Stand, waited_s: float) -> StalledError:
+    def _busy(self, stand: BlockFile, waited_s: float) -> StalledError:
         return StalledError(
             f"another process has been fetching {self.url_of(stand.name)} for {waited_s:.0f} s. See whether "
             "it hangs, then run again"
         )
 
     @contextmanager
-    def _alone(self, stand: Stand, first: int, last: int, deadline: float) -> Generator[bool]:
+    def _alone(self, stand: BlockFile, first: int, last: int, deadline: float) -> Generator[bool]:
         """Keep the other threads of this process from blocks; yields whether some are still absent.
 
         Whoever waits here goes on as soon as its own blocks are there, and not when all are that come with
@@ -606,7 +606,7 @@ class MirrorFolder(MirrorLocation):
         with self._came:
             self._came.notify_all()
 
-    def _fetch_blocks(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+    def _fetch_blocks(self, stand: BlockFile, first: int, last: int, deadline: float) -> None:
         blocks, space = stand.map, self.root.space
         _, stop = blocks.extent(first, last)
         space.take((last - first) * blocks.block_bytes, lambda: blocks.expect(first, last))
@@ -624,11 +624,13 @@ class MirrorFolder(MirrorLocation):
         finally:
             self.counters.add(bytes=arriving.came)
 
-    def _ask(self, stand: Stand, attempt: Callable[[Remote], None], deadline_s: float = DEADLINE_S) -> None:
+    def _ask(
+        self, stand: BlockFile, attempt: Callable[[Remote], None], deadline_s: float = DEADLINE_S
+    ) -> None:
         self.ask("get", stand.name, attempt, max(0.0, deadline_s))
 
     def _read(
-        self, remote: Remote, stand: Stand, begin: int, end: int, sink: Callable[[Buffer], None]
+        self, remote: Remote, stand: BlockFile, begin: int, end: int, sink: Callable[[Buffer], None]
     ) -> None:
         self.counters.add(requests=1)
         try:
@@ -643,7 +645,7 @@ class MirrorFolder(MirrorLocation):
 class _Arriving:
     """Writes what comes of a run of blocks, and marks each block once it is whole."""
 
-    def __init__(self, stand: Stand, first: int, last: int, tell: Callable[[], None]) -> None:
+    def __init__(self, stand: BlockFile, first: int, last: int, tell: Callable[[], None]) -> None:
         self.at = first
         """The first block that is not here yet."""
         self.came = 0
@@ -669,13 +671,13 @@ class _Arriving:
             self._tell()
 
 
-def size_of(stand: Stand, run: tuple[int, int]) -> int:
+def size_of(stand: BlockFile, run: tuple[int, int]) -> int:
     """Bytes of a run of blocks."""
     begin, end = stand.map.extent(*run)
     return end - begin
 
 
-def _is_of(stand: Stand, listed: Object | None) -> bool:
+def _is_of(stand: BlockFile, listed: RemoteObject | None) -> bool:
     """Whether what is here is of the version that was listed, as far as that can be told."""
     if listed is None:
         return True

@@ -15,21 +15,21 @@ from stoker.runtime.threads import map_in_order
 from stoker.store.format import FINGERPRINT, INDEX_FILE, RECIPE_FILE, WEIGHTS_FOLDER
 from stoker.store.mirror.blocks import USED_FILE, require_holes
 from stoker.store.mirror.folder import MARKER, open_remote, opened_root, read_marker, root_of
-from stoker.store.remote import Object, Remote, Retries, is_url, local_path, parse_url
+from stoker.store.remote import Remote, RemoteObject, Retries, is_url, local_path, parse_url
 from stoker.store.storage import open_storage
-from stoker.store.use import alone
+from stoker.store.use import exclusive_use
 
 MIRROR_DIR = Path(".stoker/mirror")
 Limit: TypeAlias = "int | Literal['as it is'] | None"
 
 
-def limit_at(folder: Path) -> int | None:
+def mirror_limit(folder: Path) -> int | None:
     """How many bytes are kept here of what is put into a folder, or below it; None: all."""
     found = root_of(folder) or root_of(folder / "name" / "fingerprint")
     return None if found is None else found[0].space.limit_bytes
 
 
-def address_of(folder: Path) -> str | None:
+def mirror_url(folder: Path) -> str | None:
     """The address that a mirror, or a folder in one, stands for; None: it is a plain folder."""
     folder = folder.absolute()
     if (folder / MARKER).exists():
@@ -38,9 +38,9 @@ def address_of(folder: Path) -> str | None:
     return None if found is None else f"{found[0].url}/{found[1]}"
 
 
-def shown(folder: Path) -> str:
+def display_path(folder: Path) -> str:
     """A folder for messages: its address where it has one, else its path."""
-    return address_of(folder) or str(folder)
+    return mirror_url(folder) or str(folder)
 
 
 def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
@@ -66,21 +66,21 @@ def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
         root.space.limit_bytes = limit_bytes
 
 
-def here(place: str | Path, *, must_exist: bool = True) -> Path:
+def resolve_local(place: str | Path, *, must_exist: bool = True) -> Path:
     """The local path of a place: of an address that of its mirror, of a path itself.
 
     Raises:
         ConfigError: It is no place at all: empty, or not text.
         FormatError: There is nothing at the address, and `must_exist`.
-        StokerError: As `attach`.
+        StokerError: As `attach_mirror`.
     """
     text = str(place) if isinstance(cast("object", place), str | Path) else ""
     if not text or "\0" in text:
         raise ConfigError(f"the path of the cache is {place!r}. Expected a path, as 'data/latent_cache'")
-    return attach(place, must_exist=must_exist) if is_url(place) else Path(place)
+    return attach_mirror(place, must_exist=must_exist) if is_url(place) else Path(place)
 
 
-def attach(
+def attach_mirror(
     url: str | Path,
     mirror_dir: str | Path = MIRROR_DIR,
     limit_bytes: Limit = "as it is",
@@ -126,12 +126,12 @@ def attach(
     return root / inside
 
 
-def _list(remote: Remote, folder: str) -> tuple[list[str], list[Object]]:
+def _list(remote: Remote, folder: str) -> tuple[list[str], list[RemoteObject]]:
     folders, objects = Retries().run(lambda: remote.list(folder), f"list {remote.url}/{folder}".rstrip("/"))
     return [name for name in folders if not name.startswith(".") and name != WEIGHTS_FOLDER], objects
 
 
-def _depth(folders: list[str], objects: list[Object]) -> int:
+def _depth(folders: list[str], objects: list[RemoteObject]) -> int:
     """How many folders below the one that holds caches by name."""
     if any(one.name == RECIPE_FILE for one in objects):
         return 2
@@ -170,7 +170,7 @@ def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> No
             continue
         if _is_there(remote, f"{name}/{RECIPE_FILE}"):
             continue  # begun since the list was made
-        with alone(recipe.parent) as nobody:
+        with exclusive_use(recipe.parent) as nobody:
             if nobody:
                 shutil.rmtree(recipe.parent, ignore_errors=True)
 

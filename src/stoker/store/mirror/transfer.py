@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import make_folder, publish, write_file
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.runtime.threads import map_in_order
 from stoker.schema import JsonResult
-from stoker.store.cache import Cache, open_cache, open_unnoted
+from stoker.store.cache import Cache, open_cache, peek_cache
 from stoker.store.format import (
     INDEX_FILE,
     RECIPE_FILE,
@@ -40,19 +40,19 @@ from stoker.store.index import (
 )
 from stoker.store.mirror.blocks import MAP_PREFIX
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import MIRROR_DIR, attach, shown
+from stoker.store.mirror.root import MIRROR_DIR, attach_mirror, display_path
 from stoker.store.recipe import Recipe
 from stoker.store.remote import local_path
 from stoker.store.shard import Shard
 from stoker.store.storage import MirrorStorage, open_storage
-from stoker.store.use import INDEX_WAIT_S, indexing, maintaining
+from stoker.store.use import INDEX_WAIT_S, lock_index, lock_maintenance
 
 AT_ONCE = 4
 """Shards on their way at a time; each in several parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RecordSelection:
     """Which records a pull is for; by default all. Whole shards that hold any of them are brought.
 
     Raises:
@@ -93,7 +93,7 @@ class Wanted:
             hit = (segments.first < stop) & (segments.first + segments.count > first)
             if not hit.any():
                 raise IncompleteError(
-                    f"{shown(cache.path)} has no record of the samples {first:,} to {stop - 1:,}: it has "
+                    f"{display_path(cache.path)} has no record of samples {first:,} to {stop - 1:,}: it has "
                     f"{cache.index.count:,} samples, from 0. Ask for others"
                 )
         else:
@@ -132,7 +132,7 @@ class TransferReport(JsonResult):
 
 
 @dataclass(slots=True)
-class Progress:
+class TransferProgress:
     """How far it is; what `listen` is called with."""
 
     count: int = 0
@@ -152,7 +152,7 @@ class Progress:
                 listen(self)
 
 
-Listen: TypeAlias = Callable[[Progress], None]
+Listen: TypeAlias = Callable[[TransferProgress], None]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def pull(
     url: str,
     cache_dir: str | Path = "data/latent_cache",
     *,
-    wanted: Wanted | None = None,
+    wanted: RecordSelection | None = None,
     listen: Listen | None = None,
 ) -> TransferReport:
     """Bring a cache, or the shards of it that hold what is wanted, to `<cache_dir>/<name>/<fingerprint>`.
@@ -187,9 +187,9 @@ def pull(
         CorruptError: A shard does not match its sums at the address either; names it.
         FormatError, IncompleteError: There is no complete cache, or none of the records asked for.
         StalledError: Another process has been pulling to the same folder, or writing its index, for a minute.
-        StokerError: As `attach`.
+        StokerError: As `attach_mirror`.
     """
-    began, wanted = time.monotonic(), wanted or Wanted()
+    began, wanted = time.monotonic(), wanted or RecordSelection()
     cache_dir = local_path(cache_dir, "the folder to pull to")
     coming = make_folder(make_folder(cache_dir, 0o700) / COMING, 0o700)
     with lock_folder(coming, "pull", timeout_s=INDEX_WAIT_S, shared=True) as got:
@@ -207,9 +207,11 @@ def pull(
     return report
 
 
-def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> tuple[TransferReport, Path]:
+def _pull(
+    url: str, cache_dir: Path, wanted: RecordSelection, listen: Listen | None
+) -> tuple[TransferReport, Path]:
     """Do it; also returns the mirror that it came through."""
-    source = open_unnoted(attach(url, cache_dir / COMING, must_exist=True))
+    source = peek_cache(attach_mirror(url, cache_dir / COMING, must_exist=True))
     mirror = open_storage(source.path).mirror
     if source.lost:
         raise IncompleteError(str(source.lost[0].error()))
@@ -219,7 +221,7 @@ def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> t
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = TransferReport(url=mirror.url, path=str(target))
     write_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
-    with maintaining(target):
+    with lock_maintenance(target):
         _bring_shards(_Pull(source, mirror, target), names, report, listen)
         _bring_small(source, mirror, target)
         report.records, report.complete = _write_index(source, target)
@@ -232,7 +234,7 @@ def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: 
     known = {info.file: info.header for info in there}
     missing = [entry for entry in entries if known.get(entry.file) != entry.header]
     report.present = len(entries) - len(missing)
-    progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
+    progress = TransferProgress(count=len(missing), total=sum(entry.bytes for entry in missing))
     for entry in map_in_order(pull.bring, missing, what=f"pulling {report.url}", threads=AT_ONCE):
         progress.add(entry.bytes, listen)
         report.shards += 1
@@ -302,7 +304,7 @@ def bring_weights(recipe: Recipe, origin: Path, cache_dir: Path) -> None:
 def _write_index(source: Cache, target: Path) -> tuple[int, bool]:
     """Write the index of what is at its place now; returns its records and whether they are all."""
     storage, recipe = open_storage(target), load_recipe(target)
-    with indexing(target), explained(target):
+    with lock_index(target), explain_disk_errors(target):
         catalog = ShardCatalog(storage, recipe)
         catalog.exclude(noted_damage(source.index))
         previous = known_index(target, recipe) or source.index
@@ -337,10 +339,10 @@ def push(
         IncompleteError, FormatError: It is no complete cache, or its records lie in other files.
         ReadOnlyError: The address may not be written.
         StalledError: Another process of this machine wrote the index there for a minute.
-        StokerError: As `attach`.
+        StokerError: As `attach_mirror`.
     """
     began, cache = time.monotonic(), open_cache(path)
-    root = attach(url, mirror_dir)
+    root = attach_mirror(url, mirror_dir)
     target = root / cache.path.parent.name / cache.path.name
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     storage = open_storage(target)
@@ -356,7 +358,7 @@ def push(
             storage.put(name, (cache.path / name).read_bytes())
     catalog = ShardCatalog(storage, cache.recipe)
     catalog.exclude(noted_damage(cache.index))
-    with indexing(target):
+    with lock_index(target):
         index = write_index(storage, cache.recipe, catalog.refresh)
     report.records, report.complete = index.stored, index.complete
     report.seconds = time.monotonic() - began
@@ -391,7 +393,7 @@ def _send_shards(
     there = storage.sizes()
     missing = [entry for entry in entries if there.get(entry.file) != entry.bytes]
     report.present = len(entries) - len(missing)
-    progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
+    progress = TransferProgress(count=len(missing), total=sum(entry.bytes for entry in missing))
 
     def send(entry: ShardInfo) -> ShardInfo:
         _check(cache, entry)
