@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
-from yaml.reader import WorkerError
+from yaml.reader import ReaderError
 
 from stoker.config.models import ONLY_IN, OTHER_NAMES, Config, StageConfig, Stages, Steps
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
@@ -518,7 +518,7 @@ def read_settings(path: Path) -> dict[str, object]:
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
         raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
-    except (UnicodeDecodeError, WorkerError) as error:
+    except (UnicodeDecodeError, ReaderError) as error:
         raise ConfigError(
             f"{path} is not a text file. Expected a YAML file with settings. If it holds data, name it in "
             f"one, as data.files={path}"
