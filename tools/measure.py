@@ -32,10 +32,14 @@ EXTRAS = ("extras",)
 
 WAYS = {
     "call with a timeout in a thread": r"ThreadPoolExecutor\(|threading\.Thread\(",
-    "run a child process": r"subprocess\.(Popen|run)\(|os\.fork\(|\.Process\(|create_subprocess_",
+    # `psutil.Process` only looks at a process that is there.
+    "run a child process": (
+        r"subprocess\.(Popen|run)\(|os\.fork\(|(?<!psutil)\.Process\(|create_subprocess_"
+    ),
     "lock a file": r"fcntl\.(flock|lockf)\(",
     "check disk space": r"statvfs\(|disk_usage\(",
-    "write atomically": r"os\.(replace|rename|link)\(|\.rename\(",
+    # `obstore.rename` names an object at a store; `Storage.rename` calls `runtime.files.rename`.
+    "write atomically": r"\bos\.(replace|rename|link)\(|(?<!\bobstore)(?<!_storage)\.rename\(",
 }
 TRAIN = """
 import sys

@@ -34,6 +34,7 @@ from stoker.cli.flags import Debug, Json, with_parameters
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.precompute.heartbeat import EXIT_S, say_end
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
+from stoker.runtime.threads import start_thread
 from stoker.scale.place import Place, find_place
 
 if TYPE_CHECKING:
@@ -421,7 +422,7 @@ def _end_in_time(code: int) -> None:
         time.sleep(EXIT_S)
         os._exit(code)
 
-    threading.Thread(target=wait, name="stoker-end", daemon=True).start()
+    start_thread(wait, "stoker-end")
 
 
 def stop_on_sigterm() -> None:

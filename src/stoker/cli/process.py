@@ -17,9 +17,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,6 +31,7 @@ from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.share import TOGETHER_S
 from stoker.runtime.processes.child import oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
+from stoker.runtime.processes.program import SpawnedProcess
 
 # ----------------------------------------------------------------------------------------------------------
 # Which file a process is waiting for, seen from outside, whatever holds its interpreter's lock.
@@ -323,17 +322,12 @@ class _Child:
         # Not a `runtime.processes.Child`: that is in a session of its own, without the terminal (Ctrl-C, job
         # control, the live screen) and without standard input, ends by SIGKILL with its owner and not in
         # order, and costs the guardian imports that take longer than all of its own work.
-        self._process = subprocess.Popen(
+        self._process = SpawnedProcess(
             [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,
             pass_fds=(self._page.fd, self._stack_fd, notes_fd),
             env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
         )
-        try:
-            self._pidfd = os.pidfd_open(self._process.pid)
-        except OSError:
-            self._process.kill()
-            raise
         self._overdue = False
         self._call: FileCall | None = None
         self._call_since = 0.0
@@ -344,7 +338,7 @@ class _Child:
         """Wait for its end, and bring it about when it is overdue."""
         try:
             self._watch()
-            code, beat = self._process.poll(), self._page.look()
+            code, beat = self._process.code(), self._page.look()
             if self._overdue and beat.stage == "end":
                 code = beat.number  # its work was done and its answer given
             return End(
@@ -360,12 +354,12 @@ class _Child:
         finally:
             self._page.close()
             os.close(self._stack_fd)
-            os.close(self._pidfd)
+            self._process.close()
             if self._output_fd is not None:
                 os.close(self._output_fd)
 
     def _watch(self) -> None:
-        while not self._ended(0):
+        while not self._process.poll(0):
             self._pass_on(signal.sigtimedwait(self._watched, LOOK_S))
             if len(self._asked) > 1 and time.monotonic() - self._asked[1] > GRACE_S:
                 self._kill()  # no handler of its own runs while C code holds the interpreter's lock
@@ -375,8 +369,9 @@ class _Child:
                 return
             beat = self._page.look()
             if beat.limit_s and time.monotonic() - beat.time_ns / 1e9 > beat.limit_s:
-                self._signal(signal.SIGUSR1)  # its handler writes the stacks without the interpreter's help
-                if not self._ended(DUMP_S) and self._page.look().time_ns == beat.time_ns:
+                # Its handler writes the stacks without the interpreter's help.
+                self._process.signal(signal.SIGUSR1)
+                if not self._process.poll(DUMP_S) and self._page.look().time_ns == beat.time_ns:
                     self._kill()
                     return
 
@@ -397,24 +392,13 @@ class _Child:
         if not self._asked or now - self._asked[-1] > TOGETHER_S:
             self._asked.append(now)
         if info.si_code != SI_KERNEL:
-            self._signal(signal.Signals(info.si_signo))
+            self._process.signal(signal.Signals(info.si_signo))
 
     def _kill(self) -> None:
         self._overdue = True
-        self._signal(signal.SIGKILL)
-        if not self._ended(GRACE_S):
+        self._process.signal(signal.SIGKILL)
+        if not self._process.poll(GRACE_S):
             _say(f"process {self._process.pid} cannot be ended; left behind")
-
-    def _ended(self, timeout_s: float) -> bool:
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1000))
-
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            signal.pidfd_send_signal(self._pidfd, number)
-        except ProcessLookupError:
-            return
 
 
 def _text(fd: int) -> str:

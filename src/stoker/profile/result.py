@@ -18,6 +18,7 @@ from typing import TypeAlias
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import Demand, Rates, Resources, plan_tiers
 from stoker.plan.gpus import MEMORY_GIB, known_gpu, peak_flops, say_gpus
+from stoker.runtime.threads import start_thread
 from stoker.schema import Json, JsonResult
 from stoker.units import GIB, format_bytes, format_percent, format_seconds
 
@@ -174,10 +175,9 @@ def watch(work: Callable[[], None]) -> Stacks:
             if found:
                 stacks.seen[found] += 1
 
-    looker = threading.Thread(target=look, daemon=True, name="profile")
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
-    looker.start()
+    looker = start_thread(look, "stoker-profile")
     try:
         work()
     finally:

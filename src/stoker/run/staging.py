@@ -26,7 +26,7 @@ from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
 from stoker.plan.resources import storage_of
 from stoker.run.context import Run
 from stoker.runtime.disk import explain_disk_errors, free_space
-from stoker.runtime.files import make_folder, replace_atomically
+from stoker.runtime.files import link_file, make_folder, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import PartialFile, paths_of
@@ -373,8 +373,7 @@ def _make_view(files: Sequence[Original], folder: Path) -> Path:
         for file in files:
             place = view / _below(file)
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                os.link(folder / "objects" / file.object, place)
+            link_file(folder / "objects" / file.object, place)
     return view
 
 

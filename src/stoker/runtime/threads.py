@@ -1,4 +1,4 @@
-"""Run work in daemon threads: a pool, a call with a timeout, and a map over many items.
+"""Run work in daemon threads: a pool, a call with a timeout, a map over many items, and work that lasts.
 
 `concurrent.futures` joins its threads when the interpreter exits, so that one read that hangs would hang the
 exit; here the exit waits `EXIT_S` for work in progress, and a thread that is stuck is left behind. It has to
@@ -9,6 +9,7 @@ Idle threads end after a while, so nothing needs to be closed.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from stoker.errors import StalledError
 
+log = logging.getLogger("stoker")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -234,6 +236,23 @@ class Pool:
             over = ticket.run()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
             over.set()
+
+
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Start work that lasts, such as a heartbeat, in a daemon thread of its own; return the thread.
+
+    Nothing waits for its result, so an error of it goes to the log.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("the thread %s ended early", name)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 STORAGE_HINT = "It should within milliseconds; check the mount, or use another folder"

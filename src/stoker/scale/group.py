@@ -27,6 +27,7 @@ from torch.distributed import (
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import StalledError, StokerError
+from stoker.runtime.threads import start_thread
 from stoker.scale.place import Place
 from stoker.scale.ranks import Ranks
 
@@ -96,8 +97,7 @@ class Pulse:
         self._seen: dict[int, tuple[str, float]] = {}
         self.at = "its start"
         """What this rank is doing, in words, for the ranks that wait for it."""
-        self._thread = threading.Thread(target=self._beat, name="stoker-pulse", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._beat, "stoker-pulse")
 
     def _beat(self) -> None:
         mine = meet(self._place, SILENT_S, host=False)  # one connection serves one thread at a time

@@ -46,6 +46,7 @@ from sqlalchemy.engine import URL, Dialect, make_url
 
 from stoker.errors import ConfigError, DegradedError, FormatError, StokerError
 from stoker.plan.resources import storage_of
+from stoker.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from stoker.schema import Json
@@ -119,7 +120,7 @@ class Silence:
         event.listen(engine, "close", self._on_close)
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.listen(engine, name, self._on_statement)
-        threading.Thread(target=self._watch, name="stoker-silence", daemon=True).start()
+        start_thread(self._watch, "stoker-silence")
 
     def was_cut(self) -> bool:
         """Whether the calling thread was let go since it asked this last."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stoker.errors import CorruptError
 from stoker.runtime.disk import explain_disk_errors
-from stoker.runtime.files import replace_atomically
+from stoker.runtime.files import rename, replace_atomically
 from stoker.schema import Json, canonical_json
 from stoker.train.config import TrainConfig
 
@@ -88,7 +88,7 @@ def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
         (temporary / "state.json").write_bytes(canonical_json({**body, "digest": digest}).encode())
         if folder.exists():  # this step again: the one before counts until the new one has its name
             _remove(root / (folder.name + OLD))
-            folder.rename(root / (folder.name + OLD))
+            rename(folder, root / (folder.name + OLD), durable=False)
     for old in _superseded(folder, kind):
         _remove(old)
     return folder
@@ -178,7 +178,7 @@ def _remove(folder: Path) -> None:
     """Remove a folder that may be absent; a kill on the way leaves a temporary, not half a checkpoint."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-        folder.rename(doomed)
+        rename(folder, doomed, durable=False)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

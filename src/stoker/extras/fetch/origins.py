@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import stat
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import responses
 from pathlib import Path, PurePosixPath
@@ -21,6 +18,7 @@ from stoker.errors import ConfigError, StalledError, StokerError, TransferError
 from stoker.extras.fetch.wanted import ALGORITHMS, WantedFile, WantedFolder, check_names
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
 from stoker.runtime.partial import Algorithm
+from stoker.runtime.processes.program import OutputStream, run_program
 from stoker.runtime.retry import RetryPolicy, retry
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.units import MIB
@@ -306,8 +304,6 @@ MISSING = (3, 4)
 """Exit codes of rclone: a folder or a file is not there."""
 FATAL = 7
 UNKNOWN_REMOTE = "didn't find section"
-END_S = 5.0
-ERROR_BYTES = 64 * 1024
 _TIME = re.compile(r"^\d{4}/\d\d/\d\d \d\d:\d\d:\d\d ")
 
 
@@ -326,7 +322,7 @@ class RcloneOrigin:
         version = Version(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
         offset = offset if tag in ("", version.tag) else 0
         words = [*_base(stall_s), "cat", "--offset", str(offset), "--", self._source]
-        return RcloneStream(_start(words), offset, version, self._source, stall_s)
+        return RcloneStream(words, offset, version, self._source, stall_s)
 
     def _look(self, stall_s: float) -> dict[str, Any]:
         words = [*_base(stall_s), "lsjson", "--stat", "--", self._source]
@@ -358,84 +354,41 @@ def _listed(entry: dict[str, Any]) -> Listed:
     return Listed(name=str(entry["Path"]), bytes=None if size < 0 else size)
 
 
-def _answer(words: list[str], source: str, deadline_s: float) -> bytes:
-    """What a call of rclone puts out."""
-    process = _start(words)
-    try:
-        output, errors = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=END_S)
-        raise TransferError(f"{source}: rclone did not answer for {deadline_s:g} s", passing=True) from None
-    if process.returncode:
-        raise failure(source, process.returncode, errors)
-    return output
+def _answer(words: list[str], source: str, timeout_s: float) -> bytes:
+    """Return what a call of rclone prints."""
+    with _rclone_errors(source):
+        result = run_program(words, timeout_s=timeout_s)
+    if result.code:
+        raise failure(source, result.code, result.errors)
+    return result.output
 
 
 class RcloneStream:
     """The output of a running `rclone cat`."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        offset: int,
-        version: Version,
-        source: str,
-        stall_s: float,
-    ) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process, self._source, self._stall_s = process, source, stall_s
-        self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
-        self._said = b""
-        self._open = {self._out, self._err}
+    def __init__(self, words: list[str], offset: int, version: Version, source: str, stall_s: float) -> None:
+        self._source = source
         self.offset, self.version = offset, version
+        with _rclone_errors(source):
+            self._output = OutputStream(words, stall_s)
 
     def read(self) -> bytes:
         """See `Stream`."""
-        until = time.monotonic() + self._stall_s
-        while self._out in self._open:
-            ready, _, _ = select.select([*self._open], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
-                raise TransferError(
-                    f"{self._source}: rclone gave nothing for {self._stall_s:g} s", passing=True
-                )
-            if self._err in ready:
-                self._hear()
-            if self._out in ready:
-                piece = os.read(self._out, PIECE_BYTES)
-                if piece:
-                    return piece
-                self._open.discard(self._out)
-        self._end()
+        with _rclone_errors(self._source):
+            if piece := self._output.read():
+                return piece
+            code = self._output.finish()
+        if code:
+            raise failure(self._source, code, self._output.errors)
         return b""
-
-    def _hear(self) -> None:
-        """Take what it says about errors, so that it never waits for us to."""
-        piece = os.read(self._err, ERROR_BYTES)
-        self._said = (self._said + piece)[-ERROR_BYTES:]
-        if not piece:
-            self._open.discard(self._err)
-
-    def _end(self) -> None:
-        try:
-            _, rest = self._process.communicate(timeout=self._stall_s)
-        except subprocess.TimeoutExpired:
-            raise TransferError(f"{self._source}: rclone does not end", passing=True) from None
-        if self._process.returncode:
-            raise failure(self._source, self._process.returncode, self._said + (rest or b""))
 
     def close(self) -> None:
         """See `Stream`."""
-        self.stop()
-        with suppress(subprocess.TimeoutExpired, ValueError):
-            self._process.communicate(timeout=END_S)
+        self._output.close()
 
     def stop(self) -> None:
         """See `Stream`."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._output.kill()
 
 
 def failure(source: str, code: int, said: bytes) -> TransferError:
@@ -453,17 +406,19 @@ def _base(stall_s: float) -> list[str]:
     return ["rclone", *once, "--contimeout", limit, "--timeout", limit, "--log-level", "ERROR"]
 
 
-def _start(words: list[str]) -> subprocess.Popen[bytes]:
+@contextmanager
+def _rclone_errors(source: str) -> Generator[None]:
+    """Turn what goes wrong with the program itself into a `TransferError`."""
     try:
-        return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        yield
     except FileNotFoundError:
         raise TransferError(
             "rclone is not installed, which remotes need. Install it: apt-get install rclone, or rclone.org"
         ) from None
     except OSError as error:
         raise TransferError(f"rclone cannot be started: {error.strerror}", passing=True) from error
+    except StalledError as error:
+        raise TransferError(f"{source}: {error}", passing=True) from None
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from stoker.extras.fetch.config import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
 from stoker.run.context import Run
 from stoker.run.validate import Row, failed
+from stoker.runtime.processes.program import run_program
 from stoker.schema import Json
 
 # ----------------------------------------------------------------------------------------------------------
@@ -114,20 +114,17 @@ def _address(url: str) -> str:
 
 def _git(where: Path, *words: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(where), *words], capture_output=True, timeout=GIT_S, check=True, text=True
-        )
+        result = run_program(["git", "-C", where, *words], timeout_s=GIT_S)
     except FileNotFoundError:
         raise ConfigError("git is not installed. The machine gets the code by git: install it") from None
-    except subprocess.TimeoutExpired:
+    except StalledError:
         raise StalledError(f"git {words[0]} did not answer for {GIT_S:g} s in {where}") from None
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()
+    if result.code:
         raise ConfigError(
-            f"git {words[0]} failed in {where}: {said[-1] if said else error.returncode}. A machine gets the "
+            f"git {words[0]} failed in {where}: {result.last_error_line}. A machine gets the "
             "code from a repository with a remote: make one, or name it as launch.repo"
-        ) from None
-    return done.stdout
+        )
+    return result.output.decode(errors="replace")
 
 
 def variables_for(

@@ -18,6 +18,7 @@ from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError,
 from stoker.extras.ray.settings import RaySettings
 from stoker.plan.resources import probe
 from stoker.precompute.share import Interrupts
+from stoker.runtime.threads import start_thread
 from stoker.units import MIB
 
 log = logging.getLogger("stoker")
@@ -194,8 +195,7 @@ def _within(
             ended.append(None)
             over.wait()
 
-    thread = threading.Thread(target=run, name="stoker-ray-connect", daemon=True)
-    thread.start()
+    thread = start_thread(run, "stoker-ray-connect")
     waited = 0.0
     while not ended:
         thread.join(_LOOK_S)

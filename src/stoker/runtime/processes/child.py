@@ -37,7 +37,9 @@ from stoker.errors import ResourceError
 from stoker.runtime.processes.entry import STACK_SIGNAL, Target
 from stoker.runtime.processes.heartbeat import HeartbeatPage, anonymous_file
 from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
+from stoker.runtime.processes.program import SpawnedProcess, is_readable
 from stoker.runtime.processes.wire import Channel, pack
+from stoker.runtime.threads import start_thread
 
 # ----------------------------------------------------------------------------------------------------------
 # What worker processes print: taken from their pipes at once, and kept up to a bound.
@@ -132,15 +134,15 @@ class Drain:
         self._outputs: dict[int, Output] = {}
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._stop, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="stoker-output", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def add(self, output: Output) -> None:
         """Look after one more."""
         with self._lock:
             self._outputs[output.read_fd] = output
             self._epoll.register(output.read_fd, select.EPOLLIN)
-        if not self._thread.is_alive():
-            self._thread.start()
+            if self._thread is None:
+                self._thread = start_thread(self._run, "stoker-output")
 
     def remove(self, output: Output) -> None:
         """Leave it alone from now on; to be called before it is closed."""
@@ -168,9 +170,10 @@ class Drain:
         if self._epoll.closed:
             return
         os.eventfd_write(self._stop, 1)
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(_JOIN_S)
-        if not self._thread.is_alive():  # else it is held by the disk, and will need them once more
+        # A thread that a disk holds will need the descriptors once more.
+        if self._thread is None or not self._thread.is_alive():
             self._epoll.close()
             os.close(self._stop)
 
@@ -528,7 +531,7 @@ class _Process(Protocol):
     def close(self) -> None: ...
 
 
-class _Forked:
+class _ForkedProcess:
     """A child of a preloaded process, which waits for it and says how it ended."""
 
     def __init__(self, pid: int, pidfd: int, status: socket.socket) -> None:
@@ -541,7 +544,7 @@ class _Forked:
     def poll(self, timeout_s: float) -> bool:
         if self.pidfd < 0:  # closed before its end, and left behind: its number alone tells
             return not Path(f"/proc/{self.pid}").exists()
-        return _readable(self.pidfd, timeout_s)
+        return is_readable(self.pidfd, timeout_s)
 
     def code(self) -> int | None:
         data = b""
@@ -557,36 +560,6 @@ class _Forked:
         self.pidfd = -1
 
 
-class _Spawned:
-    """A child of our own, a Python started for it."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process, self.pid = process, process.pid
-        self.pidfd = -1
-        with suppress(AttributeError, OSError):  # not on macOS, nor in every sandbox
-            self.pidfd = os.pidfd_open(self.pid)
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def poll(self, timeout_s: float) -> bool:
-        if self.pidfd >= 0:
-            _readable(self.pidfd, timeout_s)
-            return self._process.poll() is not None
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self._process.returncode is not None
-
-    def code(self) -> int | None:
-        return self._process.returncode
-
-    def close(self) -> None:
-        self._process.poll()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-
 def _started(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Process:
     if start_method() == "fork":
         with suppress(NotPreloadedError):
@@ -594,7 +567,7 @@ def _started(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Process:
     return _spawn(fds)
 
 
-def _fork(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Forked:
+def _fork(fds: tuple[int, ...], modules: tuple[str, ...]) -> _ForkedProcess:
     status, theirs = socket.socketpair()
     try:
         with theirs:
@@ -602,17 +575,17 @@ def _fork(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Forked:
     except BaseException:
         status.close()
         raise
-    return _Forked(pid, pidfd, status)
+    return _ForkedProcess(pid, pidfd, status)
 
 
-def _spawn(fds: tuple[int, ...]) -> _Spawned:
+def _spawn(fds: tuple[int, ...]) -> SpawnedProcess:
     with ExitStack() as passed:
         moved: list[int] = []
         for fd in fds:  # standard descriptors may be closed here: none of these may have such a number
             moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
             passed.callback(os.close, moved[-1])
         words = ["stoker.runtime.processes.server", "run", str(os.getpid()), *map(str, moved)]
-        process = subprocess.Popen(
+        return SpawnedProcess(
             [sys.executable, "-P", "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=moved[4],
@@ -620,7 +593,6 @@ def _spawn(fds: tuple[int, ...]) -> _Spawned:
             pass_fds=moved,
             start_new_session=True,
         )
-    return _Spawned(process)
 
 
 def _inherited() -> dict[str, Any]:
@@ -670,9 +642,3 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _readable(fd: int, timeout_s: float) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(max(0.0, timeout_s) * 1000))

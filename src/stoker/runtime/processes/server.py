@@ -37,7 +37,7 @@ REQUEST_BYTES = 1024
 
 
 @dataclass(slots=True)
-class _Forked:
+class _ServedChild:
     """A child: its pidfd until it has ended, then its status socket until the owner has taken note."""
 
     pid: int
@@ -54,7 +54,7 @@ class Server:
         self._open = True
         self._pid = os.getpid()
         self._owner = os.pidfd_open(owner)
-        self._children: dict[int, _Forked] = {}
+        self._children: dict[int, _ServedChild] = {}
         """By the descriptor that is polled for it."""
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
@@ -106,7 +106,7 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             raise
-        self._children[pidfd] = _Forked(pid, pidfd, status)
+        self._children[pidfd] = _ServedChild(pid, pidfd, status)
         self._poller.register(pidfd, select.POLLIN)
         self._say({"id": request["id"], "pid": pid}, (pidfd,))
 
@@ -121,7 +121,7 @@ class Server:
         status.close()
         entry.run_and_exit(fds, parent=self._pid)
 
-    def _attend(self, child: _Forked, fd: int) -> None:
+    def _attend(self, child: _ServedChild, fd: int) -> None:
         """Tell how a child ended, or, once the owner has taken note of that, give its number back."""
         self._poller.unregister(fd)
         if child.ended:
