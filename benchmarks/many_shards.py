@@ -117,7 +117,7 @@ def real_cache(folder: Path, shards: int) -> Any:
         for first in range(0, len(values), 1000):
             some = values[first : first + 1000]
             writer.append(range(first, first + len(some)), {"x": some})
-        writer.seal()
+        writer.commit()
     finally:
         os.fsync = sync
     return work

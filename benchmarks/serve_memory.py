@@ -89,7 +89,7 @@ def cache_of(source: Records, folder: Path, shards: int, dtype: str | None = Non
             writer.append(
                 range(first, last), {name: rows[first:last] for name, rows in source.fields.items()}
             )
-        writer.seal()
+        writer.commit()
     return work.finish()
 
 

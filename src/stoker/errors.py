@@ -68,7 +68,7 @@ class Argument:
 
 
 def _parts(text: str) -> tuple[str | Argument, ...]:
-    """A message's text, and the arguments that it names, in their order."""
+    """Return a message's text, and the arguments that it names, in their order."""
     first, *others = text.split(_BEGIN)
     parts: list[str | Argument] = [first]
     for other in others:
@@ -126,7 +126,7 @@ class StokerError(Exception):
         return "".join(part if isinstance(part, str) else part.marked for part in self.parts) or str(self)
 
     def __str__(self) -> str:
-        """The message alone; `KeyError` would quote it."""
+        """Return the message alone; `KeyError` would quote it."""
         return str(self.args[0]) if self.args else type(self).__name__
 
 

@@ -160,7 +160,7 @@ class Field:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def size_bytes(self, length: int | None = None) -> int:
-        """Bytes of one sample's field; a ragged one needs its `length` along axis 0."""
+        """Return the bytes of one sample's field; a ragged one needs its `length` along axis 0."""
         if self.ragged and length is None:
             raise RecordError("the size of a ragged field depends on its length")
         if not self.shape:
@@ -185,7 +185,7 @@ Schema: TypeAlias = "dict[str, Field]"
 
 
 def scale_field(field: Field) -> Field:
-    """The scales of a packed field, one for each block of the last axis.
+    """Return the scales of a packed field, one for each block of the last axis.
 
     >>> scale_field(Field(shape=(101, 16, 300), dtype="int8", time=True, packed=True)).shape
     (101, 16, 3)
@@ -195,7 +195,7 @@ def scale_field(field: Field) -> Field:
 
 
 def columns_of(schema: Schema) -> Schema:
-    """The columns that hold the fields of a schema: each packed field is followed by its scales."""
+    """Return the columns that hold the fields of a schema: each packed field is followed by its scales."""
     columns: Schema = {}
     for name, field in schema.items():
         columns[name] = field
@@ -205,7 +205,7 @@ def columns_of(schema: Schema) -> Schema:
 
 
 def size_field(field: Field) -> Field:
-    """The field `<name>.shape` of a folded field: the sizes of its axes.
+    """Return the field `<name>.shape` of a folded field: the sizes of its axes.
 
     >>> size_field(Field(shape=(-1, 3), dtype="float32", ragged=True, axes=("t", "p"))).shape
     (2,)
@@ -214,14 +214,14 @@ def size_field(field: Field) -> Field:
 
 
 def without_points(schema: Schema) -> Schema:
-    """The schema without fields of particles and meshes, and without those of their sizes."""
+    """Return the schema without fields of particles and meshes, and without those of their sizes."""
     points = {name for name, field in schema.items() if field.axes}
     sizes = {name + SHAPE_SUFFIX for name in points if schema[name].folded}
     return {name: field for name, field in schema.items() if name not in points | sizes}
 
 
 def unfolded(record: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """The record with folded fields in axes of their own, `(T, N, *rest)`, without the fields of their sizes.
+    """Return the record with folded fields unfolded to `(T, N, *rest)`, without the fields of their sizes.
 
     Arrays or tensors; nothing is copied. Fields that the record lacks are left out.
 
@@ -245,12 +245,12 @@ def unfolded(record: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype that carries `name`; bfloat16 is carried as its bits in uint16, float8 in int8."""
+    """Return the numpy dtype that carries `name`: the bits of bfloat16 in uint16, of float8 in int8."""
     return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "int8"}.get(name, name))
 
 
 def schema_to_json(schema: Schema) -> dict[str, Json]:
-    """A schema as JSON, the inverse of `schema_from_json`."""
+    """Return a schema as JSON, the inverse of `schema_from_json`."""
     return {name: field.to_json() for name, field in schema.items()}
 
 
@@ -284,7 +284,7 @@ def schema_text(schema: Schema) -> str:
 
 
 def digest_json(data: Any) -> str:
-    """The sha256 of canonical JSON, 64 hex digits."""
+    """Return the sha256 of canonical JSON, 64 hex digits."""
     return hashlib.sha256(canonical_json(data).encode()).hexdigest()
 
 

@@ -22,7 +22,7 @@ TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 60480
 
 
 def parse_bytes(text: str) -> int | None:
-    """Bytes of a size as people type it; None where it is none.
+    """Return the bytes of a size as people type it; None where it is none.
 
     >>> parse_bytes("20GB"), parse_bytes("1.5 GiB"), parse_bytes("4096"), parse_bytes("many")
     (20000000000, 1610612736, 4096, None)
@@ -47,7 +47,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """A duration from nanoseconds to hours.
+    """Return a duration from nanoseconds to hours.
 
     >>> format_seconds(27e-6), format_seconds(0.0093), format_seconds(4.9), format_seconds(190)
     ('27 us', '9.3 ms', '4.9 s', '3 min 10 s')
@@ -74,7 +74,7 @@ def format_count(count: float, noun: str = "") -> str:
 
 
 def format_percent(fraction: float) -> str:
-    """A fraction as per cent, one decimal below ten.
+    """Return a fraction as per cent, one decimal below ten.
 
     >>> format_percent(0.003), format_percent(0.56), format_percent(0)
     ('0.3 %', '56 %', '0 %')

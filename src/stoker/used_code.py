@@ -41,7 +41,7 @@ def qualified_name(kind: object) -> str:
 
 
 def is_foreign(kind: Any) -> bool:
-    """Whether a class or function belongs to Python or torch, whose text is not noted."""
+    """Return whether a class or function belongs to Python or torch, whose text is not noted."""
     module = getattr(kind, "__module__", None) or "builtins"
     if module == "builtins":  # also the module of what `exec` makes
         return getattr(builtins, getattr(kind, "__name__", "?"), None) is kind or not _has_text(kind)
@@ -49,7 +49,7 @@ def is_foreign(kind: Any) -> bool:
 
 
 def is_library(kind: Any) -> bool:
-    """Whether it comes with Python or an installed package: what its code uses is not looked at."""
+    """Return whether it comes with Python or an installed package: what its code uses is not looked at."""
     top = (getattr(kind, "__module__", None) or "builtins").partition(".")[0]
     if top in ("builtins", "__main__") or is_foreign(kind):
         return is_foreign(kind)
@@ -114,7 +114,7 @@ def _characters(line: str, column_bytes: int) -> int:
 
 
 def code_digest(kind: Any) -> str:
-    """The sha256 of the source text without comments, or of the bytecode where there is no text."""
+    """Return the sha256 of the source text without comments, or of the bytecode where there is no text."""
     try:
         text = source_text(kind)
     except (OSError, TypeError):
@@ -125,7 +125,7 @@ def code_digest(kind: Any) -> str:
 
 
 def functions_in(member: Any) -> list[types.FunctionType]:
-    """The functions behind a member of a class: methods of each kind, properties, cached functions."""
+    """Return the functions behind a member of a class: methods of each kind, properties, cached functions."""
     if isinstance(member, staticmethod | classmethod):
         member = cast("Any", member).__func__
     if isinstance(member, property):
@@ -138,7 +138,7 @@ def functions_in(member: Any) -> list[types.FunctionType]:
 
 
 def used_values(function: types.FunctionType) -> Iterator[Any]:
-    """What a function uses from outside: defaults, closure, and the global names that it reads."""
+    """Yield what a function uses from outside: defaults, closure, and the global names that it reads."""
     yield function.__defaults__
     yield function.__kwdefaults__
     for cell in function.__closure__ or ():
@@ -306,7 +306,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code and that of the functions inside it."""
+    """Yield the code and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -119,7 +119,7 @@ def write_missing(folder: Folder, source: FakeSource, promise: Promise) -> None:
             chunk = members[begin : begin + GROUP]
             writer.append(chunk, batch_of(source, chunk))
             if writer.shard_fill[0]:  # a full shard has sealed itself
-                writer.seal()
+                writer.commit()
             promise("stored", chunk)
 
 

@@ -79,7 +79,7 @@ if sys.argv[0] == "-m":
 
     def append_and_seal(self, *args, **more):
         append(self, *args, **more)
-        self.seal()
+        self.commit()
 
     RecordWriter.append = append_and_seal
 """

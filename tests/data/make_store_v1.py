@@ -73,7 +73,7 @@ def make(root: Path, name: str, schema: Schema) -> None:
             for field in schema
         }
         writer.append(numbers, batch)
-        writer.seal()
+        writer.commit()
     folder.quarantine(
         Failure(number=QUARANTINED, stage="read", error="OSError: torn", attempts=2, kind="sample")
     )

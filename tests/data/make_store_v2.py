@@ -58,7 +58,7 @@ def main() -> None:
                     for n, f in schema.items()
                 },
             )
-            writer.seal()
+            writer.commit()
         folder.quarantine(
             Failure(number=QUARANTINED, stage="read", error="OSError: torn", attempts=2, kind="sample")
         )

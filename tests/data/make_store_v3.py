@@ -48,7 +48,7 @@ def main() -> None:
                     for n, f in schema.items()
                 },
             )
-            writer.seal()
+            writer.commit()
         folder.finish()
     for claim in root.rglob(".claim-*"):
         claim.unlink()

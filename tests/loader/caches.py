@@ -92,7 +92,7 @@ def write_cache(
                     for field, v in fields.items()
                 }
                 writer.append(piece, rows)
-        writer.seal()
+        writer.commit()
     if quarantine:
         for number in skip:
             target.quarantine(Failure(number=number, stage="read", error="broken", attempts=2, kind="sample"))

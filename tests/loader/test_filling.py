@@ -83,7 +83,7 @@ class Steps:
         writer = self.folder.writer()
         if good:
             writer.append(good, {name: chosen(rows, good) for name, rows in self.fields.items()})
-        writer.seal()
+        writer.commit()
         for number in sorted(self.bad.intersection(numbers)):
             why = Failure(number=number, stage="read", error="broken", attempts=2, kind="sample")
             self.folder.quarantine(why)

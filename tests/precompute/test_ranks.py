@@ -64,7 +64,7 @@ def test_a_rank_waits_for_one_that_lives_and_takes_over_when_it_is_gone(tmp_path
     recipe = make_recipe(FakeSource((24,)), FakeEncoder(), dtype=None)
     folder = open_folder(tmp_path, "c", recipe)
     with ThreadPoolExecutor() as pool:
-        with folder.claim("encode-1-of-2"):
+        with folder.lock("encode-1-of-2"):
             waiting = pool.submit(run, FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(0, 2))
             until = time.monotonic() + 30
             while len(folder.missing()) > 12 and time.monotonic() < until:
@@ -82,7 +82,7 @@ def test_who_shows_nothing_for_long_is_not_waited_for(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, "c", recipe)
     timeouts = Timeouts(start=0.2, open=0.2, read=0.2, encode=2.0, write=0.2)
 
-    with folder.claim("encode-1-of-2"):
+    with folder.lock("encode-1-of-2"):
         report = run(FakeSource((24,)), FakeEncoder(), tmp_path, workers=0, part=(0, 2), timeouts=timeouts)
 
     assert report.records == 24
@@ -92,9 +92,9 @@ def test_a_process_alone_waits_for_ranks_and_ranks_for_it(tmp_path: Path) -> Non
     recipe = make_recipe(FakeSource((24,)), FakeEncoder(), dtype=None)
     folder = open_folder(tmp_path, "c", recipe)
 
-    with folder.claim(shared=True) as first, folder.claim(shared=True) as second, folder.claim() as alone:
+    with folder.lock(shared=True) as first, folder.lock(shared=True) as second, folder.lock() as alone:
         assert (first, second, alone) == (True, True, False)
-    with folder.claim() as alone, folder.claim(shared=True) as rank:
+    with folder.lock() as alone, folder.lock(shared=True) as rank:
         assert (alone, rank) == (True, False)
 
 

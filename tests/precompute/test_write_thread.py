@@ -37,7 +37,7 @@ class FakeWriter:
     def tick(self):
         pass
 
-    def seal(self):
+    def commit(self):
         self.ended.append("seal")
 
     def abort(self):

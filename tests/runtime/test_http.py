@@ -311,8 +311,8 @@ def test_an_answer_that_is_no_json_object_is_said(body: bytes) -> None:
 def test_a_stream_is_read_as_it_comes(server: Server) -> None:
     server.paths = {"/": hang_in_the_body(server), "/lines": answers(b"a\nb\nc")}
 
-    with client(timeout_s=0.5).stream("GET", f"{server.url}/") as stream:
+    with client(timeout_s=0.5).open("GET", f"{server.url}/") as stream:
         assert stream.read(1000) == b"{"
         assert failure(lambda: stream.read(1000)).kind is FailureKind.TIMEOUT
-    with client().stream("GET", f"{server.url}/lines") as stream:
+    with client().open("GET", f"{server.url}/lines") as stream:
         assert list(stream.lines()) == [b"a\n", b"b\n", b"c"]

@@ -118,7 +118,7 @@ def fill(
         for begin in range(0, len(members), group):
             chunk = members[begin : begin + group]
             writer.append(chunk, batch_of(source, chunk))
-    writer.seal()
+    writer.commit()
 
 
 def make_cache(root: Path, source: FakeSource | None = None, *, dtype: Any = None, **settings: Any) -> Cache:

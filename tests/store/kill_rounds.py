@@ -29,7 +29,7 @@ def fill_missing(root: Path, report: int) -> None:
         group = missing[begin : begin + GROUP]
         writer.append(group, batch_of(SOURCE, group))
         os.write(report, b"+")
-    writer.seal()
+    writer.commit()
     folder.finish()
 
 

@@ -103,7 +103,7 @@ def test_marks_and_environments_travel_with_their_records(tmp_path: Path) -> Non
         writer = folder.writer(WriterSettings(device=device))
         numbers = range(begin, begin + 3)
         writer.append(numbers, batch_of(source, numbers), marked=[begin + 1])
-        writer.seal()
+        writer.commit()
     folder.finish()
 
     compact(folder.path, shard_bytes=100 * 1156)
@@ -306,17 +306,17 @@ def test_what_was_merged_serves_though_the_rest_failed(
 ) -> None:
     source = FakeSource(parts=[(f"p{i}", 4) for i in range(6)])
     before = make_short(tmp_path, source, step=2)
-    sealed: list[int] = []
-    plain = OpenShard.seal
+    committed: list[int] = []
+    plain = OpenShard.commit
 
-    def seal(self: OpenShard) -> None:
-        if len(sealed) == 4:
+    def commit(self: OpenShard) -> None:
+        if len(committed) == 4:
             raise ResourceError("the disk is full")
-        sealed.append(self.rows)
+        committed.append(self.rows)
         plain(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenShard, "seal", seal)
+        patch.setattr(OpenShard, "commit", commit)
         with pytest.raises(ResourceError, match="the disk is full"):
             compact(before.path)
 
@@ -339,7 +339,7 @@ def test_ten_thousand_short_shards_become_a_few(tmp_path: Path, monkeypatch: pyt
     for begin in (0, 1):  # interleaved, as two writers leave it
         for first in range(begin * 1000, 20_000, 2000):
             writer.append(range(first, first + 1000), {"x": values[first : first + 1000]})
-    writer.seal()
+    writer.commit()
     before = folder.finish()
     assert len(before.index.shards) == 10_000
     code = f"""

@@ -229,7 +229,7 @@ def test_an_index_knows_what_was_sealed_while_another_was_written(tmp_path: Path
     held = threading.Event()
 
     def finish_later() -> None:
-        with other.claim("index"):
+        with other.lock("index"):
             held.set()
             time.sleep(0.2)
             fill(other, source, [2, 3])
@@ -246,9 +246,9 @@ def test_an_index_knows_what_was_sealed_while_another_was_written(tmp_path: Path
 def test_a_claim_is_held_by_one_and_ends_with_its_holder(tmp_path: Path) -> None:
     folder, other = open_x(tmp_path, FakeSource()), open_x(tmp_path, FakeSource())
 
-    with folder.claim() as mine, other.claim() as theirs, other.claim("compact") as another:
+    with folder.lock() as mine, other.lock() as theirs, other.lock("compact") as another:
         assert (mine, theirs, another) == (True, False, True)
-    with other.claim() as free:
+    with other.lock() as free:
         assert free
 
 
@@ -317,7 +317,7 @@ def test_temporaries_of_the_living_are_left_alone(tmp_path: Path) -> None:
     again = open_x(tmp_path, source)
 
     assert len([path for path in again.path.iterdir() if path.name.startswith(".tmp")]) == 1
-    writer.seal()
+    writer.commit()
     assert again.missing().tolist() == [*range(1, 16)]
 
 

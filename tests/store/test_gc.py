@@ -333,7 +333,7 @@ def test_temporaries_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path)
 
     assert gone(report, "temporary") == [dead.name]
     assert len([*path.glob(".tmp-*")]) == 1
-    writer.seal()
+    writer.commit()
 
 
 def test_links_are_followed_for_what_they_need_and_never_removed(tmp_path: Path) -> None:

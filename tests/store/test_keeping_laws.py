@@ -69,7 +69,7 @@ def test_compacting_changes_nothing_but_the_number_of_shards(
     for numbers, device, marked in written:
         writer = folder.writer(WriterSettings(device=device))
         writer.append(numbers, batch_of(source, numbers), marked=marked)
-        writer.seal()
+        writer.commit()
         if indexed:
             folder.finish()
     before = folder.finish()

@@ -150,7 +150,7 @@ def test_what_is_fetched_ahead_is_there_when_it_is_read(tmp_path: Path) -> None:
     cache = open_cache(machine(tmp_path, "b") / "x")
     mirror, entry = mirror_of(cache), cache.index.shards[0]
 
-    begun = mirror.ahead(entry.file, [(0, entry.bytes)])
+    begun = mirror.prefetch(entry.file, [(0, entry.bytes)])
     until = time.monotonic() + 60
     while mirror.counters.ahead_bytes < begun and time.monotonic() < until:
         time.sleep(0.01)
@@ -236,7 +236,7 @@ def test_blocks_that_another_process_is_fetching_are_not_forgotten(
     name = cache.index.shards[0].file
     mirror, path = mirror_of(cache), cache.path / f".map-{name}"
     before = BlockMap(path).state.tolist()
-    monkeypatch.setattr(folder_module, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(folder_module, "TIMEOUT_S", 0.05)
 
     with lock_range(path, 0, 1, timeout_s=0) as got:
         assert got
@@ -343,7 +343,7 @@ def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_p
     monkeypatch.setattr(FolderRemote, "read", cut)
 
     with pytest.raises(StalledError, match=r"get file://.*/shard-.* failed \d+ times in .* was cut"):
-        mirror_of(cache).ensure(entry.file, [(0, entry.bytes)], deadline_s=0.3)
+        mirror_of(cache).ensure(entry.file, [(0, entry.bytes)], timeout_s=0.3)
 
 
 def test_a_folder_is_read_no_faster_than_what_was_read_is_taken(
@@ -455,7 +455,7 @@ def test_a_read_goes_on_when_its_own_blocks_are_there(
 
     monkeypatch.setattr(FolderRemote, "read", slow)
     under_way = Event()
-    mirror.ahead(entry.file, [(0, entry.bytes)])
+    mirror.prefetch(entry.file, [(0, entry.bytes)])
     assert under_way.wait(60)  # else the read may come first, and fetch its blocks itself
     reader = Thread(target=file.read_into, args=(0, memoryview(out)), daemon=True)
     reader.start()

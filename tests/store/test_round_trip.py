@@ -76,9 +76,9 @@ def test_records_read_back_bit_exact(
             chunk = same_part[: data.draw(st.integers(1, len(same_part)))]
             writer.append(chunk, batch_of(source, chunk))
             if data.draw(st.booleans()):
-                writer.seal()
+                writer.commit()
             order = [n for n in order if n not in chunk]
-        writer.seal()
+        writer.commit()
         cache = folder.finish()
 
         assert cache.complete
@@ -170,6 +170,6 @@ def test_parts_may_interleave(tmp_path: Path) -> None:
     for local in range(3):
         for part in range(7):
             writer.append([part * 3 + local], batch_of(source, [part * 3 + local]))
-    writer.seal()
+    writer.commit()
 
     assert_whole(folder.finish(), source)

@@ -78,7 +78,7 @@ def test_what_is_not_finite_already_is_stored_as_it_is(tmp_path: Path) -> None:
     writer = folder.writer(WriterSettings(max_error=0.01))
 
     writer.append(range(3), batch)
-    writer.seal()
+    writer.commit()
 
     cache = folder.finish()
     assert cache[1]["latent"][0, 0, 0] == float("inf")
@@ -97,7 +97,7 @@ def test_the_error_of_a_narrower_dtype_is_measured_kept_and_bounded(tmp_path: Pa
     stored = {"z": exact["z"].bfloat16().double(), "w": exact["w"].half().double()}
     writer = folder.writer()
     writer.append(range(4), batch)
-    writer.seal()
+    writer.commit()
 
     error = folder.finish().index.error
 
@@ -119,7 +119,7 @@ def test_zeros_and_wider_dtypes_have_no_error(tmp_path: Path) -> None:
     writer = folder.writer(WriterSettings(max_error=0.0))
 
     writer.append([0], {"z": torch.zeros(1, 3), "h": torch.tensor([[0.1, 2.0, -3.0]], dtype=torch.float16)})
-    writer.seal()
+    writer.commit()
 
     cache = folder.finish()
     assert cache.index.error == {name: {"max": 0.0, "rms": 0.0} for name in "hz"}
@@ -150,7 +150,7 @@ def test_abort_drops_what_is_not_sealed(tmp_path: Path) -> None:
     folder = open_x(tmp_path, source)
     writer = folder.writer()
     writer.append([0], batch_of(source, [0]))
-    writer.seal()
+    writer.commit()
     writer.append([1], batch_of(source, [1]))
 
     writer.abort()
@@ -198,7 +198,7 @@ def test_marked_samples_are_noted_in_the_shard(tmp_path: Path) -> None:
     folder = open_x(tmp_path, source)
     writer = folder.writer()
     writer.append(range(10, 16), batch_of(source, range(10, 16)), marked=[12, 13])
-    writer.seal()
+    writer.commit()
 
     shard = folder.finish().shard(0)
 

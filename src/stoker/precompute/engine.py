@@ -141,7 +141,7 @@ def _take(
     beside: bool,
 ) -> bool:
     """Deal with a part unless somebody else is at it; whether it is dealt with."""
-    with folder.claim(f"encode-{number}-of-{world_size}", shared=not mine) as got:
+    with folder.lock(f"encode-{number}-of-{world_size}", shared=not mine) as got:
         return (got or beside) and encode(number, mine or beside)
 
 

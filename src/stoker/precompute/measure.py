@@ -201,7 +201,7 @@ def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
         bench.leave_device()
         release_memory()
     trial.stage, begin = "seal", time.perf_counter()
-    writer.seal()
+    writer.commit()
     trial.seal_s, trial.records = time.perf_counter() - begin, len(done)
     return done
 

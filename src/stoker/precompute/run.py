@@ -234,7 +234,7 @@ class WriteThread:
                 self._step(encoded)
             self._begin()
             if self._error is None:
-                self._writer.seal()
+                self._writer.commit()
             else:
                 self._writer.abort()
         except Exception as error:  # noqa: BLE001  a thread's edge: raised again in the caller's thread
@@ -284,7 +284,7 @@ class WriteThread:
             if isinstance(error, OSError):
                 self._writer.abort()
             else:
-                self._writer.seal()
+                self._writer.commit()
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             error.add_note(f"and while closing: {second}")
         with self._changed:

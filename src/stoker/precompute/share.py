@@ -196,7 +196,7 @@ def take_turn(
     waited = False
     while interrupts.signal is None:
         with ExitStack() as attempt:
-            if attempt.enter_context(folder.claim(shared=shared)):
+            if attempt.enter_context(folder.lock(shared=shared)):
                 stack.push(attempt.pop_all())
                 return waited
         waited = True

@@ -331,7 +331,7 @@ class RegularFile:
             return False
         return count == sum(map(len, outs))
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Have the system read these bytes ahead: it may have been told not to do so automatically."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # a file system that takes no advice

@@ -14,7 +14,7 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 from enum import Enum
 from http.client import HTTPException, HTTPMessage, HTTPResponse, responses
-from typing import IO, Any, cast
+from typing import IO, Any, Self, TypedDict, Unpack, cast
 from urllib.parse import urlsplit
 
 from stoker.errors import ServiceError, StalledError
@@ -113,6 +113,20 @@ class HttpStream:
         """End the connection."""
         self._response.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class RequestOptions(TypedDict, total=False):
+    """What every request takes besides its method and URL."""
+
+    headers: Mapping[str, str] | None
+    body: Mapping[str, Any] | None
+    """Sent as JSON."""
+
 
 class HttpClient:
     """Ask servers over http and https.
@@ -152,18 +166,11 @@ class HttpClient:
             self._opener.add_handler(handler)
 
     def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        total_s: float | None = None,
+        self, method: str, url: str, *, total_s: float | None = None, **options: Unpack[RequestOptions]
     ) -> Answer:
         """Send a request, and return the complete answer, of whatever status.
 
         Args:
-            body: Sent as JSON.
             total_s: In place of the client's own.
 
         Raises:
@@ -173,8 +180,7 @@ class HttpClient:
         until = time.monotonic() + limit_s
 
         def exchange() -> Answer:
-            timeout_s = min(self._timeout_s, limit_s)
-            with self.stream(method, url, headers=headers, body=body, timeout_s=timeout_s) as stream:
+            with self.open(method, url, timeout_s=min(self._timeout_s, limit_s), **options) as stream:
                 return Answer(status=stream.status, headers=stream.headers, body=self._body(stream, until))
 
         try:  # in a thread: neither the lookup of a name nor a header that trickles has a timeout of its own
@@ -182,38 +188,19 @@ class HttpClient:
         except StalledError:
             raise HttpFailure(FailureKind.TIMEOUT, f"no complete answer within {limit_s:g} s") from None
 
-    @contextmanager
-    def stream(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Generator[HttpStream]:
-        """Send a request, and yield the answer once its header is there; closed at the end.
+    def open(
+        self, method: str, url: str, *, timeout_s: float | None = None, **options: Unpack[RequestOptions]
+    ) -> HttpStream:
+        """Send a request, and return the answer once its header is there, to be closed.
+
+        Args:
+            timeout_s: In place of the client's own.
 
         Raises:
             HttpFailure: None came in time, or it is compressed.
         """
-        stream = self.open(method, url, headers=headers, body=body, timeout_s=timeout_s)
-        try:
-            yield stream
-        finally:
-            stream.close()
-
-    def open(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> HttpStream:
-        """Send a request, and return the answer once its header is there, to be closed; as `stream`."""
-        sent = {"Accept-Encoding": "identity", **(headers or {})}
+        sent = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
+        body = options.get("body")
         if body is not None:
             sent["Content-Type"] = "application/json"
         data = None if body is None else json.dumps(body).encode()

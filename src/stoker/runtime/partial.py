@@ -117,9 +117,9 @@ class PartialFile:
             if self._whole is not None:
                 self._whole.update(piece)
             if self._block_bytes >= BLOCK_BYTES:
-                self._seal()
+                self._commit_block()
 
-    def _seal(self) -> None:
+    def _commit_block(self) -> None:
         """Write down that a block is there, once it really is."""
         if not self._block_bytes:
             return
@@ -160,7 +160,7 @@ class PartialFile:
         with self._lock:
             if not self._abandoned and not self._named:
                 with suppress(OSError, StokerError):
-                    self._seal()
+                    self._commit_block()
                     if not self.at:
                         self._part.unlink(missing_ok=True)
                         self.journal.unlink(missing_ok=True)
@@ -192,10 +192,10 @@ class PartialFile:
 
 
 def new_digest(algorithm: Algorithm) -> Any:
-    """A digest of `hashlib`; they tell damage from no damage, and need not withstand an attacker."""
+    """Return a digest of `hashlib`; they tell damage from no damage, and need not withstand an attacker."""
     return hashlib.new(algorithm, usedforsecurity=False)
 
 
 def paths_of(target: Path) -> tuple[Path, Path]:
-    """The partial file of a file, and its journal."""
+    """Return the partial file of a file, and its journal."""
     return target.with_name(f".{target.name}.part"), target.with_name(f".{target.name}.part.journal")

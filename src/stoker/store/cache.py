@@ -95,11 +95,11 @@ class VerifyReport(JsonResult):
 class Filler(Protocol):
     """Encodes what is missing. Precompute implements it; a cache handle may carry one."""
 
-    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+    def fill(self, numbers: Sequence[int], timeout_s: float) -> None:
         """Encode and store at least these samples (whole groups) before returning.
 
         Raises:
-            StalledError: `deadline_s` passed.
+            StalledError: `timeout_s` passed.
             MissingRecordError: A sample was quarantined; the message says why.
         """
         ...
@@ -113,7 +113,7 @@ class BackgroundFill(Protocol):
     """A cache that is being filled while others read what is there."""
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
-        """What is stored now, and which samples are settled: stored, or quarantined for good, `(count,)`.
+        """Return what is stored now, and `(count,)` which samples are stored or quarantined for good.
 
         Raises:
             StokerError: Filling ended with an error; the same at every call.
@@ -121,7 +121,7 @@ class BackgroundFill(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether filling has ended well: the cache is complete and has its index.
+        """Return whether filling has ended well: the cache is complete and has its index.
 
         Raises:
             StokerError: As `look`.
@@ -219,8 +219,10 @@ class Cache:
         return isinstance(number, SupportsIndex) and self._find(operator.index(number)) is not None
 
     def __getitem__(self, number: SupportsIndex) -> dict[str, Tensor]:
-        """The record of a sample: a copy, every byte checked; packed fields as float32, fields of particles
-        and meshes whose steps and points vary as `(T, N, *rest)`.
+        """Return a copy of the record of a sample, every byte checked.
+
+        Quantized fields come as float32, fields of particles and meshes whose steps and points vary as
+        `(T, N, *rest)`.
 
         Raises:
             MissingRecordError: It is not stored; says whether it was quarantined, and why.
@@ -241,7 +243,7 @@ class Cache:
         return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self), 'record')}, {state})"
 
     def shard(self, i: int) -> Shard:
-        """Shard `i` of the index, open. Least recently used ones are closed once nobody refers to them.
+        """Return shard `i` of the index, open. Those not used for longest are closed once unreferenced.
 
         Raises:
             CorruptError: The file is missing or is not the one that the index pins.
@@ -250,7 +252,7 @@ class Cache:
         return self._shards.get(i, partial(self.fresh_shard, i))
 
     def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
-        """Shard `i`, opened anew and compared with the index; see `shard`. `known`: as for `Shard`."""
+        """Return shard `i`, opened anew and compared with the index; see `shard`. `known`: as for `Shard`."""
         entry = self.index.shards[i]
         part, path = self.recipe.parts[entry.part], self.path / entry.file
         try:
@@ -265,7 +267,7 @@ class Cache:
         return shard
 
     def lengths(self, field: str) -> NDArray[np.int64]:
-        """Steps along axis 0 of each stored record's field, in the order of `numbers`: `(len(self),)`.
+        """Return the steps along axis 0 of a field of each stored record, in the order of `numbers`.
 
         Raises:
             RecordError: There is no such field, or it is a scalar.
@@ -292,7 +294,7 @@ class Cache:
         return _verify(self, subset, seed)
 
     def _find(self, number: int) -> tuple[int, int] | None:
-        """Shard and row of a sample."""
+        """Return shard and row of a sample."""
         segments = self.segments
         i = int(np.searchsorted(segments.first, number, side="right")) - 1
         if i < 0 or number >= int(segments.first[i] + segments.count[i]):
@@ -361,7 +363,7 @@ def peek_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
 
 
 def open_indexed(folder: Path, recipe: Recipe) -> Cache:
-    """The cache of a folder whose index is sound, with what is there of its shards, by name and size.
+    """Return the cache of a folder whose index is sound, with what is there of its shards, by name and size.
 
     Raises:
         FileNotFoundError, FormatError: As `load_index`.
@@ -417,7 +419,7 @@ def _newest(folder: Path) -> Cache:
 
 
 def _no_cache(folder: Path) -> str:
-    """The error for a folder without recipes: it may be the one that holds caches by name."""
+    """Return the error for a folder without recipes: it may be the one that holds caches by name."""
     names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
     if not names:
         return f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
@@ -430,7 +432,7 @@ def _no_cache(folder: Path) -> str:
 
 
 def _readable(found: Sequence[Path]) -> list[Cache]:
-    """The caches that can be opened; an index is made again only where none is sound.
+    """Return the caches that can be opened; an index is made again only where none is sound.
 
     Raises:
         FormatError, OSError: None can be opened; that of the first one.
@@ -487,8 +489,8 @@ SLOWEST_BYTES_PER_S = MIB
 """Storage that gives less than this to one reader hangs, as far as anybody can tell."""
 
 
-def read_deadline_s(shards: Sequence[ShardInfo]) -> float:
-    """Seconds that reading the largest of these shards in full may take."""
+def read_timeout_s(shards: Sequence[ShardInfo]) -> float:
+    """Return the seconds that reading the largest of these shards in full may take."""
     return MAP_TIMEOUT_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
 
 
@@ -508,7 +510,7 @@ def _verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
     else:
         count, unchecked = len(cache), []
         shards = range(len(cache.index.shards))
-        what, timeout_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
+        what, timeout_s = f"verifying the shards of {cache.path}", read_timeout_s(cache.index.shards)
         for found in map_in_order(
             lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, timeout_s=timeout_s
         ):
@@ -524,7 +526,7 @@ def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
 
 
 def _served(cache: Cache, entry: ShardInfo) -> dict[int, int]:
-    """Global numbers that a shard serves, by row."""
+    """Return the global numbers that a shard serves, by row."""
     offset = cache.recipe.parts[entry.part].offset
     return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
 
@@ -587,7 +589,7 @@ them out of order decodes few chunks of a source twice, so many that the first a
 
 
 def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
-    """The order in which a cache is filled block by block: stretches `[start, stop)` of samples, `(n, 2)`.
+    """Return the order in which a cache is filled: stretches `[start, stop)` of samples, `(n, 2)`.
 
     Blocks are whole groups, and come shuffled by the fingerprint: a source is often sorted, and who trains
     beside the filling should not meet it sorted.

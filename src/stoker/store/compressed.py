@@ -33,6 +33,7 @@ from stoker.store.format import (
     COMPRESSED_FORMAT,
     ITEM_BYTES,
     PAGE,
+    REFETCHES,
     Header,
     LocalFile,
     OpenFile,
@@ -59,8 +60,6 @@ SAMPLED_BLOCKS = 3
 """Blocks of a column on which the filters are tried."""
 WORTHWHILE = 0.1
 """The part of a shard's bytes that `auto` wants to save."""
-REFETCHES = 2
-"""Times that damaged bytes are fetched again from an object store."""
 KEPT_BLOCKS = 4
 """Decompressed blocks that each reading thread keeps: neighboring records share one."""
 READ_BLOCKS = 16
@@ -161,7 +160,7 @@ def compress_shard(shard: PlainShard, compression: Compression, create: Callable
 
 
 def _packed(blosc: Any, shard: PlainShard, name: str, block: _Block) -> bytes:
-    """The bytes that are stored of a block: a Blosc frame, or the block itself where that is no longer."""
+    """Return the bytes to store for a block: a Blosc frame, or the block itself if that is as short."""
     data = shard.read(block.begin, block.size)
     if not block.item_bytes or block.size < KIB:
         return data
@@ -172,7 +171,7 @@ def _packed(blosc: Any, shard: PlainShard, name: str, block: _Block) -> bytes:
 
 
 def _plan_blocks(shard: PlainShard, pack: Callable[[_Block], bytes]) -> tuple[list[_Block], float]:
-    """All blocks in order, each column with the filter that suits it, and about the bytes they come to."""
+    """Return all blocks in order, with the best filter for each column, and about their stored bytes."""
     tail = shard.data_start + shard.tensors["__number__"].begin
     blocks = [_Block(begin=at, size=size) for at, size in _pieces(0, shard.data_start, MAX_BLOCK_BYTES)]
     stored = float(shard.data_start)
@@ -210,7 +209,7 @@ def _pieces(begin: int, size: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(entry: TensorEntry, *, ragged: bool) -> Iterator[tuple[int, int]]:
-    """Where a column is cut: offset in it and bytes.
+    """Yield where a column is cut: offset in it and bytes.
 
     Small records are together in a block, each complete, so that reading one takes one block. Larger ones
     are cut alone, at steps that begin a block of sums.
@@ -317,7 +316,7 @@ class CompressedFile:
         return self._fill(offset, outs, wait=False)
 
     def stored_extent(self, offset: int, size: int) -> tuple[int, int]:
-        """Offset in the file and bytes of the blocks that hold some bytes of the ordinary shard."""
+        """Return offset and size in the file of the blocks that hold some bytes of the ordinary shard."""
         first = min(bisect_right(self._ends, offset), len(self._ends) - 1)
         last = max(first, bisect_left(self._begins, offset + size) - 1)
         return self._places[first][0], self._places[last][1] - self._places[first][0]
@@ -325,19 +324,19 @@ class CompressedFile:
     def stored_extents(
         self, begin: NDArray[np.int64], end: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The same for many: where each begins and ends in the file; nothing of nothing."""
+        """Return the same for many: where each begins and ends in the file; nothing of nothing."""
         first = np.minimum(np.searchsorted(self._end_array, begin, side="right"), len(self._ends) - 1)
         last = np.maximum(first, np.searchsorted(self._begin_array, end, side="left") - 1)
         low = self._stored_begins[first]
         return low, np.where(end > begin, self._stored_ends[last], low)
 
     def advice(self, offset: int, size: int) -> tuple[int, int, int]:
-        """Descriptor, offset and bytes of the file that hold some bytes of the ordinary shard."""
+        """Return descriptor, offset and bytes of the file that hold some bytes of the ordinary shard."""
         return self._file.fileno(), *self.stored_extent(offset, size)
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Begin to bring the blocks near that hold these bytes."""
-        self._file.ahead(*self.stored_extent(offset, size))
+        self._file.prefetch(*self.stored_extent(offset, size))
 
     def refetch(self, offset: int, size: int) -> bool:
         """Have the blocks that hold these bytes fetched again at the next read."""
@@ -486,7 +485,7 @@ def _read_table(file: OpenFile, header: Header, where: str) -> NDArray[np.int64]
 
 
 def decompression_rate(path: str | os.PathLike[str], budget_s: float) -> float | None:
-    """Bytes that one thread decompresses in a second of a shard; None if the file is not a compressed one.
+    """Return the bytes per second that one thread decompresses of a shard; None if it is not compressed.
 
     The file is read through the page cache, and that is counted.
     """

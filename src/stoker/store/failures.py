@@ -81,7 +81,7 @@ def _line(failure: Failure, recipe: Recipe) -> str:
 
 
 def read_failures(storage: Storage, recipe: Recipe) -> dict[int, Failure]:
-    """All failures of parts of `recipe`, by global number, sorted.
+    """Return all failures of parts of `recipe`, by global number, sorted.
 
     Of several for one sample the last line of a file wins; between files `sample` beats `transient`, then
     the one with more attempts. `runs` counts the files.

@@ -20,7 +20,7 @@ from stoker.encoders.weights import weights_to_bytes
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import make_folder, sync_folder
-from stoker.runtime.jsonio import as_object, canonical_json, read_strict
+from stoker.runtime.jsonio import canonical_json, read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.schema import Sample, Schema, schema_text
 from stoker.store.cache import Cache, open_indexed
@@ -255,7 +255,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def siblings(folder: Path) -> list[Path]:
-    """Folders of other fingerprints of the same name."""
+    """Return the folders of other fingerprints of the same name."""
     paths = sorted(path for path in folder.parent.iterdir() if FINGERPRINT.fullmatch(path.name))
     return [path for path in paths if path.name != folder.name and path.is_dir()]
 
@@ -342,7 +342,7 @@ class Folder:
         note_use(path)
 
     def complete(self) -> Cache | None:
-        """The cache, if its index is sound and says so, and its shards are those that the index pins.
+        """Return the cache, if its index is sound and says so, and its shards are those that the index pins.
 
         Reads headers, numbers and sums, no records. With a damaged index every byte is read, as `open_cache`
         does: only the index knew which rows are damaged.
@@ -373,7 +373,7 @@ class Folder:
         return gained
 
     def same_samples(self) -> SampleLookup | None:
-        """Records of sibling caches by the digest of their samples; None: none is known, or none is missing.
+        """Return a lookup of records in sibling caches by the digest of their samples; None if of no use.
 
         `adopt` needs parts that did not change. This needs the samples to be read.
         """
@@ -383,7 +383,7 @@ class Folder:
         return same if len(same) else None
 
     def missing(self, *, retry_quarantined: bool = False, retry_transient: bool = True) -> NDArray[np.int64]:
-        """Global numbers that are neither stored nor given up, sorted.
+        """Return the global numbers that are neither stored nor given up, sorted.
 
         Args:
             retry_quarantined: Count every quarantined sample as missing.
@@ -398,11 +398,11 @@ class Folder:
         return np.flatnonzero(wanted)
 
     def stored_count(self) -> int:
-        """Records stored, each sample once."""
+        """Return the records stored, each sample once."""
         return int(presence(self._catalog.refresh(), self.recipe).sum())
 
     def failures(self) -> dict[int, Failure]:
-        """Failures by global number, of samples that are not stored."""
+        """Return the failures by global number, of samples that are not stored."""
         stored = presence(self._catalog.refresh(), self.recipe)
         return {
             n: failure for n, failure in read_failures(self._storage, self.recipe).items() if not stored[n]
@@ -418,19 +418,19 @@ class Folder:
             append_failures(self._storage, self._token, failures, self.recipe)
 
     def writer(self, settings: WriterSettings | None = None) -> RecordWriter:
-        """A writer of records.
+        """Return a writer of records.
 
         Raises:
             ConfigError: `settings.shard_bytes` is less than 1.
         """
         return RecordWriter(self._storage, self.recipe, settings or WriterSettings())
 
-    def claim(self, purpose: str = "encode", *, shared: bool = False) -> AbstractContextManager[bool]:
-        """An advisory claim; yields False if somebody else holds it (`shared`: by himself)."""
+    def lock(self, purpose: str = "encode", *, shared: bool = False) -> AbstractContextManager[bool]:
+        """Return an advisory claim; yields False if somebody else holds it (`shared`: by himself)."""
         return lock_folder(self.path, purpose, shared=shared)
 
     def finish(self) -> Cache:
-        """Write the index over everything sealed so far, by whomever, and open it.
+        """Write the index over all shards committed so far, by any process, and open it.
 
         Of several processes that finish at once, each sees at least what those before it saw. Records that
         prove damaged on the way are left out of it, so `missing` may have grown afterwards.
@@ -508,7 +508,7 @@ def _put_sources(storage: Storage, files: Sequence[FileDigest]) -> None:
 
 
 def _put_weights(cache_dir: Path, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-    digest = str((as_object(recipe.entries["encoder"]) or {}).get("weights"))
+    digest = recipe.weights
     if not re.fullmatch(r"[0-9a-f]{16,64}", digest):
         return
     storage = open_storage(cache_dir / WEIGHTS_FOLDER)

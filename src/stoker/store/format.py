@@ -130,7 +130,7 @@ class OpenFile(Protocol):
         """
         ...
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Begin to load bytes that will be read soon; waits for nothing."""
         ...
 
@@ -162,7 +162,7 @@ class LocalFile(RegularFile):
 # Where columns lie in a shard: pure arithmetic.
 #
 # Every column starts on a page, so that shards can be mapped one after another into one range of addresses.
-# The largest fixed column comes first: a shard that is sealed early then moves only its smaller columns.
+# The largest fixed column comes first: a shard that is committed early then moves only its smaller columns.
 
 
 FORMATS = (1, 2, 3)
@@ -174,30 +174,30 @@ PAGE = 4096
 BLOCK_BYTES = 16 * KIB
 """Bytes that one block sum aims to cover."""
 SHARD_BYTES = 256 * MIB
-"""Bytes of records at which a shard with fixed fields only is sealed."""
+"""Bytes of records at which a shard with fixed fields only is committed."""
 RAGGED_SHARD_BYTES = 32 * MIB
-"""The same for a shard with a ragged field, which is kept in memory until sealed."""
+"""The same for a shard with a ragged field, which is kept in memory until committed."""
 MAX_ROWS = 1 << 20
 """Records in one shard at most; bounds what a writer keeps per record in memory."""
 
 
 def format_of(schema: Schema) -> int:
-    """The format of a cache of this schema: 2 with marks that workers of 1 do not know."""
+    """Return the format of a cache of this schema: 2 with marks that workers of 1 do not know."""
     return 2 if any(field.packed or field.kept or field.axes for field in schema.values()) else 1
 
 
 def align(offset: int) -> int:
-    """The next multiple of `PAGE` at or above `offset`."""
+    """Return the next multiple of `PAGE` at or above `offset`."""
     return -(-offset // PAGE) * PAGE
 
 
 def axis_length(field: Field) -> int:
-    """Steps along axis 0 of one record of a fixed field; a scalar has one."""
+    """Return the steps along axis 0 of one record of a fixed field; a scalar has one."""
     return field.shape[0] if field.shape else 1
 
 
 def rows_per_block(field: Field) -> int:
-    """Steps along a record's axis 0 that share one block sum.
+    """Return the steps along a record's axis 0 that share one block sum.
 
     >>> rows_per_block(Field(shape=(101, 16, 32), dtype="float16"))
     16
@@ -206,22 +206,22 @@ def rows_per_block(field: Field) -> int:
 
 
 def block_count(field: Field, length: int) -> int:
-    """Block sums of one record whose axis 0 has `length` steps; none where there are no bytes."""
+    """Return the block sums of one record whose axis 0 has `length` steps; none where there are no bytes."""
     return -(-length // rows_per_block(field)) if field.row_bytes else 0
 
 
 def is_fixed(schema: Schema) -> bool:
-    """Whether every record has the same size, so that a shard can be written as it comes."""
+    """Return whether every record has the same size, so that a shard can be written as it comes."""
     return not any(field.ragged for field in schema.values())
 
 
 def record_bytes(schema: Schema) -> int:
-    """Bytes of one record, over its fixed fields."""
+    """Return the bytes of one record, over its fixed fields."""
     return sum(field.size_bytes() for field in schema.values() if not field.ragged)
 
 
 def row_capacity(schema: Schema, shard_bytes: int) -> int:
-    """Records of a full shard with fixed fields only; the same for every shard of a cache.
+    """Return the records of a full shard with fixed fields only; the same for every shard of a cache.
 
     A multiple of `PAGE / gcd(bytes, PAGE)` for each field where the shard has room for that, so that full
     shards fill whole pages.
@@ -247,7 +247,7 @@ class Capacity:
     fixed: bool
 
     def is_full(self, rows: int, size: int) -> bool:
-        """Whether a shard of so many records and bytes takes no more."""
+        """Return whether a shard of so many records and bytes takes no more."""
         return rows >= self.rows or (not self.fixed and size >= self.bytes)
 
 
@@ -268,7 +268,7 @@ def capacity(schema: Schema, shard_bytes: int) -> Capacity:
 
 
 def column_order(schema: Schema) -> list[str]:
-    """Fields in the order of their columns: the largest fixed one, other fixed ones, then ragged ones."""
+    """Return the fields in column order: the largest fixed one, other fixed ones, then ragged ones."""
     fixed = [name for name, field in schema.items() if not field.ragged]
     largest = max(fixed, key=lambda name: schema[name].size_bytes(), default=None)
     first = [] if largest is None else [largest]
@@ -276,7 +276,7 @@ def column_order(schema: Schema) -> list[str]:
 
 
 def place_columns(order: Sequence[str], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offsets of columns from the start of the data, and the aligned end of the last one.
+    """Return the offsets of columns from the start of the data, and the aligned end of the last one.
 
     >>> place_columns(["z", "c"], {"z": 5000, "c": 12})
     ({'z': 0, 'c': 8192}, 12288)
@@ -305,6 +305,8 @@ TENSOR_DTYPES: Mapping[str, str] = {
     "uint64": "U64",
 }  # fmt: skip
 """Our dtype names to those of safetensors; uint64 appears in block sums only."""
+REFETCHES = 2
+"""Times that damaged bytes are fetched again where they come from an object store."""
 ITEM_BYTES: Mapping[str, int] = {TENSOR_DTYPES[name]: size for name, size in DTYPE_BYTES.items()} | {"U64": 8}
 """Bytes of a number, by the dtype as safetensors spells it."""
 _BLANK = "0" * 32
@@ -339,7 +341,7 @@ class Header:
 def pack_header(
     tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], data_start: int | None
 ) -> bytes:
-    """The first bytes of a shard, up to its data.
+    """Return the first bytes of a shard, up to its data.
 
     Args:
         tensors, metadata: What the header says; `self` is added.
@@ -447,12 +449,12 @@ class Column:
 
 
 def is_pad(name: str) -> bool:
-    """Whether a tensor only fills the room between columns."""
+    """Return whether a tensor only fills the room between columns."""
     return name.startswith("__pad__")
 
 
 def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]:
-    """The shard's part and number of rows.
+    """Return the shard's part and number of rows.
 
     Raises:
         FormatError: Its metadata is not that of a shard of this schema.
@@ -472,7 +474,7 @@ def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]
 
 
 def columns_in(header: Header, schema: Schema, rows: int, name: str) -> dict[str, Column]:
-    """Where each field lies.
+    """Return where each field lies.
 
     Raises:
         FormatError: A tensor is missing, unknown, or not where and what the schema says.
@@ -507,7 +509,7 @@ def _entry(header: Header, tensor: str, dtype: str, name: str) -> TensorEntry:
 
 
 def read_tail(file: OpenFile, header: Header, name: str, most: int) -> dict[str, NDArray[Any]]:
-    """Numbers, offsets and sums, which are stored together at the end, against the digest in the metadata.
+    """Return numbers, offsets and sums, which are stored at the end, once they match their digest.
 
     They are never compressed: more than `most`, the bytes of the file, are refused before they are allocated.
     """
@@ -530,7 +532,7 @@ def read_tail(file: OpenFile, header: Header, name: str, most: int) -> dict[str,
 
 
 def check_offsets(offsets: NDArray[np.int64], column: Column, name: str) -> NDArray[np.int64]:
-    """The offsets of a ragged field, if they rise from 0 to the column's end.
+    """Return the offsets of a ragged field, if they rise from 0 to the column's end.
 
     Raises:
         FormatError: They do not.

@@ -34,7 +34,6 @@ from stoker.errors import (
 )
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import TEMPORARY_NAME, RegularFile, dead_temporaries, rename, sync_folder
-from stoker.runtime.jsonio import as_object
 from stoker.runtime.locks import FOLDER_LOCK, lock_folder, lock_holder, try_lock
 from stoker.schema import JsonResult
 from stoker.store.cache import Cache
@@ -114,7 +113,7 @@ class ScannedFolder:
 
 
 def scan(cache_dir: Path) -> list[ScannedFolder]:
-    """Every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
+    """Return every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
 
     Raises:
         FormatError: A folder of caches cannot be listed, so nobody can tell which weights they need.
@@ -150,17 +149,13 @@ def _look(path: Path, *, linked: bool) -> ScannedFolder:
     except (FormatError, OSError) as error:
         folder.broken = str(error)
         return folder
-    folder.weights = _weights_of(recipe)
+    folder.weights = recipe.weights
     index = known_index(path, recipe)
     if index is not None:
         folder.sequence = index.sequence
         index = without_lost(index, path, folder.files)[0]
         folder.complete = index.complete and 2 * len(index.quarantined) <= recipe.count
     return folder
-
-
-def _weights_of(recipe: Recipe) -> str:
-    return str((as_object(recipe.entries["encoder"]) or {}).get("weights", ""))
 
 
 def _is_held(path: Path) -> bool:
@@ -181,7 +176,7 @@ def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
 
 
 def never_begun(folder: ScannedFolder) -> bool:
-    """Whether a kill came between the making of a folder and its recipe."""
+    """Return whether a kill came between the making of a folder and its recipe."""
     return RECIPE_FILE not in folder.files and all(map(TEMPORARY_NAME.fullmatch, folder.files))
 
 
@@ -194,7 +189,7 @@ def remove_never_begun(folder: ScannedFolder) -> None:
 
 
 def weights_in(cache_dir: Path) -> dict[Path, int]:
-    """Bytes of each file of weights, those included whose removal was cut short.
+    """Return the bytes of each file of weights, those included whose removal was cut short.
 
     None where `encoders` is a link: caches elsewhere may need what lies there.
     """
@@ -206,7 +201,7 @@ def weights_in(cache_dir: Path) -> dict[Path, int]:
 
 
 def digest_of(weights: Path) -> str:
-    """The digest that a recipe names a file of weights by."""
+    """Return the digest that a recipe names a file of weights by."""
     return weights.name.removeprefix(GONE).removesuffix(".safetensors")
 
 
@@ -271,7 +266,7 @@ def remove_superseded(
 
 
 def _superseded(folder: Path, index: Index) -> dict[str, int]:
-    """Bytes of what could go, by name; no record is read."""
+    """Return the bytes of what could go, by name; no record is read."""
     sizes = open_storage(folder).sizes()
     # An index is no proof that what it names are shards.
     idle = [shard.file for shard in index.shards if not len(shard.segments) and is_shard_name(shard.file)]
@@ -283,7 +278,7 @@ def _superseded(folder: Path, index: Index) -> dict[str, int]:
 
 
 def _still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Those of the superseded shards that hold the last good copy of a record, each with why."""
+    """Return those of the superseded shards that hold the last good copy of a record, each with why."""
     view = _view(folder)
     if view is None:
         return dict.fromkeys(names, "the index was lost meanwhile")
@@ -369,7 +364,7 @@ def _view(folder: Path) -> tuple[Recipe, Index] | None:
 
 
 def _good_numbers(folder: Path, recipe: Recipe, entry: ShardInfo) -> list[int]:
-    """Global numbers of the records of a shard that were not found damaged; none where it cannot be read."""
+    """Return the global numbers of the sound records of a shard; empty if it cannot be read."""
     try:
         shard = Shard(open_storage(folder).open(entry.file), folder / entry.file, recipe.schema)
     except (FormatError, OSError):
@@ -484,7 +479,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
 
 
 def _holds_others(cache_dir: Path) -> bool:
-    """Whether there are folders with something in them; those of caches that were removed are empty."""
+    """Return whether any folder holds something; those of caches that were removed are empty."""
     visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS_FOLDER and path.name[0] != ".")
     return any(path.is_dir() and any(path.iterdir()) for path in visible)
 
@@ -641,7 +636,7 @@ class _Collection:
         return self._busy(folder)
 
     def _busy(self, folder: ScannedFolder) -> str | None:
-        """Why a folder is in use; None: it is not."""
+        """Return why a folder is in use; None: it is not."""
         if claims := folder.live_claims():
             return f"claimed ({claims[0]}) by {lock_holder(folder.path, claims[0])}"
         return self._in_use(folder)

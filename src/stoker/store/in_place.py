@@ -38,7 +38,7 @@ READ_DEADLINE_S = 120.0
 
 
 def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache:
-    """A cache that serves the samples of `source` from the files they lie in.
+    """Return a cache that serves the samples of `source` from the files they lie in.
 
     Reads every byte once, for the sums that reading is checked with from then on; what is written is about a
     2000th of that. Run again over the same files, it reads nothing; over files that were moved, it notes
@@ -63,7 +63,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
     places = source.places()
     recipe = _recipe(source, places, Digests(cache_dir))
     folder = open_folder(cache_dir, name, recipe)
-    with folder.claim("encode") as got:
+    with folder.lock("encode") as got:
         if not got:
             raise StalledError(
                 f"{folder.path} is being indexed by another process. Run again when it is done"
@@ -81,7 +81,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
 
 
 def _recipe(source: Source, places: Sequence[PlacedPart], digests: Digests) -> Recipe:
-    """The recipe of the samples as they are in the files."""
+    """Return the recipe of the samples as they are in the files."""
     made = make_recipe(source, None, digests=digests)
     schema: Schema = {}
     for name, field in sorted(made.schema.items()):
@@ -158,7 +158,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
             try:
                 _fill(shard, recipe.schema, part, own, files)
                 _check_unchanged(users)
-                shard.seal()
+                shard.commit()
             finally:
                 shard.discard()
     finally:
@@ -167,7 +167,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
 
 
 def _sizes(part: PlacedPart, name: str) -> NDArray[np.int64]:
-    """Bytes of each sample's field."""
+    """Return the bytes of each sample's field."""
     one = part.fields[name]
     if one.lengths is not None:
         return one.lengths * one.field.row_bytes
@@ -186,7 +186,7 @@ def _record_bytes(part: PlacedPart) -> NDArray[np.int64]:
 
 
 def _cut(sizes: NDArray[np.int64], most_bytes: int, most_rows: int) -> Iterator[slice]:
-    """Runs of samples of at most so many bytes (or one sample) and rows."""
+    """Yield runs of samples of at most so many bytes (or one sample) and rows."""
     ends = np.cumsum(sizes)
     begin = 0
     while begin < len(sizes):

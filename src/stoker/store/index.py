@@ -23,7 +23,6 @@ from stoker.errors import CorruptError, FormatError, IncompleteError, ResourceEr
 from stoker.runtime.files import sync_folder
 from stoker.runtime.jsonio import as_object, canonical_json, is_count, read_strict
 from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
-from stoker.runtime.threads import map_in_order
 from stoker.store.failures import Failure, failure_from_json, read_failures
 from stoker.store.format import (
     COMPRESSED_FORMAT,
@@ -36,7 +35,7 @@ from stoker.store.format import (
 from stoker.store.recipe import Recipe, parse_recipe
 from stoker.store.remote import Expected, ReplacedError
 from stoker.store.rows import choose_rows, numbers_of, runs_of
-from stoker.store.shard import Shard, repair_advice
+from stoker.store.shard import Shard, map_shards, repair_advice
 from stoker.store.storage import Storage, open_storage
 from stoker.store.values import Accumulator, read_field, summarise
 from stoker.units import MIB, format_bytes
@@ -50,8 +49,6 @@ LISTED_SEGMENTS = 16
 """Segments of a shard listed as JSON; more are packed, so that opening stays quick however numbers lie."""
 INDEX_TRIES = 20
 """Times that an index is made while other machines replace it; each of them makes progress meanwhile."""
-FEW_SHARDS = 8
-"""Fewer are read one after another: they take less than the threads would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +151,7 @@ class Segments:
 
 
 def segments_of(shards: Sequence[ShardInfo], recipe: Recipe) -> Segments:
-    """All shards' segments in global numbers.
+    """Return all shards' segments in global numbers.
 
     Raises:
         CorruptError: Two of them hold the same number.
@@ -175,7 +172,7 @@ def _all_segments(shards: Sequence[ShardInfo]) -> NDArray[np.int64]:
 
 
 def dump_index(index: Index, recipe: Recipe) -> bytes:
-    """The bytes of `index.json`."""
+    """Return the bytes of `index.json`."""
     entries: dict[str, Any] = {
         "format": _format(index.shards, recipe),
         "fingerprint": index.fingerprint,
@@ -242,7 +239,7 @@ def load_index(folder: Path, recipe: Recipe) -> Index:
 
 
 def read_index_entries(folder: Path) -> dict[str, Any]:
-    """The index as JSON, its digest checked and nothing else."""
+    """Return the index as JSON, its digest checked and nothing else."""
     path = folder / INDEX_FILE
     file = open_storage(folder).open(INDEX_FILE)
     try:
@@ -269,7 +266,7 @@ def read_index_entries(folder: Path) -> dict[str, Any]:
 
 
 def _digest_without(data: bytes) -> str:
-    """The digest of an index in canonical form but for its own `digest`, which only numbers come before."""
+    """Return the digest of an index in canonical form without its own `digest` entry."""
     before, found, after = data.partition(b'"digest":"')
     return hashlib.sha256(before + after[len('",') + 64 :] if found else data).hexdigest()
 
@@ -354,7 +351,7 @@ def _pack(segments: NDArray[np.int64]) -> list[list[int]] | str:
 
 
 def _unpack_all(all_segments: Sequence[Any]) -> list[NDArray[np.int64]]:
-    """The segments of every shard: those that are listed in one go, since a shard has one as a rule."""
+    """Return the segments of every shard; listed ones are parsed together, as most shards have one."""
     listed = [own for own in all_segments if not isinstance(own, str)]
     flat = [number for own in listed for segment in own for number in segment]
     if not all(len(segment) == 3 for own in listed for segment in own) or not _are_counts(flat):
@@ -392,7 +389,7 @@ class LostShard:
     """Bytes of the file that is there instead; None: there is no regular file."""
 
     def error(self) -> IncompleteError | CorruptError:
-        """What to raise where its records are needed."""
+        """Return what to raise where its records are needed."""
         advice = f"Run precompute again: it encodes its {self.entry.records} records again, and only those"
         if self.size is None:
             return IncompleteError(f"{self.path} is missing. {advice}")
@@ -402,7 +399,7 @@ class LostShard:
 
 
 def without_lost(index: Index, folder: Path, sizes: Mapping[str, int]) -> tuple[Index, tuple[LostShard, ...]]:
-    """The index with nothing served from shards that are lost, in their places, and those shards.
+    """Return the index with nothing served from shards that are lost, in their places, and those shards.
 
     Args:
         index, folder: The index of a folder.
@@ -450,7 +447,7 @@ def read_info(storage: Storage, name: str, recipe: Recipe) -> ShardInfo:
 
 
 def part_of(shard: Shard, recipe: Recipe) -> int | None:
-    """The part of `recipe` whose records a shard holds; None for one of another cache."""
+    """Return the part of `recipe` whose records a shard holds; None for one of another cache."""
     part = recipe.part_by_key.get(shard.part)
     return None if part is None or int(shard.numbers().max()) >= recipe.parts[part].count else part
 
@@ -479,7 +476,7 @@ class ShardCatalog:
         self._bad: dict[str, tuple[int, ...]] | None = None if noted else {}
 
     def refresh(self) -> list[ShardInfo]:
-        """Sound shards here now, by name. Others are left out with a warning, their records are missing."""
+        """Return the sound shards here now, by name. Others are left out with a warning."""
         if self._bad is None:
             self._bad = noted_damage(known_index(self._storage.path, self._recipe))
         sizes = {name: size for name, size in self._storage.sizes().items() if is_shard_name(name)}
@@ -497,7 +494,7 @@ class ShardCatalog:
         return [self._infos[name] for name in sizes if name in self._infos]
 
     def _read(self, names: Sequence[str]) -> Iterator[ShardInfo | str]:
-        """What each shard holds, or what is wrong with it, in their order."""
+        """Return what each shard holds, or what is wrong with it, in their order."""
 
         def read(name: str) -> ShardInfo | str:
             try:
@@ -505,9 +502,7 @@ class ShardCatalog:
             except (FormatError, OSError) as error:
                 return str(error)  # an error that is kept would hold the folder open
 
-        if len(names) < FEW_SHARDS:
-            return map(read, names)
-        return map_in_order(read, names, what=f"reading the shards of {self._storage.path}")
+        return map_shards(read, names, what=f"reading the shards of {self._storage.path}")
 
     def exclude(self, rows: Mapping[str, Sequence[int]]) -> None:
         """Note damaged rows of shards, by file; they count as missing from now on."""
@@ -539,7 +534,7 @@ class ShardCatalog:
 
 
 def _without(info: ShardInfo, rows: Sequence[int]) -> ShardInfo:
-    """The same with more rows known to be damaged."""
+    """Return the same with more rows known to be damaged."""
     bad = {*info.bad, *(row for row in rows if row < info.rows)}
     return info if len(bad) == len(info.bad) else replace(info, bad=tuple(sorted(bad)))
 
@@ -550,7 +545,7 @@ def noted_damage(index: Index | None) -> dict[str, tuple[int, ...]]:
 
 
 def damaged_rows(storage: Storage, info: ShardInfo, recipe: Recipe) -> list[int]:
-    """Rows of a shard that do not match their sums, over all fields; empty when every column is right."""
+    """Return the rows of a shard that do not match their sums, over all fields."""
     try:
         shard = Shard(storage.open(info.file), storage.path / info.file, recipe.schema)
     except (FormatError, OSError) as error:
@@ -565,7 +560,7 @@ def damaged_rows(storage: Storage, info: ShardInfo, recipe: Recipe) -> list[int]
 
 
 def presence(infos: Sequence[ShardInfo], recipe: Recipe) -> NDArray[np.bool_]:
-    """Which samples are stored: `(recipe.count,)` bool.
+    """Return which samples are stored: `(recipe.count,)` bool.
 
     Raises:
         ResourceError: There is no memory for a byte per sample.
@@ -643,7 +638,7 @@ def _write_index(
 
 
 def known_index(folder: Path, recipe: Recipe) -> Index | None:
-    """The index of a folder, or None where it is missing, damaged or foreign."""
+    """Return the index of a folder, or None where it is missing, damaged or foreign."""
     try:
         return load_index(folder, recipe)
     except (FormatError, OSError):
@@ -657,7 +652,7 @@ def build_index(
     previous: Index | None,
     first: Collection[str] = (),
 ) -> Index:
-    """The index over `infos`, the next generation after `previous`: `first`, shards that it knew, others."""
+    """Return the index after `previous`. Shards of `first` serve first, then those it knew, then others."""
     order = {} if previous is None else {shard.file: i for i, shard in enumerate(previous.shards)}
     infos = sorted(
         infos, key=lambda info: (info.file not in first, order.get(info.file, len(order)), info.file)
@@ -686,7 +681,7 @@ def build_index(
 
 
 def next_sequence(folder: Path) -> int:
-    """One more than the largest sequence among the fingerprints beside `folder`."""
+    """Return one more than the largest sequence among the fingerprints beside `folder`."""
     sequences = [0]
     for sibling in folder.parent.iterdir():
         try:

@@ -102,11 +102,11 @@ class JoinedColumns:
     _on: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict[torch.device, dict[str, Tensor]])
 
     def record(self, number: int) -> dict[str, Tensor]:
-        """The values of one sample."""
+        """Return the values of one sample."""
         return {name: tensor[number].clone() for name, tensor in self.values.items()}
 
     def of(self, numbers: Tensor, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The values of some samples, `(B, *shape)`, on the device of `numbers`; `into`: written there."""
+        """Return the values of samples, `(B, *shape)`, on the device of `numbers`, or written to `into`."""
         if numbers.device not in self._on:
             self._on[numbers.device] = {name: t.to(numbers.device) for name, t in self.values.items()}
         return {
@@ -116,7 +116,7 @@ class JoinedColumns:
 
 
 def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
-    """Another handle on `cache`, whose records have the columns of a table; the records are not touched.
+    """Return another handle on `cache`, whose records have the columns of a table as well.
 
     Args:
         cache: Left as it was.
@@ -141,7 +141,7 @@ def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
 
 
 def join_columns(cache: Cache, join: Join) -> JoinedColumns:
-    """The values of a table for the records of a cache.
+    """Return the values of a table for the records of a cache.
 
     Raises:
         ConfigError: A field of the records has the name of a joined one; there is no field `on`.
@@ -218,7 +218,7 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
 
 
 def rename_hint(column: str) -> str:
-    """How to give a joined column another name in batches, for the message of an error."""
+    """Return how to give a joined column another name in batches, for the message of an error."""
     return arg("columns", {"label": {"column": column, "dtype": "float32"}}, setting="data.join.columns")
 
 
@@ -245,7 +245,7 @@ def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
 
 
 def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence[str]:
-    """The key of each stored record, by sample number."""
+    """Return the key of each stored record, by sample number."""
     if not isinstance(on, str):
         if len(on) != cache.index.count:
             raise ConfigError(f"on has {len(on)} keys for {cache.index.count} samples of {cache.name}")

@@ -52,12 +52,12 @@ class JointCache(Cache):
         return tuple(np.cumsum([0, *(member.recipe.count for member in self.members)])[:-1].tolist())
 
     def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
-        """Shard `i`, opened anew by the cache that it belongs to."""
+        """Return shard `i`, opened anew by the cache that it belongs to."""
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
         return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
 
     def owners(self, error: CorruptError) -> list[Cache]:
-        """The members that serve from the folder of the shard that `error` is about: several, if given twice.
+        """Return the members that serve the damaged shard: several, if a cache is given twice.
 
         Raises:
             CorruptError: None of them.
@@ -69,7 +69,7 @@ class JointCache(Cache):
 
 
 def reopen(cache: Cache) -> Cache:
-    """The same generation under a handle of its own: locks and descriptors do not survive a fork."""
+    """Return the same generation under a handle of its own: locks and descriptors do not survive a fork."""
     if isinstance(cache, JointCache):
         return JointCache([reopen(member) for member in cache.members])
     again = type(cache)(cache.path, cache.recipe, cache.index)
@@ -78,7 +78,7 @@ def reopen(cache: Cache) -> Cache:
 
 
 def same_fields(caches: Sequence[Cache]) -> bool:
-    """Whether records of these caches have the same fields, stored in the same way, and columns joined."""
+    """Return whether records of these caches have the same fields, stored dtypes and joined columns."""
     first = caches[0]
     return all(
         cache.schema == first.schema
@@ -94,13 +94,13 @@ class _JointFiller:
     def __init__(self, members: Sequence[Cache]) -> None:
         self._members = members
 
-    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+    def fill(self, numbers: Sequence[int], timeout_s: float) -> None:
         """As `Filler.fill`, with the joint numbers.
 
         Raises:
             IncompleteError: A member has nobody who can encode.
         """
-        until, offset = time.monotonic() + deadline_s, 0
+        until, offset = time.monotonic() + timeout_s, 0
         for member in self._members:
             own = [number - offset for number in numbers if 0 <= number - offset < member.recipe.count]
             if own and member.filler is None:
@@ -167,12 +167,12 @@ def _joint_index(members: Sequence[Cache], recipe: Recipe) -> Index:
 
 
 def served_schema(cache: Cache) -> Schema:
-    """Fields of the records, and of the columns joined to them."""
+    """Return the fields of the records, and of the columns joined to them."""
     return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
 
 
 def joint_columns(members: Sequence[Cache]) -> JoinedColumns | None:
-    """The columns of several caches with the same fields, by the numbers that their samples have together."""
+    """Return the joined columns of several caches, by the numbers that their samples have together."""
     found = [member.joined for member in members if member.joined is not None]
     if not found:
         return None

@@ -22,7 +22,7 @@ from stoker.schema import JsonResult
 from stoker.store import format
 from stoker.store.cache import BadRecord, Cache, open_cache
 from stoker.store.compressed import Compression, check_compression
-from stoker.store.format import FINGERPRINT, RECIPE_FILE, is_shard_name
+from stoker.store.format import DAMAGED, FINGERPRINT, RECIPE_FILE, is_shard_name
 from stoker.store.index import (
     Index,
     ShardCatalog,
@@ -49,8 +49,6 @@ from stoker.units import MIB
 
 
 log = logging.getLogger("stoker")
-DAMAGED = ".damaged-"
-"""Prefix of shards that were set aside."""
 REPAIR_ADVICE = ". `stoker verify"
 """Where errors of damaged records begin to say what a repair need not."""
 
@@ -234,7 +232,7 @@ class _Repair:
 
 
 def folder_to_repair(path: str | Path) -> Path:
-    """The fingerprint's folder that `path` names: itself, or the only one below it.
+    """Return the fingerprint's folder that `path` names: itself, or the only one below it.
 
     Raises:
         FormatError: There is none, or several: a damaged one among them must not be passed over.
@@ -377,7 +375,7 @@ class _Merge:
         self.cache = self._index()
 
     def groups(self, left: list[UnusedShard]) -> Iterator[_Group]:
-        """What is worth merging; shards with damaged records are noted in `left` and stay as they are."""
+        """Yield what is worth merging; shards with damaged records go to `left` and stay as they are."""
         cache, found = self.cache, dict[tuple[int, str], dict[int, float]]()
         for i, entry in enumerate(cache.index.shards):
             if not len(entry.segments):
@@ -409,7 +407,7 @@ class _Merge:
         return self._compression is not None and shard.compression != self._compression
 
     def _worth(self, fills: Mapping[int, float]) -> list[int]:
-        """The shards to write again: all where that makes them fewer, else those that differ."""
+        """Return the shards to write again: all where that makes them fewer, else those that differ."""
         if _gains(fills):
             return [*fills]
         return [i for i in fills if self._differs(self.cache.shard(i))]
@@ -439,7 +437,7 @@ class _Merge:
                 copy_rows(out, self.cache, table[begin:end])
                 begin = end
                 if begin == len(table) or self._capacity.is_full(out.rows, out.size):
-                    out.seal()
+                    out.commit()
                     fresh.append(out.spec.name)
                     out = None
         finally:
@@ -458,7 +456,7 @@ class _Merge:
             self._fresh = []
 
     def _index(self, first: Sequence[str] = ()) -> Cache:
-        """Another generation: O(shards), so one for many groups. Killed before it, they are merged anew."""
+        """Write and return another generation; it costs O(shards), so one serves many groups."""
         path, begun = self._storage.path, time.monotonic()
         with lock_index(path):
             index = write_index(self._storage, self._recipe, self._catalog.refresh, first)
@@ -468,7 +466,7 @@ class _Merge:
         return Cache(path, self._recipe, index)
 
     def _fill(self, shard: Shard, served: int) -> float:
-        """How much of a full shard the records are that a shard serves."""
+        """Return how much of a full shard the records are that a shard serves."""
         rows = served / self._capacity.rows
         if self._capacity.fixed:
             return rows
@@ -493,12 +491,12 @@ class _Merge:
 
 
 def _gains(fills: Mapping[int, float]) -> bool:
-    """Whether shards of these fills become fewer by merging."""
+    """Return whether shards of these fills become fewer by merging."""
     return len(fills) > max(1, math.ceil(round(sum(fills.values()), 6)))
 
 
 def _is_sound(cache: Cache, i: int, left: list[UnusedShard]) -> bool:
-    """Whether every record that a shard serves matches its sums; each byte of it is read."""
+    """Return whether every record that a shard serves matches its sums; each byte of it is read."""
     entry = cache.index.shards[i]
     rows = set(_served_rows(entry, i)[:, 2].tolist())
     try:

@@ -147,7 +147,7 @@ class ObjectRemote:
             raise TransientError(f"the answer ended at byte {at}, expected {end}")
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """A whole small object, as `Remote.get`."""
+        """Return a whole small object, as `Remote.get`."""
         options: Any = {"if_none_match": known} if known else None
         with self._asking("get", name):
             try:
@@ -160,7 +160,7 @@ class ObjectRemote:
         return data, meta["e_tag"] or ""
 
     def head(self, name: str) -> RemoteObject:
-        """Size and etag of an object."""
+        """Return size and etag of an object."""
         with self._asking("head", name):
             meta = obstore.head(self._store, name)
         return RemoteObject(name=name, bytes=meta["size"], etag=meta["e_tag"] or "")
@@ -189,7 +189,7 @@ class ObjectRemote:
         return result["e_tag"] or ""
 
     def _mode(self, name: str, expected: Expected) -> Any:
-        """What the client takes for what a put replaces."""
+        """Return what the client takes for what a put replaces."""
         if not self._conditional or expected in ("anything", ""):
             return "overwrite"
         if expected is None:
@@ -271,6 +271,6 @@ class ObjectRemote:
 
 
 def _plain(error: object) -> str:
-    """What went wrong on the way, without addresses and what a server wrote."""
+    """Return what went wrong on the way, without addresses and what a server wrote."""
     text = str(error).lower()
     return next((said for sign, said in _REASONS if sign in text), "it could not be reached")

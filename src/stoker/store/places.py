@@ -50,7 +50,7 @@ class ColumnPlaces:
 
 
 def runs_of(at: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Offsets and sizes of records, joined where they follow one another: `(k, 2)`.
+    """Return the offsets and sizes of records, joined where they follow one another: `(k, 2)`.
 
     >>> runs_of(np.array([100, 110, 130]), np.array([10, 10, 5])).tolist()
     [[100, 20], [130, 5]]
@@ -64,7 +64,7 @@ def runs_of(at: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def dump_places(files: Sequence[UserFile], columns: Sequence[ColumnPlaces]) -> bytes:
-    """The bytes of a `places-*.json`."""
+    """Return the bytes of a `places-*.json`."""
     entries: dict[str, Any] = {
         "format": 1,
         "files": [{"path": str(f.path), "bytes": f.bytes, "mtime_ns": f.mtime_ns} for f in files],
@@ -189,10 +189,10 @@ class PlacedFile:
         file, place, room = self._place(offset)
         return room >= sum(map(len, outs)) and file.read_cached(place, outs)
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Have the file that has the first of these bytes read ahead."""
         file, place, room = self._place(offset)
-        file.ahead(place, min(room, size))
+        file.prefetch(place, min(room, size))
 
     def refetch(self, offset: int, size: int) -> bool:
         """Return False: the bytes are nowhere else."""
@@ -209,7 +209,7 @@ class PlacedFile:
         self._own.close()
 
     def _place(self, offset: int) -> tuple[OpenFile | RegularFile, int, int]:
-        """Which file has a byte, where, and how many follow it there."""
+        """Return which file has a byte, where, and how many follow it there."""
         i = bisect_right(self._begins, offset) - 1
         if i >= 0 and offset < self._pieces[i][1]:
             begin, end, file, at = self._pieces[i]

@@ -51,7 +51,7 @@ from stoker.schema import (
 from stoker.sources.files import open_regular, stamp_of
 from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
 from stoker.splitmix import keys_of
-from stoker.store.format import FORMATS, format_of
+from stoker.store.format import FORMATS, RECIPE_FILE, format_of
 from stoker.units import GIB, MIB
 
 # ----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Digests:
 
 
 def digest_file(ref: FileRef, *, sampled: bool) -> FileDigest:
-    """One file as it is now, whatever is remembered.
+    """Return one file as it is now, whatever is remembered.
 
     Raises:
         SourceError: As `Digests.files`.
@@ -199,7 +199,7 @@ def _stat(ref: FileRef) -> os.stat_result:
 
 
 def _times(status: os.stat_result) -> tuple[int, ...]:
-    """What a write to a file changes."""
+    """Return what a write to a file changes."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -219,7 +219,7 @@ def _digest(ref: FileRef, before: os.stat_result, *, sampled: bool) -> str:
 
 
 def sampled_offsets(size: int) -> list[int]:
-    """Where a sampled file of `size` bytes is read: head, seeded blocks, tail, each `SAMPLE_BYTES` long."""
+    """Return the offsets at which a sampled file is read: head, seeded blocks, tail, `SAMPLE_BYTES` each."""
     last = max(0, size - SAMPLE_BYTES)
     blocks = min(SAMPLE_BLOCKS, size // (64 * MIB))
     # Seeded by the size alone: the same positions on every machine, and known to nobody who writes the file.
@@ -234,7 +234,6 @@ def _sampled(fd: int, size: int) -> str:
     return total.hexdigest()
 
 
-RECIPE_FILE = "recipe.json"
 STORED_FLOATS = ("float32", "float16", "bfloat16", *PACKED_DTYPES)
 GROUP_BYTES = 4 * MIB
 MAX_GROUP = 256
@@ -313,6 +312,12 @@ class Recipe:
         """Fields of a record as the encoder gives them."""
         return {name: _with_dtype(f, self.entries["encoded"][name]) for name, f in self.schema.items()}
 
+    @property
+    def weights(self) -> str:
+        """Digest of the encoder's weights; empty where it has none."""
+        encoder = as_object(self.entries["encoder"]) or {}
+        return str(encoder.get("weights") or "")
+
     @cached_property
     def group(self) -> Group:
         """The fixed group in which samples are encoded."""
@@ -323,7 +328,7 @@ class Recipe:
         return [part.offset for part in self.parts]
 
     def part_of(self, number: int) -> tuple[int, int]:
-        """Part index and part-local number of a global sample number.
+        """Return part index and part-local number of a global sample number.
 
         Raises:
             RecordError: There is no such sample.
@@ -344,7 +349,7 @@ def make_recipe(
     digests: Digester | None = None,
     ask: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> Recipe:
-    """The recipe of `encoder` applied to `source`.
+    """Return the recipe of `encoder` applied to `source`.
 
     Args:
         source: Asked for identity, schema and length; its files are digested, not its samples read.
@@ -448,7 +453,7 @@ def _check_names(schema: Schema) -> None:
 
 
 def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Schema:
-    """The schema of records as stored, by the rule of `make_recipe`'s `dtype`.
+    """Return the schema of records as stored, by the rule of `make_recipe`'s `dtype`.
 
     Raises:
         ConfigError: As `make_recipe`.
@@ -496,12 +501,12 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
 
 
 def _has_axis(f: Field) -> bool:
-    """Whether a dtype for all fields is meant for this one: not for parameters and coordinates of points."""
+    """Return whether a dtype for all fields includes this one: not parameters or coordinates of points."""
     return bool(f.shape) and f.axes != ("p",)
 
 
 def _pays(f: Field) -> bool:
-    """Whether a byte a number and the scales are smaller than float16."""
+    """Return whether a byte a number and the scales are smaller than float16."""
     if not f.step_shape:
         return False
     scales = scale_field(_with_dtype(f, "int8", packed=True))
@@ -528,7 +533,7 @@ def _default_group(sample_schema: Schema) -> Group:
 
 
 def _asked_group(fixed: Group, samples: int | None, sample_schema: Schema) -> Group:
-    """The group of so many samples; one sample alone may be cut over time, as in the fixed group."""
+    """Return the group of so many samples; one sample alone may be cut over time, as in the fixed group."""
     if samples is None or (samples == 1 and fixed.samples == 1):
         return fixed
     if samples < 1:
@@ -642,7 +647,7 @@ class Difference:
 
 
 def diff_recipes(a: Recipe, b: Recipe) -> list[Difference]:
-    """All entries in which two recipes differ; empty when their fingerprints are equal.
+    """Return all entries in which two recipes differ; empty when their fingerprints are equal.
 
     Parts are compared by name, so that one added file is one difference.
     """

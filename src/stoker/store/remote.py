@@ -97,11 +97,11 @@ class Remote(Protocol):
         ...
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """A whole small object and its etag; None where that is `known`."""
+        """Return a whole small object and its etag; None where that is `known`."""
         ...
 
     def head(self, name: str) -> RemoteObject:
-        """Size and etag of an object."""
+        """Return size and etag of an object."""
         ...
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
@@ -118,7 +118,7 @@ class Remote(Protocol):
 
 
 def is_url(place: str | Path) -> bool:
-    """Whether a place is meant as an address, also one that `parse_url` refuses, and not as a local path.
+    """Return whether a place is meant as a URL, also one that `parse_url` refuses, and not as a local path.
 
     >>> is_url("s3://bucket/caches"), is_url("http://host/caches"), is_url("data/latent_cache")
     (True, True, False)
@@ -127,7 +127,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def local_path(place: str | Path, what: str) -> Path:
-    """A place that can only be a folder of this machine.
+    """Return a place that can only be a folder of this machine.
 
     Args:
         place: What was given.
@@ -144,7 +144,7 @@ def local_path(place: str | Path, what: str) -> Path:
 
 
 def parse_url(place: str | Path) -> str:
-    """The one way to write an address: no slash at the end, no empty parts.
+    """Return the one way to write an address: no slash at the end, no empty parts.
 
     >>> parse_url("s3://bucket/caches//burgers/")
     's3://bucket/caches/burgers'
@@ -185,7 +185,7 @@ def parse_url(place: str | Path) -> str:
 
 
 def masked(text: str) -> str:
-    """An address without what may be secret in it, for messages."""
+    """Return an address without what may be secret in it, for messages."""
     try:
         split = urlsplit(text)
     except ValueError:
@@ -201,7 +201,7 @@ def masked(text: str) -> str:
 T = TypeVar("T")
 log = logging.getLogger("stoker")
 
-DEADLINE_S = 300.0
+TIMEOUT_S = 300.0
 """All attempts of one operation together."""
 POLICY = RetryPolicy(first_s=0.1, longest_s=5.0, jitter=0.5)
 SAY_AFTER = 4
@@ -217,13 +217,13 @@ class Retries:
     count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def run(self, operation: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-        """What `operation` returns in the end.
+    def run(self, operation: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
+        """Return what `operation` returns in the end.
 
         Args:
             operation: One attempt; what it has achieved when it fails may stay.
             what: For messages, as `get s3://bucket/x`.
-            deadline_s: Seconds from now after which no further attempt begins.
+            timeout_s: Seconds from now after which no further attempt begins.
         Raises:
             StalledError: The deadline passed; names the last failure and the number of attempts. Or the
                 process ends.
@@ -236,7 +236,7 @@ class Retries:
                 self.count += 1
             if failure.attempts >= SAY_AFTER and failure.spent_s >= say_at:
                 say_at = failure.spent_s + SAY_AGAIN_S
-                left_s = deadline_s - failure.spent_s
+                left_s = timeout_s - failure.spent_s
                 text = "%s failed %d times, trying on for %.0f s: %s"
                 log.warning(text, what, failure.attempts, left_s, failure.error)
 
@@ -244,7 +244,7 @@ class Retries:
             if is_exiting():
                 return StalledError(f"{what}: the process ends")
             return StalledError(
-                f"{what} failed {failure.attempts} times in {failure.spent_s:.1f} s, {deadline_s:g} s are "
+                f"{what} failed {failure.attempts} times in {failure.spent_s:.1f} s, {timeout_s:g} s are "
                 f"allowed: {failure.error}. See whether the store answers and the network holds, then run "
                 "again: what arrived is kept"
             )
@@ -252,7 +252,7 @@ class Retries:
         return retry(
             operation,
             TransientError,
-            replace(POLICY, timeout_s=deadline_s),
+            replace(POLICY, timeout_s=timeout_s),
             on_retry=note,
             give_up=give_up,
         )
@@ -333,7 +333,7 @@ class FolderRemote:
         self._answer(work, sink)
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """A whole small file, as `Remote.get`."""
+        """Return a whole small file, as `Remote.get`."""
 
         def work(_: Tell) -> tuple[bytes, str] | None:
             with self._opened(name) as file:
@@ -347,7 +347,7 @@ class FolderRemote:
         return self._answer(work)
 
     def head(self, name: str) -> RemoteObject:
-        """Size and etag of a file."""
+        """Return size and etag of a file."""
         status = self._answer(lambda _: (self._root / name).lstat())
         return RemoteObject(name=name, bytes=status.st_size, etag=_etag(status))
 
@@ -396,7 +396,7 @@ class FolderRemote:
         sink: Callable[[Buffer], None] | None = None,
         silence_s: float | None = None,
     ) -> T:
-        """What `work` returns, done by a thread. It calls `tell` as it gets on, with bytes for `sink`.
+        """Return what `work` returns, done by a thread. It calls `tell` as it gets on, with bytes for `sink`.
 
         Raises:
             TransientError: It told nothing for `silence_s` seconds.

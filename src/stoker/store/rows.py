@@ -16,7 +16,7 @@ BLOCK = 1 << 20
 
 
 def runs_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The runs in the numbers of consecutive rows from 0 on: `(k, 3)`.
+    """Return the runs in the numbers of consecutive rows from 0 on: `(k, 3)`.
 
     >>> runs_of(np.array([4, 5, 6, 2, 3])).tolist()
     [[0, 4, 3], [3, 2, 2]]
@@ -28,7 +28,7 @@ def runs_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def numbers_of(runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number in each row that runs cover, in their order.
+    """Return the number in each row that runs cover, in their order.
 
     >>> numbers_of(np.array([[0, 4, 3], [3, 2, 2]])).tolist()
     [4, 5, 6, 2, 3]
@@ -39,7 +39,7 @@ def numbers_of(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 def choose_rows(
     runs: Sequence[NDArray[np.int64]], bad: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[NDArray[np.int64]]:
-    """Which rows of each shard serve: runs `(k, 3)`, sorted by number.
+    """Return which rows of each shard serve: runs `(k, 3)`, sorted by number.
 
     A number stored twice is served from the first shard in the list, and its first row there.
 
@@ -65,7 +65,7 @@ def choose_rows(
 
 
 def without_rows(runs: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int64]:
-    """The runs with some rows cut out."""
+    """Return the runs with some rows cut out."""
     numbers = numbers_of(runs)
     places = spread(runs[:, 0], runs[:, 2])
     keep = ~np.isin(places, rows)
@@ -73,7 +73,7 @@ def without_rows(runs: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int
 
 
 def _contested(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the runs, sorted by `first`, may share a number with another one."""
+    """Return which of the runs, sorted by `first`, may share a number with another one."""
     reach = np.maximum.accumulate(first + count)
     fresh = np.ones(len(first), np.bool_)
     fresh[1:] = first[1:] >= reach[:-1]
@@ -82,7 +82,7 @@ def _contested(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np
 
 
 def _settle(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Runs `(k, 4)` of (shard, row, number, count), number by number, so that each is in one of them."""
+    """Return runs `(k, 4)` of (shard, row, number, count) in which each number comes once."""
     count = table[:, 3]
     shard, row, number = (
         np.repeat(table[:, 0], count),
@@ -96,7 +96,7 @@ def _settle(table: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _joined(shard: NDArray[np.int64], row: NDArray[np.int64], number: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Runs `(k, 4)` of consecutive rows and numbers in one shard."""
+    """Return runs `(k, 4)` of consecutive rows and numbers in one shard."""
     breaks = (np.diff(number) != 1) | (np.diff(shard) != 0) | (np.diff(row) != 1)
     begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(number)), np.bool_), breaks]))
     counts = np.diff(begins, append=len(number))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -24,6 +24,7 @@ from stoker.store import format
 from stoker.store.compressed import CompressedFile, open_compressed
 from stoker.store.format import (
     CONTENTS,
+    REFETCHES,
     Column,
     OpenFile,
     check_metadata,
@@ -44,6 +45,8 @@ from stoker.units import MIB
 # costs little more than the hashes themselves.
 
 
+T = TypeVar("T")
+R = TypeVar("R")
 Verify: TypeAlias = Literal["always", "first", "off"]
 """When bytes are compared with their sums: at each read, at a block's first since opening (and since it was
 fetched, where bytes come from elsewhere), or never."""
@@ -95,18 +98,18 @@ class Blocks:
         """For `verify="first"`: 1 for each block that was found right, in the file's present generation."""
 
     def length(self, row: int) -> int:
-        """Steps along axis 0 of one record; 1 for a scalar."""
+        """Return the steps along axis 0 of one record; 1 for a scalar."""
         if self._offsets is None:
             return self._length
         return self._offsets[row + 1] - self._offsets[row]
 
     def place(self, row: int, step: int = 0) -> int:
-        """Offset in the file of a step of a record."""
+        """Return the offset in the file of a step of a record."""
         before = row * self._length if self._offsets is None else self._offsets[row]
         return self._begin + (before + step) * self.step_bytes
 
     def cover(self, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
-        """The whole blocks that hold steps `start:stop`, or just these where their sums are not wanted.
+        """Return the complete blocks that hold steps `start:stop`, or these steps if no sum is wanted.
 
         Raises:
             RecordError: They are not within the record.
@@ -123,7 +126,7 @@ class Blocks:
     def right(
         self, row: int, low: int, data: memoryview[Any], verify: Verify, generation: object = None
     ) -> bool:
-        """Whether a record's bytes from step `low` on are what was stored.
+        """Return whether a record's bytes from step `low` on are what was stored.
 
         Args:
             row: Which record.
@@ -151,7 +154,7 @@ class Blocks:
         return True
 
     def _trusts(self, row: int, start: int, stop: int, verify: Verify) -> bool:
-        """Whether these steps are served without a look at their sums."""
+        """Return whether these steps are served without a look at their sums."""
         if verify != "first":
             return verify == "off"
         if (seen := self._seen.get(None)) is None:
@@ -162,10 +165,6 @@ class Blocks:
 
 # ----------------------------------------------------------------------------------------------------------
 # Read records of one field of a shard, each compared with its sums as soon as it is there.
-
-
-REFETCHES = 2
-"""Times that bytes which do not match their sums are fetched again, where they come from elsewhere."""
 
 
 class ShardFile:
@@ -182,7 +181,7 @@ class ShardFile:
         self.file, self.path, self._numbers, self._offset = file, path, numbers, offset
 
     def where(self, field: str, row: int | None) -> str:
-        """Names a field, or a record of it."""
+        """Return the names a field, or a record of it."""
         of = "" if row is None else f" of sample {int(self._numbers[row]) + self._offset}"
         return f"{self.path}: field {field!r}{of}"
 
@@ -198,7 +197,7 @@ class ShardFile:
             raise self.corrupt(f"{self.where(field, row)} cannot be read: {error}") from error
 
     def corrupt(self, fact: str) -> CorruptError:
-        """The error for damaged records."""
+        """Return the error for damaged records."""
         folder = self.path.parent
         if (origin := self.file.origin) is not None:
             fact = f"{fact} (it was fetched again from {origin}, and is no better)"
@@ -216,7 +215,7 @@ class FieldReader:
         self.length = blocks.length
 
     def read(self, row: int, start: int | None, stop: int | None, verify: Verify) -> NDArray[Any]:
-        """One record, or steps `start:stop` of its axis 0, in a fresh array; see `Shard.read`."""
+        """Return one record, or steps `start:stop` of its axis 0, in a fresh array; see `Shard.read`."""
         begin, end = 0 if start is None else start, self.length(row) if stop is None else stop
         data = cast("memoryview[Any]", self.steps(row, begin, end, verify))
         values: NDArray[Any] = np.asarray(data).view(numpy_dtype(self._field.dtype))
@@ -225,7 +224,7 @@ class FieldReader:
     def steps(
         self, row: int, start: int, stop: int, verify: Verify, *, wait: bool = True
     ) -> memoryview[Any] | None:
-        """The bytes of steps `start:stop` of a record, in memory of their own, format `B`.
+        """Return the bytes of steps `start:stop` of a record, in memory of their own, format `B`.
 
         Raises:
             CorruptError: They do not match their sums; names shard, field and sample.
@@ -268,7 +267,7 @@ class FieldReader:
         return self._fill(first, 0, outs, verify, wait)
 
     def extent(self, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
-        """Offset in the file and bytes of what is read for steps `start:stop` of a record."""
+        """Return the offset in the file and bytes of what is read for steps `start:stop` of a record."""
         low, high = self._cover(row, start, stop, verify)
         return self._blocks.place(row, low), (high - low) * self._blocks.step_bytes
 
@@ -313,7 +312,7 @@ class FieldReader:
 
 
 def repair_advice(folder: Path) -> str:
-    """What to do about damaged records. Precompute reads none, so a repair has to tell it."""
+    """Return what to do about damaged records. Precompute reads none, so a repair has to tell it."""
     return (
         f"`stoker verify {folder} --repair` sets aside all that is damaged, and precompute "
         "then encodes it again, and only that"
@@ -357,7 +356,7 @@ class ShardFacts:
     """About what this takes in memory."""
 
     def are_of(self, file: OpenFile) -> bool:
-        """Whether a file that was opened again begins as the one that these were read from."""
+        """Return whether a file that was opened again begins as the one that these were read from."""
         if file.size != self.size:
             return False
         raw = bytearray(self.header_bytes)
@@ -509,7 +508,7 @@ class Shard:
         """Reads each field's records, many at once or without waiting."""
 
     def described(self, what: Literal["statistics", "error", "environment"]) -> Mapping[str, Any]:
-        """What the header says of the records.
+        """Return what the header says of the records.
 
         Args:
             what: `statistics`: partial ones by field; `error`: the largest of a conversion by field,
@@ -518,15 +517,15 @@ class Shard:
         return read_strict(self.facts.metadata[what].encode(), where=f"{what} of {self._path}")
 
     def numbers(self) -> NDArray[np.int64]:
-        """Part-local sample numbers, one per row."""
+        """Return the part-local sample numbers, one per row."""
         return self._numbers
 
     def offsets(self, field: str) -> NDArray[np.int64]:
-        """Steps along axis 0 before each row of a ragged field, and their total: `(rows + 1,)`."""
+        """Return the steps along axis 0 before each row of a ragged field, and their total: `(rows + 1,)`."""
         return self.facts.offsets[field]
 
     def length(self, field: str, row: int) -> int:
-        """Steps along axis 0 of one record; 1 for a scalar."""
+        """Return the steps along axis 0 of one record; 1 for a scalar."""
         return self.fields[field].length(row)
 
     def read(
@@ -538,7 +537,7 @@ class Shard:
         *,
         verify: Verify = "always",
     ) -> NDArray[Any]:
-        """One record's field, or steps `start:stop` of its axis 0, verified.
+        """Return one record's field, or steps `start:stop` of its axis 0, verified.
 
         Returns:
             A fresh array; bfloat16 as its bits in uint16, a packed field as its bits in int8 (its scales are
@@ -589,7 +588,7 @@ class Shard:
         return self._file.refetch(self.columns[field].offset, self.columns[field].nbytes)
 
     def _digest(self, field: str, sink: ColumnSink | None) -> str:
-        """The digest of a column as it is, handed to `sink` on the way."""
+        """Return the digest of a column as it is, handed to `sink` on the way."""
         column = self.columns[field]
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
@@ -608,10 +607,10 @@ class Shard:
         first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
         count = min(begin + AHEAD_BYTES, size) - first
         if count > 0:
-            self._file.ahead(offset + first, count)
+            self._file.prefetch(offset + first, count)
 
     def damage(self, field: str) -> dict[int, str]:
-        """Rows of a column that cannot be served, each with why; all if only the column's digest differs."""
+        """Return the damaged rows of a column, each with why; all if only its digest differs."""
         try:
             self.verify_column(field)
         except CorruptError as error:
@@ -644,7 +643,7 @@ class Shard:
                 )
 
     def advice(self, offset: int, size: int) -> tuple[int, int, int]:
-        """Descriptor, offset and bytes of the file that hold some bytes of a column, for `posix_fadvise`."""
+        """Return descriptor, offset and size in the file of some bytes of a column, for `posix_fadvise`."""
         if isinstance(self._file, CompressedFile):
             return self._file.advice(offset, size)
         return self._file.fileno(), offset, size
@@ -652,13 +651,13 @@ class Shard:
     def stored_extents(
         self, begin: NDArray[np.int64], end: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where bytes `begin:end` of the ordinary shard are in the file, each an array."""
+        """Return where bytes `begin:end` of the ordinary shard are in the file, each an array."""
         if isinstance(self._file, CompressedFile):
             return self._file.stored_extents(begin, end)
         return begin, end
 
     def fileno(self) -> int:
-        """The descriptor, for mapping columns; stays open as long as the shard."""
+        """Return the descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
 
 
@@ -680,7 +679,7 @@ _living: dict[int, weakref.ref[OpenShards]] = {}
 
 
 def most_open() -> int:
-    """Shards that a process keeps open: a quarter of the descriptors it may have.
+    """Return the shards that a process keeps open: a quarter of the descriptors it may have.
 
     Another quarter is for those in use and the rest for workers, sockets and the user.
     """
@@ -697,7 +696,7 @@ class OpenShards:
         self._facts_bytes = 0
 
     def get(self, i: int, opening: Callable[[ShardFacts | None], Shard]) -> Shard:
-        """Shard `i`, open.
+        """Return shard `i`, open.
 
         Args:
             opening: Opens it anew, given what is known of it. Several threads may be at it at a time.
@@ -770,13 +769,13 @@ class OpenShards:
 
 
 FEW_SHARDS = 8
-"""Fewer are opened one after another."""
+"""Fewer are read one after another: they take less time than the threads would."""
 
 
 def offsets_in(
     opened: Callable[[int], Shard], shards: Sequence[int], field: str, *, where: str
 ) -> Iterator[NDArray[np.int64]]:
-    """The offsets of a ragged field in each of some shards, in their order; see `Shard.offsets`.
+    """Return the offsets of a ragged field in each of some shards, in their order; see `Shard.offsets`.
 
     Args:
         opened: Gives a shard by its place in the index, as `Cache.shard`.
@@ -791,6 +790,11 @@ def offsets_in(
     def read(shard: int) -> NDArray[np.int64]:
         return opened(shard).offsets(field)
 
+    return map_shards(read, shards, what=f"opening the shards of {where}")
+
+
+def map_shards(work: Callable[[T], R], shards: Sequence[T], *, what: str) -> Iterator[R]:
+    """Yield what `work` makes of each shard, in their order; in threads where that pays."""
     if len(shards) < FEW_SHARDS:
-        return map(read, shards)
-    return map_in_order(read, shards, what=f"opening the shards of {where}")
+        return map(work, shards)
+    return map_in_order(work, shards, what=what)

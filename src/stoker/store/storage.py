@@ -263,7 +263,7 @@ class MirrorStorage(Storage):
             return answer[1]
 
     def _get(self, name: str, known: str) -> tuple[bytes, str] | None:
-        """A small file and its etag, fetched twice where the first one came wrong; None: it is as it was."""
+        """Return a small file and its etag, fetched again if it came damaged; None if it has not changed."""
         mirror, answer = self._mirror, None
         for _ in range(2):
             answer = mirror.ask("get", name, lambda remote: remote.get(mirror.key(name), known=known))
@@ -286,7 +286,7 @@ _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 def _matches(data: bytes, etag: str) -> bool:
-    """Whether bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
+    """Return whether bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
     found = _MD5.fullmatch(etag)
     return found is None or hashlib.md5(data, usedforsecurity=False).hexdigest() == found[1]
 

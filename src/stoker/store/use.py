@@ -85,7 +85,7 @@ def preserve_times(folder: Path) -> Generator[None]:
 
 
 def idle_seconds(folder: Path) -> float:
-    """Seconds since a folder was last opened or written to; 0 when its times lie in the future."""
+    """Return the seconds since a folder was last opened or written to; 0 when its times lie in the future."""
     times = [folder.stat().st_mtime]
     with suppress(FileNotFoundError):
         times.append((folder / RECIPE_FILE).lstat().st_mtime)
@@ -119,7 +119,7 @@ def _lock_shared(file: RegularFile, folder: Path) -> str | None:
 
 
 def _is_current(file: RegularFile, folder: Path) -> bool:
-    """Whether what is open is what the folder holds now."""
+    """Return whether what is open is what the folder holds now."""
     try:
         there = (folder / RECIPE_FILE).lstat()
     except OSError:

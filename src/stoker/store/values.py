@@ -55,7 +55,7 @@ class StoredRows:
     """`(n,)`, relative to the record's root mean square."""
 
     def bytes_of(self, begin: int, end: int) -> memoryview[Any]:
-        """Bytes of records `begin:end`; a view of `values`, valid while that lives."""
+        """Return the bytes of records `begin:end`; a view of `values`, valid while that lives."""
         return view_bytes(self.tensor_of(begin, end))
 
     def tensor_of(self, begin: int, end: int) -> Tensor:
@@ -64,20 +64,20 @@ class StoredRows:
 
 
 def view_bytes(values: Tensor) -> memoryview[Any]:
-    """The bytes of a contiguous CPU tensor of one dimension; a view, valid while the tensor lives."""
+    """Return the bytes of a contiguous CPU tensor of one dimension; a view, valid while the tensor lives."""
     # A tensor of no or one element is contiguous with any stride, but its dtype cannot be viewed with all.
     array: Any = values.as_strided(values.shape, (1,)).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def from_array(values: NDArray[Any], dtype: str) -> Tensor:
-    """An array as a tensor that shares its memory; bfloat16 comes as its bits in uint16."""
+    """Return an array as a tensor that shares its memory; bfloat16 comes as its bits in uint16."""
     tensor: Tensor = torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType] (torch's stub)
     return tensor.view(torch_dtype(dtype))
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name` in a schema."""
+    """Return the torch dtype called `name` in a schema."""
     return getattr(torch, name)
 
 
@@ -88,7 +88,7 @@ class Scratch:
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, good until the next one of this dtype is taken."""
+        """Return an uninitialised tensor, good until the next one of this dtype is taken."""
         count = math.prod(shape)
         buffer = self._buffers.get(dtype)
         if buffer is None or len(buffer) < count:
@@ -169,7 +169,7 @@ def _convert(
 
 
 def relative(figures: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Largest and root mean square error of rows, relative, from the figures of `measure`."""
+    """Return the largest and root mean square error of rows, relative, from the figures of `measure`."""
     worst, largest, squares, scale = figures
     return (
         np.divide(worst, largest, out=np.zeros_like(worst), where=largest > 0),
@@ -180,7 +180,7 @@ def relative(figures: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 def measure(
     name: str, exact: Tensor, stored: Tensor, numbers: Sequence[int], scratch: Scratch
 ) -> NDArray[np.float64]:
-    """Figures of a block of rows: largest error, largest value, sums of squares of both, `(4, rows)`."""
+    """Return `(4, rows)`: largest error, largest value and sums of squares of both, of a block of rows."""
     exact = exact.to(torch.float64 if exact.dtype == torch.float64 else torch.float32)
     error = scratch.take(exact.shape, exact.dtype).copy_(stored).sub_(exact)
     squares, scale = _squares(error), _squares(exact)
@@ -237,7 +237,7 @@ def store_columns(
     numbers: Sequence[int],
     scratch: FieldScratch | None = None,
 ) -> dict[str, StoredRows]:
-    """The columns of one field: itself, and its scales where it is packed; see `store_rows`.
+    """Return the columns of one field: itself, and its scales where it is packed; see `store_rows`.
 
     Raises:
         RecordError: A value is not finite or beyond what the stored dtype holds; names sample and field.
@@ -286,7 +286,7 @@ def _rows(
 def _pack(
     name: str, field: Field, values: Tensor, numbers: Sequence[int], scratch: FieldScratch
 ) -> tuple[Tensor, Tensor, NDArray[np.float64], NDArray[np.float64]]:
-    """Records `(n, *shape)` as bits and scales, both one-dimensional, and each record's two errors."""
+    """Return records `(n, *shape)` as bits and scales, both one-dimensional, and the two errors of each."""
     count, width = len(values), field.shape[-1]
     lines = values.numel() // max(1, count * width)
     lined = values.reshape(count, lines, width)
@@ -344,7 +344,7 @@ def _steps(largest: Tensor, most: float) -> Tensor:
 
 
 def unpack(bits: Tensor, scales: Tensor, dtype: str, out: Tensor | None = None) -> Tensor:
-    """The floats that packed values stand for.
+    """Return the floats that packed values stand for.
 
     Args:
         bits: `(..., width)`, int8 or, for float8, its bits in int8.
@@ -361,7 +361,7 @@ def unpack(bits: Tensor, scales: Tensor, dtype: str, out: Tensor | None = None) 
 
 
 def unpack_rows(field: Field, bits: Tensor, scales: Tensor) -> Tensor:
-    """The same for flat columns of any number of steps; flat."""
+    """Return the same for flat columns of any number of steps; flat."""
     width = field.shape[-1]
     if not bits.numel():
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -370,7 +370,7 @@ def unpack_rows(field: Field, bits: Tensor, scales: Tensor) -> Tensor:
 
 
 def read_field(shard: Shard, name: str, field: Field, row: int) -> Tensor:
-    """One record's field, verified and decoded, in memory of its own."""
+    """Return one record's field, verified and decoded, in memory of its own."""
     values = from_array(shard.read(name, row), field.dtype)
     if not field.packed:
         return values
@@ -389,7 +389,7 @@ def _blocks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _split(scales: Tensor, width: int) -> Iterator[Tensor]:
-    """The scales of the pieces that `_blocks` gives."""
+    """Yield the scales of the pieces that `_blocks` gives."""
     whole = width // SCALE_BLOCK
     if whole:
         yield scales[..., :whole]
@@ -416,7 +416,7 @@ Partial: TypeAlias = "dict[str, Any]"
 
 
 def channel_count(field: Field) -> int:
-    """Channels that get statistics of their own; 1: the field as a whole."""
+    """Return the channels that get statistics of their own; 1: the field as a whole."""
     axes = field.shape[1:] if field.time or field.ragged else field.shape
     return axes[-1] if len(axes) and 1 <= axes[-1] <= MAX_CHANNELS else 1
 
@@ -478,7 +478,7 @@ class Accumulator:
         np.maximum(self._max[lanes], np.where(finite, table, -np.inf).max(0), out=self._max[lanes])
 
     def partial(self) -> Partial:
-        """What a shard's header carries."""
+        """Return what a shard's header carries."""
         lanes = (-1, self._channels)
         return {
             "count": self._count.tolist(),
@@ -491,7 +491,7 @@ class Accumulator:
 
 
 def widest_partial(field: Field) -> Partial:
-    """A partial whose JSON is at least as long as any other of this field; reserves room in a header."""
+    """Return a partial whose JSON is as long as any other of this field, to reserve room in a header."""
     long = [-2.2250738585072014e-308] * channel_count(field)
     count = [1 << 62] * channel_count(field)
     return {
@@ -578,12 +578,12 @@ digest = xxhash.xxh3_64_intdigest
 
 
 def schema_seed(schema: Schema) -> int:
-    """The xxh3_64 of a stored schema's canonical JSON, as an unsigned integer."""
+    """Return the xxh3_64 of a stored schema's canonical JSON, as an unsigned integer."""
     return xxhash.xxh3_64_intdigest(schema_text(schema).encode())
 
 
 def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One seed per record: number `n` gets output `n` of the splitmix64 stream with state `seed`.
+    """Return one seed per record: number `n` gets output `n` of the splitmix64 stream with state `seed`.
 
     Args:
         seed: From `schema_seed`.
@@ -595,7 +595,7 @@ def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int], first: int) -> bool:
-    """Whether every block of one record has the sum that was stored for it.
+    """Return whether every block of one record has the sum that was stored for it.
 
     Args:
         data: Whole blocks of the record, of which the record's last may be shorter; format `B`.
@@ -615,7 +615,7 @@ def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int
 
 
 def block_sums(field: Field, data: memoryview[Any], sizes: Sequence[int], seeds: Sequence[int]) -> list[int]:
-    """Sums of records that lie one after another in `data`.
+    """Return the sums of records that lie one after another in `data`.
 
     Args:
         field: Gives the bytes of a block.

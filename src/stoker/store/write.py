@@ -1,4 +1,4 @@
-"""Write records of a folder into shards: convert, checksum, write as it comes, seal by size or age."""
+"""Write records of a folder into shards: convert, checksum, write as it comes, commit by size or age."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from stoker.store.storage import Storage
 
 # ----------------------------------------------------------------------------------------------------------
-# Write one shard as its records come, and seal it.
+# Write one shard as its records come, and commit it.
 #
 # With fixed fields only, each column is written at the place it has in a full shard, and nothing is kept
-# but checksums; a shard that is sealed early moves its smaller columns down. Columns of a shard with a
-# ragged field stay in memory until it is sealed.
+# but checksums; a shard that is committed early moves its smaller columns down. Columns of a shard with a
+# ragged field stay in memory until it is committed.
 
 
 MOVE_BYTES = 4 * MIB
@@ -185,7 +185,7 @@ class OpenShard:
         """Note part-local numbers that were encoded in a smaller group than the recipe's."""
         self._marked += numbers
 
-    def seal(self) -> None:
+    def commit(self) -> None:
         """Complete the file and give it its name."""
         try:
             offsets, end = format.place_columns(self._order, {n: c.size for n, c in self._columns.items()})
@@ -249,7 +249,7 @@ class OpenShard:
         column.offset = offset
 
     def _tail(self) -> list[tuple[str, str, NDArray[Any]]]:
-        """Numbers, offsets and sums: name, dtype, little-endian array."""
+        """Return the numbers, offsets and sums: name, dtype, little-endian array."""
         tail: list[tuple[str, str, NDArray[Any]]] = [
             ("__number__", "int64", np.concatenate(self._numbers).astype("<i8"))
         ]
@@ -368,7 +368,7 @@ def _read(cache: Cache, name: str, origins: dict[int, _Origin], places: list[lis
 
 
 EARLY_S, EARLY_SHARE = 1.0, 0.05
-"""An early seal comes after a second, or a 20th of the time so far: about 200 shards in the first hour."""
+"""An early commit comes after a second, or a 20th of the time so far: about 200 shards in the first hour."""
 OPEN_PARTS = 4
 """Parts with an open shard at a time: workers' work interleaves where one part ends and the next begins."""
 
@@ -384,9 +384,9 @@ class WriterSettings:
     shard_bytes: int = format.SHARD_BYTES
     """Bytes of records in a full shard."""
     seal_after_s: float = 30.0
-    """Seconds after its first record at which a shard is sealed even if it is not full."""
+    """Seconds after its first record at which a shard is committed even if it is not full."""
     early: bool = False
-    """Somebody serves what is sealed: seal after `EARLY_S` at first, then ever more rarely."""
+    """A loader serves what is committed: commit after `EARLY_S` at first, then ever more rarely."""
     max_error: float | None = None
     """Largest conversion error of a record and field, as a fraction of its largest value; None: any."""
     device: str = "cpu"
@@ -446,7 +446,7 @@ class RecordWriter:
         Raises:
             RecordError: A record does not fit the schema, overflows its dtype, or loses more than
                 `max_error`; nothing of the call was stored.
-            ResourceError: No space left; the open shards are gone, sealed ones are kept.
+            ResourceError: No space left; the open shards are gone, committed ones are kept.
         """
         numbers = [int(number) for number in numbers]
         if not numbers:
@@ -465,7 +465,7 @@ class RecordWriter:
                 raise
             shard.mark([number for number in local[begin:end].tolist() if number in marks])
             if self._capacity.is_full(shard.rows, shard.size):
-                self._seal((part, ""))
+                self._commit((part, ""))
             begin = end
         self.rows += len(numbers)
         self.bytes += sum(rows.values.nbytes for rows in stored.values())
@@ -507,7 +507,7 @@ class RecordWriter:
                 if not shard.rows:
                     self._drop((part, environment))
                 elif self._capacity.is_full(shard.rows, shard.size):
-                    self._seal((part, environment))
+                    self._commit((part, environment))
         self.tick()
         offset = self._recipe.parts[part].offset
         return [number + offset for number in damaged]
@@ -536,15 +536,15 @@ class RecordWriter:
         if self._settings.early:
             after_s = min(after_s, max(EARLY_S, EARLY_SHARE * (now - self._begun)))
         for key in [key for key, since in self._since.items() if now - since >= after_s]:
-            self._seal(key)
+            self._commit(key)
 
-    def seal(self) -> None:
+    def commit(self) -> None:
         """Seal what is open; returns when it is durable. The writer may be used again."""
         for key in [*self._open]:
-            self._seal(key)
+            self._commit(key)
 
     def abort(self) -> None:
-        """Drop what is not sealed."""
+        """Drop what is not committed."""
         for shard in self._open.values():
             shard.discard()
         self._open.clear()
@@ -597,7 +597,7 @@ class RecordWriter:
         shard = self._open.get(key)
         if shard is None:
             if len(self._open) >= OPEN_PARTS:
-                self._seal(min(self._since, key=self._since.__getitem__))
+                self._commit(min(self._since, key=self._since.__getitem__))
             spec = ShardSpec(
                 schema=self._recipe.schema,
                 part=self._recipe.parts[part].key,
@@ -620,7 +620,7 @@ class RecordWriter:
         return shard
 
     def _room(self, shard: OpenShard, stored: Mapping[str, StoredRows], begin: int) -> int:
-        """Records from `begin` on that still go into `shard`; one at least."""
+        """Return the records from `begin` on that still go into `shard`; one at least."""
         count = len(next(iter(stored.values())).lengths)
         room = min(count - begin, self._capacity.rows - shard.rows)
         if self._capacity.fixed:
@@ -636,9 +636,9 @@ class RecordWriter:
         self._since.pop(key)
         self._open.pop(key).discard()
 
-    def _seal(self, key: _Key) -> None:
+    def _commit(self, key: _Key) -> None:
         self._since.pop(key)
-        self._open.pop(key).seal()
+        self._open.pop(key).commit()
 
 
 def _environment_of(cache: Cache, i: int) -> str:
@@ -672,7 +672,7 @@ def _check_shape(
 
 
 def environment(settings: WriterSettings) -> dict[str, str]:
-    """What may change the last bits of a record: versions, hardware, threads, precision of products."""
+    """Return what may change the last bits of a record: versions, hardware, threads, precision."""
     device = settings.device
     return {
         "python": platform.python_version(),

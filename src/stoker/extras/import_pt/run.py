@@ -522,7 +522,7 @@ def import_pt(
         cache = folder.complete()
         _say_others(folder)
         if cache is None or len(folder.missing()):
-            with folder.claim() as got:
+            with folder.lock() as got:
                 if not got:
                     raise StalledError(
                         f"{folder.path} is being imported by {lock_holder(folder.path, 'encode')}"
@@ -631,7 +631,7 @@ class _Import:
                     said = time.monotonic()
                     log.info("%s of %s files", format_count(place + 1), format_count(len(wanted)))
         finally:
-            writer.seal()
+            writer.commit()
             self._folder.quarantine_many(failures)
         return self._folder.finish()
 

@@ -106,7 +106,7 @@ class Output:
             self._size += os.write(self._log, data)
 
     def tail(self, size: int) -> str:
-        """The end of the log, or nothing."""
+        """Return the end of the log, or nothing."""
         self.drain()
         with self._lock, suppress(OSError):
             if self._log >= 0:
@@ -187,7 +187,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def oom_kills(proc: Path = _PROC, root: Path = _ROOT) -> int:
-    """The `oom_kill` count of the memory cgroup of this process, v2 or v1; 0 where there is none."""
+    """Return the `oom_kill` count of the memory cgroup of this process, v2 or v1; 0 where there is none."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:

@@ -61,7 +61,7 @@ class HeartbeatPage:
 
     @classmethod
     def create(cls) -> HeartbeatPage:
-        """A fresh page in stage `start`."""
+        """Return a fresh page in stage `start`."""
         fd = anonymous_file("stoker-beat")
         os.ftruncate(fd, _PAGE)
         return cls(fd)
@@ -80,7 +80,7 @@ class HeartbeatPage:
         )
 
     def look(self) -> Heartbeat:
-        """The latest beat. A torn page (the reader is writing) is looked at again, a few times."""
+        """Return the latest beat. A torn page (the reader is writing) is looked at again, a few times."""
         values: tuple[Any, ...] = _LAYOUT.unpack_from(self._map, 0)
         for _ in range(8):
             if values[0] == values[6]:

@@ -24,7 +24,7 @@ _RECEIVE_BYTES = 1 << 18
 
 
 def pack(frame: Frame, payload: bytes = b"") -> bytes:
-    """The head and the JSON of a frame; `payload` follows them on the wire."""
+    """Return the head and the JSON of a frame; `payload` follows them on the wire."""
     text = json.dumps(frame, separators=(",", ":")).encode()
     return _HEAD.pack(len(text), len(payload)) + text
 
@@ -75,7 +75,7 @@ class Channel:
         """The other end is gone; no more frames will come."""
 
     def fileno(self) -> int:
-        """The descriptor, for polling."""
+        """Return the descriptor, for polling."""
         return self._socket.fileno()
 
     @property
@@ -109,7 +109,7 @@ class Channel:
         return moved
 
     def receive(self) -> list[Frame]:
-        """Every complete frame that has arrived; sets `closed` at end of file."""
+        """Return every complete frame that has arrived; sets `closed` at end of file."""
         frames: list[Frame] = []
         while not self.closed:
             try:
@@ -143,7 +143,7 @@ class WorkerChannel:
         self._socket.sendall(pack(frame))
 
     def next(self) -> Frame | None:
-        """The next frame, or None once the caller has closed its end."""
+        """Return the next frame, or None once the caller has closed its end."""
         while not self._waiting:
             data = self._socket.recv(_RECEIVE_BYTES)
             if not data:

@@ -78,21 +78,21 @@ class BlockMap:
         return int(self._generation[0])
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
-        """The blocks, first and one past the last, that hold bytes `begin:end`."""
+        """Return the blocks, first and one past the last, that hold bytes `begin:end`."""
         return begin // self.block_bytes, min(self.count, -(-end // self.block_bytes))
 
     def holds(self, first: int, last: int) -> bool:
-        """Whether blocks `first` to `last`, without it, are all here."""
+        """Return whether blocks `first` to `last`, without it, are all here."""
         data: Any = self._map
         return data[_HEADER.size + first : _HEADER.size + last].count(HERE) == last - first
 
     def absent(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Runs of blocks among `first` to `last` that are not here."""
+        """Return runs of blocks among `first` to `last` that are not here."""
         missing = np.flatnonzero(self.state[first:last] != HERE) + first
         return runs(missing)
 
     def extent(self, first: int, last: int) -> tuple[int, int]:
-        """First byte, and one past the last, of blocks."""
+        """Return the first byte, and one past the last, of blocks."""
         return first * self.block_bytes, min(self.size, last * self.block_bytes)
 
     def expect(self, first: int, last: int) -> None:
@@ -117,7 +117,7 @@ class BlockMap:
 
 
 def runs(blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Sorted numbers as runs: first, and one past the last.
+    """Return sorted numbers as runs: first, and one past the last.
 
     >>> runs(np.array([3, 4, 7]))
     [(3, 5), (7, 8)]
@@ -129,7 +129,7 @@ def runs(blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def new_map(size: int, *, block_bytes: int = BLOCK_BYTES, etag: str = "", whole: bool = False) -> bytes:
-    """The bytes of a map of a file of `size` bytes, of which all is here or nothing."""
+    """Return the bytes of a map of a file of `size` bytes, of which all is here or nothing."""
     count = -(-size // block_bytes)
     data = bytearray(_length(count))
     tag = etag.encode()
@@ -231,11 +231,11 @@ class Space:
         return self.evicted_bytes - before
 
     def held(self, since: float = 0) -> int:
-        """Bytes that are here and were read since then, in seconds since 1970; counted block by block."""
+        """Return the bytes that are here and were read since then (seconds since 1970), counted by block."""
         return sum(_held_bytes(path, since) for path in self._maps())
 
     def used(self) -> int:
-        """Bytes that are here or on their way, by the common count."""
+        """Return the bytes that are here or on their way, by the common count."""
         with suppress(FileNotFoundError, struct.error):
             return struct.unpack("<q", (self._root / USED_FILE).read_bytes())[0]
         return 0

@@ -3,8 +3,8 @@
 `<root>/.mirror.json` says which URL and how large it may be. Each folder below that is not hidden stands for
 the one of that name below the URL, so any process that is told a path finds the rest automatically.
 
-Shards are here in part, block by block: `ensure` has what is needed here, `ahead` begins to fetch what will
-be, `release` says what may go first.
+Shards are here in part, block by block: `ensure` has what is needed here, `prefetch` begins to fetch what
+will be, `release` says what may go first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stoker.store.mirror.blocks import (
     remove_block_file,
 )
 from stoker.store.remote import (
-    DEADLINE_S,
+    TIMEOUT_S,
     FolderRemote,
     Remote,
     RemoteObject,
@@ -147,7 +147,7 @@ class MirrorRoot:
 
 
 def read_marker(root: Path) -> tuple[str, int | None]:
-    """The address that a folder stands for, and its limit."""
+    """Return the address that a folder stands for, and its limit."""
     where = root / MARKER
     with RegularFile(where) as file:
         if file.size > MIB:
@@ -160,7 +160,7 @@ def read_marker(root: Path) -> tuple[str, int | None]:
 
 
 def open_remote(url: str) -> Remote:
-    """The place at an address; asks it nothing yet.
+    """Return the place at an address; asks it nothing yet.
 
     Raises:
         ConfigError: The address is none, or the extra that it needs is not installed.
@@ -184,7 +184,7 @@ _roots_lock = threading.Lock()
 
 
 def root_of(folder: Path) -> tuple[MirrorRoot, str] | None:
-    """The mirror that a cache's folder belongs to, and the folder's name there; None: it is a plain one."""
+    """Return the mirror that a folder belongs to, and its name there; None for a plain folder."""
     folder = folder.absolute()
     for root in (folder.parent, folder.parent.parent):
         name = str(folder.relative_to(root))
@@ -208,8 +208,8 @@ TRIES = 3
 class MirrorFile:
     """An `OpenFile` of an object. Safe to use from several threads."""
 
-    def __init__(self, folder: MirrorFolder, stand: BlockFile) -> None:
-        self._folder, self._stand = folder, stand
+    def __init__(self, folder: MirrorFolder, copy: BlockFile) -> None:
+        self._folder, self._copy = folder, copy
         self._direct = 0
         """Reads that went past the mirror."""
         self._counters = folder.counters
@@ -217,17 +217,17 @@ class MirrorFile:
     @property
     def size(self) -> int:
         """Bytes of the object."""
-        return self._stand.map.size
+        return self._copy.map.size
 
     @property
     def origin(self) -> str:
         """Where its bytes come from."""
-        return self._folder.url_of(self._stand.name)
+        return self._folder.url_of(self._copy.name)
 
     @property
     def generation(self) -> tuple[int, int]:
         """Another value whenever bytes that were read before may have been fetched again."""
-        return self._stand.map.generation, self._direct
+        return self._copy.map.generation, self._direct
 
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from `offset`, fetching what is not here.
@@ -249,13 +249,13 @@ class MirrorFile:
     def _fetched(self, offset: int, out: memoryview[Any]) -> None:
         for _ in range(TRIES):
             try:
-                self._folder.fetch(self._stand, [(offset, offset + len(out))])
+                self._folder.fetch(self._copy, [(offset, offset + len(out))])
             except ResourceError:
                 break  # the disk is full; what is asked for can be had all the same
             if self._read_here(offset, [out]):
                 return
         self._direct += 1  # two threads may count as one: each still sees another value than before its read
-        self._folder.read_direct(self._stand, offset, out)
+        self._folder.read_direct(self._copy, offset, out)
 
     def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
         """Fill `outs` with what is here and in the page cache."""
@@ -265,21 +265,21 @@ class MirrorFile:
         """None: pages of it may not be here, and must be fetched before they are read."""
         return -1
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Begin to fetch bytes that will be read."""
-        self._folder.begin_fetch(self._stand, [(offset, offset + size)])
+        self._folder.begin_fetch(self._copy, [(offset, offset + size)])
 
     def refetch(self, offset: int, size: int) -> bool:
         """Have bytes that are not what they should be fetched again at the next read."""
-        self._folder.refetch(self._stand, offset, offset + size)
+        self._folder.refetch(self._copy, offset, offset + size)
         return True
 
     def close(self) -> None:
         """Nothing: what is open goes with the last who refers to it."""
 
     def _read_here(self, offset: int, outs: Sequence[memoryview[Any]], *, wait: bool = True) -> bool:
-        stand = self._stand
-        blocks, size = stand.map, sum(map(len, outs))
+        copy = self._copy
+        blocks, size = copy.map, sum(map(len, outs))
         first, last = blocks.blocks(offset, offset + size)
         if offset + size > blocks.size:
             return False
@@ -287,10 +287,10 @@ class MirrorFile:
         if not blocks.holds(first, last):
             return False
         if not wait:
-            there = stand.file.read_cached(offset, outs)
+            there = copy.file.read_cached(offset, outs)
         else:
             there = True
-            stand.file.read_into(offset, outs[0])
+            copy.file.read_into(offset, outs[0])
         if not there or blocks.generation != before:
             return False
         blocks.touch(first, last)
@@ -313,12 +313,26 @@ QUEUED = 64
 """Requests ahead of need that wait or run at a time in one process; more are refused."""
 
 
-class MirrorLocation:
-    """Where the folder `name` of a mirror is, here and at its URL, and the lock on what is here of it."""
+class MirrorFolder:
+    """One folder of a mirror, in this process. Threads may share it.
+
+    Each block is brought here once for all processes of a machine, several requests at a time.
+    """
 
     def __init__(self, root: MirrorRoot, name: str) -> None:
         self.root, self.name = root, name
         self.path: Path = root.path / name
+        self.counters = root.counters
+        """What all folders of this mirror did, in this process."""
+        self.listed: dict[str, RemoteObject] = {}
+        """Objects as the last list had them."""
+        self._lock = threading.Lock()
+        self._copies: WeakValueDictionary[str, BlockFile] = WeakValueDictionary()
+        self._ahead: set[Ticket[bool]] = set()
+        self._under_way: list[tuple[str, int, int]] = []
+        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
+        self._came = threading.Condition(threading.Lock())
+        """Told of every block that comes, and of every fetch that ends."""
 
     @property
     def url(self) -> str:
@@ -330,15 +344,15 @@ class MirrorLocation:
         return f"{self.url}/{name}"
 
     def key(self, name: str) -> str:
-        """The name of a file below the mirror's address."""
+        """Return the name of a file below the mirror's address."""
         return f"{self.name}/{name}"
 
     def ask(
-        self, operation: str, name: str, attempt: Callable[[Remote], T], deadline_s: float = DEADLINE_S
+        self, operation: str, name: str, attempt: Callable[[Remote], T], timeout_s: float = TIMEOUT_S
     ) -> T:
-        """What `attempt` answers, repeated while that may help."""
+        """Return what `attempt` answers, repeated while that may help."""
         remote, what = self.root.remote, f"{operation} {self.url}/{name}"
-        return self.root.retries.run(lambda: attempt(remote), what, deadline_s)
+        return self.root.retries.run(lambda: attempt(remote), what, timeout_s)
 
     def head(self, name: str) -> RemoteObject:
         """Return size and etag of a file there; its name is that below the mirror's URL."""
@@ -355,10 +369,10 @@ class MirrorLocation:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path / LOCK_FILE
         path.touch(mode=0o600)
-        with lock_range(path, 0, 1, timeout_s=DEADLINE_S) as got:
+        with lock_range(path, 0, 1, timeout_s=TIMEOUT_S) as got:
             if not got:
                 raise StalledError(
-                    f"{path} has been locked for {DEADLINE_S:g} s. See what hangs on this machine"
+                    f"{path} has been locked for {TIMEOUT_S:g} s. See what hangs on this machine"
                 )
             yield
 
@@ -367,56 +381,35 @@ class MirrorLocation:
         with self.locked():
             remove_block_file(self.path, name)
 
-
-class MirrorFolder(MirrorLocation):
-    """One folder of a mirror, in this process. Threads may share it.
-
-    Each block is brought here once for all processes of a machine, several requests at a time.
-    """
-
-    def __init__(self, root: MirrorRoot, name: str) -> None:
-        super().__init__(root, name)
-        self.counters = root.counters
-        """What all folders of this mirror did, in this process."""
-        self.listed: dict[str, RemoteObject] = {}
-        """Objects as the last list had them."""
-        self._lock = threading.Lock()
-        self._stands: WeakValueDictionary[str, BlockFile] = WeakValueDictionary()
-        self._ahead: set[Ticket[bool]] = set()
-        self._under_way: list[tuple[str, int, int]] = []
-        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
-        self._came = threading.Condition(threading.Lock())
-        """Told of every block that comes, and of every fetch that ends."""
-
     def open(self, name: str) -> MirrorFile:
         """Open a shard for reading; nothing of it is fetched yet.
 
         Raises:
             FileNotFoundError: There is no such object.
         """
-        return MirrorFile(self, self._stand(name))
+        return MirrorFile(self, self._copy(name))
 
-    def ensure(self, name: str, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
+    def ensure(self, name: str, ranges: Ranges, timeout_s: float = TIMEOUT_S) -> None:
         """Have these bytes of a shard here, as far as the mirror's limit allows to keep them.
 
         Raises:
-            StalledError: `deadline_s` passed; what came is kept.
+            StalledError: `timeout_s` passed; what came is kept.
             FileNotFoundError, ServiceError, ResourceError: They cannot be had, or there is no room.
         """
-        self.fetch(self._stand(name), ranges, deadline_s)
+        self.fetch(self._copy(name), ranges, timeout_s)
 
-    def ahead(self, name: str, ranges: Ranges) -> int:
+    def prefetch(self, name: str, ranges: Ranges) -> int:
         """Begin to fetch bytes that will be needed; returns how many were begun, in whole blocks.
 
         Fewer than `absent_bytes` means that enough is under way: ask again later. What goes wrong is not
         said: whoever reads those bytes will meet it.
         """
-        return self.begin_fetch(self._stand(name), ranges)
+        return self.begin_fetch(self._copy(name), ranges)
 
     def bring(self, name: str, ranges: Ranges) -> bool:
-        """Fetch as `ahead`, in the thread that calls; return whether all came."""
-        stand = self._stand(name)
-        came = [self._fetch_ahead(stand, *run) for run in self._runs_of(stand, ranges)]
+        """Fetch as `prefetch`, in the thread that calls; return whether all came."""
+        copy = self._copy(name)
+        came = [self._fetch_ahead(copy, *run) for run in self._runs_of(copy, ranges)]
         return all(came)
 
     def rank(self, name: str, used: NDArray[np.uint32]) -> None:
@@ -429,48 +422,48 @@ class MirrorFolder(MirrorLocation):
                 blocks.used[:] = used
 
     def absent_bytes(self, name: str, ranges: Ranges) -> int:
-        """How many bytes have to be fetched before these are here: whole blocks."""
-        stand = self._stand(name)
-        return sum(size_of(stand, run) for run in self._runs_of(stand, ranges))
+        """Return how many bytes have to be fetched before these are here: whole blocks."""
+        copy = self._copy(name)
+        return sum(size_of(copy, run) for run in self._runs_of(copy, ranges))
 
     def release(self, name: str, ranges: Ranges) -> None:
         """Say that these bytes will not be needed soon: they go first when there is no room."""
-        blocks = self._stand(name).map
+        blocks = self._copy(name).map
         for begin, end in ranges:
             first, last = blocks.blocks(begin, end)
             blocks.used[first:last] = 0
 
-    def _stand(self, name: str) -> BlockFile:
+    def _copy(self, name: str) -> BlockFile:
         listed = self.listed.get(name)
         with self._lock:
-            stand = self._stands.get(name)
-            if stand is not None and _is_of(stand, listed):
-                return stand
-        stand = self._opened(name, listed) or self._made(name, listed)
+            copy = self._copies.get(name)
+            if copy is not None and _is_of(copy, listed):
+                return copy
+        copy = self._opened(name, listed) or self._made(name, listed)
         with self._lock:
-            self._stands[name] = stand
-        return stand
+            self._copies[name] = copy
+        return copy
 
     def _opened(self, name: str, listed: RemoteObject | None) -> BlockFile | None:
-        """What is here of a shard, if it is of the version that was listed."""
+        """Return what is here of a shard, if it is of the version that was listed."""
         with suppress(FileNotFoundError, CorruptError):
-            stand = BlockFile(self.path, name)
-            if _is_of(stand, listed):
-                return stand
+            copy = BlockFile(self.path, name)
+            if _is_of(copy, listed):
+                return copy
         return None
 
     def _made(self, name: str, listed: RemoteObject | None) -> BlockFile:
         with self.locked():
-            if (stand := self._opened(name, listed)) is not None:  # another process was quicker
-                return stand
+            if (copy := self._opened(name, listed)) is not None:  # another process was quicker
+                return copy
             if listed is None:
                 listed = replace(self.head(name), name=name)
             make_block_file(self.path, listed, block_bytes=BLOCK_BYTES)
             return BlockFile(self.path, name)
 
-    def _runs_of(self, stand: BlockFile, ranges: Ranges) -> list[tuple[int, int]]:
-        """Runs of blocks that are not here, each for one request: first, and one past the last."""
-        blocks, most = stand.map, self.root.run_blocks
+    def _runs_of(self, copy: BlockFile, ranges: Ranges) -> list[tuple[int, int]]:
+        """Return runs of blocks that are not here, each for one request: first, and one past the last."""
+        blocks, most = copy.map, self.root.run_blocks
         together: list[tuple[int, int]] = []
         for first, last in sorted(blocks.blocks(begin, end) for begin, end in ranges if begin < end):
             if together and first <= together[-1][1]:
@@ -480,45 +473,45 @@ class MirrorFolder(MirrorLocation):
         missing = [run for first, last in together for run in blocks.absent(first, last)]
         return [(at, min(at + most, end)) for begin, end in missing for at in range(begin, end, most)]
 
-    def fetch(self, stand: BlockFile, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
+    def fetch(self, copy: BlockFile, ranges: Ranges, timeout_s: float = TIMEOUT_S) -> None:
         """Have bytes here; returns when they are, or were before they had to go again.
 
         Raises:
-            StalledError: `deadline_s` passed; what came is kept.
+            StalledError: `timeout_s` passed; what came is kept.
             ResourceError: There is no room on the disk.
             StokerError, FileNotFoundError: As `Remote`.
         """
-        deadline = time.monotonic() + deadline_s
-        runs = self._runs_of(stand, ranges)
+        deadline = time.monotonic() + timeout_s
+        runs = self._runs_of(copy, ranges)
         if len(runs) == 1:
-            self._fetch_run(stand, *runs[0], deadline)
+            self._fetch_run(copy, *runs[0], deadline)
             return
         pool = self.root.pool
-        parts = [pool.submit(partial(self._fetch_run, stand, *run, deadline)) for run in runs]
+        parts = [pool.submit(partial(self._fetch_run, copy, *run, deadline)) for run in runs]
         for part in parts:
             part.wait(max(0.0, deadline - time.monotonic()))
         came = [part for part in parts if part.done()]
         for part in came:
-            part.result(0.0, self.url_of(stand.name))
+            part.result(0.0, self.url_of(copy.name))
         if late := len(parts) - len(came):  # those not begun end at once: the deadline is theirs too
             raise StalledError(
-                f"{late} of {len(parts)} parts of {self.url_of(stand.name)} did not come in "
-                f"{deadline_s:g} s. See whether the store answers, then run again: what arrived is kept"
+                f"{late} of {len(parts)} parts of {self.url_of(copy.name)} did not come in "
+                f"{timeout_s:g} s. See whether the store answers, then run again: what arrived is kept"
             )
 
-    def begin_fetch(self, stand: BlockFile, ranges: Ranges) -> int:
+    def begin_fetch(self, copy: BlockFile, ranges: Ranges) -> int:
         """Begin to fetch bytes; returns how many were begun, which are fewer when enough is under way."""
         begun = 0
-        for run in self._runs_of(stand, ranges):
+        for run in self._runs_of(copy, ranges):
             with self._lock:
                 self._ahead = {ticket for ticket in self._ahead if not ticket.done()}
                 if len(self._ahead) >= QUEUED:
                     break
-                self._ahead.add(self.root.ahead_pool.submit(partial(self._fetch_ahead, stand, *run)))
-            begun += size_of(stand, run)
+                self._ahead.add(self.root.ahead_pool.submit(partial(self._fetch_ahead, copy, *run)))
+            begun += size_of(copy, run)
         return begun
 
-    def read_direct(self, stand: BlockFile, offset: int, out: memoryview[Any]) -> None:
+    def read_direct(self, copy: BlockFile, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from the place itself, past the mirror."""
         at = 0
 
@@ -527,71 +520,71 @@ class MirrorFolder(MirrorLocation):
             out[at : at + len(piece)] = piece
             at += len(piece)
 
-        self._ask(stand, lambda remote: self._read(remote, stand, offset + at, offset + len(out), sink))
+        self._ask(copy, lambda remote: self._read(remote, copy, offset + at, offset + len(out), sink))
         self.counters.add(direct=1, bytes=at)
 
-    def refetch(self, stand: BlockFile, begin: int, end: int) -> None:
+    def refetch(self, copy: BlockFile, begin: int, end: int) -> None:
         """Forget bytes that do not match their sums, so that the next read fetches them.
 
         Raises:
-            StalledError: Another process has been fetching them for `DEADLINE_S` seconds.
+            StalledError: Another process has been fetching them for `TIMEOUT_S` seconds.
         """
-        blocks = stand.map
+        blocks = copy.map
         first, last = blocks.blocks(begin, min(end, blocks.size))
-        with lock_range(stand.map_path, first, last, timeout_s=DEADLINE_S) as got:
+        with lock_range(copy.map_path, first, last, timeout_s=TIMEOUT_S) as got:
             if not got:
-                raise self._busy(stand, DEADLINE_S)
+                raise self._busy(copy, TIMEOUT_S)
             blocks.drop(first, last)
         self.counters.add(mended=1)
 
-    def _fetch_ahead(self, stand: BlockFile, first: int, last: int) -> bool:
+    def _fetch_ahead(self, copy: BlockFile, first: int, last: int) -> bool:
         if is_exiting():
             return False  # the exit of the process would wait for us
-        missing = sum(size_of(stand, run) for run in stand.map.absent(first, last))
+        missing = sum(size_of(copy, run) for run in copy.map.absent(first, last))
         with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
-            self._fetch_run(stand, first, last, time.monotonic() + DEADLINE_S)
+            self._fetch_run(copy, first, last, time.monotonic() + TIMEOUT_S)
             self.counters.add(ahead_bytes=missing)
             return True
         return False
 
-    def _fetch_run(self, stand: BlockFile, first: int, last: int, deadline: float) -> None:
+    def _fetch_run(self, copy: BlockFile, first: int, last: int, deadline: float) -> None:
         if time.monotonic() >= deadline:  # it waited in line until nobody waits for it any more
-            raise StalledError(f"a part of {self.url_of(stand.name)} was not begun in time")
-        with self._alone(stand, first, last, deadline) as absent:
+            raise StalledError(f"a part of {self.url_of(copy.name)} was not begun in time")
+        with self._alone(copy, first, last, deadline) as absent:
             if not absent:
                 return
             left = max(0.0, deadline - time.monotonic())
-            with lock_range(stand.map_path, first, last, timeout_s=left) as got:
+            with lock_range(copy.map_path, first, last, timeout_s=left) as got:
                 if not got:
-                    raise self._busy(stand, left)
-                for run in stand.map.absent(first, last):
-                    self._fetch_blocks(stand, *run, deadline)
+                    raise self._busy(copy, left)
+                for run in copy.map.absent(first, last):
+                    self._fetch_blocks(copy, *run, deadline)
 
-    def _busy(self, stand: BlockFile, waited_s: float) -> StalledError:
+    def _busy(self, copy: BlockFile, waited_s: float) -> StalledError:
         return StalledError(
-            f"another process has been fetching {self.url_of(stand.name)} for {waited_s:.0f} s. See whether "
+            f"another process has been fetching {self.url_of(copy.name)} for {waited_s:.0f} s. See whether "
             "it hangs, then run again"
         )
 
     @contextmanager
-    def _alone(self, stand: BlockFile, first: int, last: int, deadline: float) -> Generator[bool]:
+    def _alone(self, copy: BlockFile, first: int, last: int, deadline: float) -> Generator[bool]:
         """Keep the other threads of this process from blocks; yields whether some are still absent.
 
         Whoever waits here goes on as soon as its own blocks are there, and not when all are that come with
         them. The lock between processes has to be asked again and again, which takes up to 20 ms each time.
         """
-        own = (stand.name, first, last)
+        own = (copy.name, first, last)
 
         def free() -> bool:
             busy = any(name == own[0] and a < last and first < b for name, a, b in self._under_way)
-            return not busy or stand.map.holds(first, last)
+            return not busy or copy.map.holds(first, last)
 
         left = max(0.0, deadline - time.monotonic())
         with self._came:
             if not self._came.wait_for(free, left):
-                url = self.url_of(stand.name)
+                url = self.url_of(copy.name)
                 raise StalledError(f"another thread has been fetching {url} for {left:.0f} s")
-            absent = not stand.map.holds(first, last)
+            absent = not copy.map.holds(first, last)
             if absent:
                 self._under_way.append(own)
         try:
@@ -606,83 +599,81 @@ class MirrorFolder(MirrorLocation):
         with self._came:
             self._came.notify_all()
 
-    def _fetch_blocks(self, stand: BlockFile, first: int, last: int, deadline: float) -> None:
-        blocks, space = stand.map, self.root.space
+    def _fetch_blocks(self, copy: BlockFile, first: int, last: int, deadline: float) -> None:
+        blocks, space = copy.map, self.root.space
         _, stop = blocks.extent(first, last)
         space.take((last - first) * blocks.block_bytes, lambda: blocks.expect(first, last))
-        arriving = _Arriving(stand, first, last, self._tell)
+        arriving = _Arriving(copy, first, last, self._tell)
 
         def attempt(remote: Remote) -> None:
-            self._read(remote, stand, arriving.begin(), stop, arriving.take)
+            self._read(remote, copy, arriving.begin(), stop, arriving.take)
 
         try:
-            self._ask(stand, attempt, deadline - time.monotonic())
+            self._ask(copy, attempt, deadline - time.monotonic())
         except ResourceError:
             if not space.free((last - arriving.at) * blocks.block_bytes):
                 raise
-            self._ask(stand, attempt, deadline - time.monotonic())
+            self._ask(copy, attempt, deadline - time.monotonic())
         finally:
             self.counters.add(bytes=arriving.came)
 
-    def _ask(
-        self, stand: BlockFile, attempt: Callable[[Remote], None], deadline_s: float = DEADLINE_S
-    ) -> None:
-        self.ask("get", stand.name, attempt, max(0.0, deadline_s))
+    def _ask(self, copy: BlockFile, attempt: Callable[[Remote], None], timeout_s: float = TIMEOUT_S) -> None:
+        self.ask("get", copy.name, attempt, max(0.0, timeout_s))
 
     def _read(
-        self, remote: Remote, stand: BlockFile, begin: int, end: int, sink: Callable[[Buffer], None]
+        self, remote: Remote, copy: BlockFile, begin: int, end: int, sink: Callable[[Buffer], None]
     ) -> None:
         self.counters.add(requests=1)
         try:
-            remote.read(self.key(stand.name), begin, end, etag=stand.map.etag, sink=sink)
+            remote.read(self.key(copy.name), begin, end, etag=copy.map.etag, sink=sink)
         except ReplacedError as error:
-            self.forget(stand.name)
+            self.forget(copy.name)
             raise CorruptError(
-                f"{self.url_of(stand.name)} was replaced since it was opened. Open the cache again"
+                f"{self.url_of(copy.name)} was replaced since it was opened. Open the cache again"
             ) from error
 
 
 class _Arriving:
     """Writes what comes of a run of blocks, and marks each block once it is whole."""
 
-    def __init__(self, stand: BlockFile, first: int, last: int, tell: Callable[[], None]) -> None:
+    def __init__(self, copy: BlockFile, first: int, last: int, tell: Callable[[], None]) -> None:
         self.at = first
         """The first block that is not here yet."""
         self.came = 0
-        self._stand, self._last, self._tell = stand, last, tell
-        self._stop = stand.map.extent(first, last)[1]
+        self._copy, self._last, self._tell = copy, last, tell
+        self._stop = copy.map.extent(first, last)[1]
         self._byte = 0
         """Where the next piece goes."""
 
     def begin(self) -> int:
-        """The first byte to ask for; what came of a block that was cut is asked for again."""
-        self._byte = self._stand.map.extent(self.at, self.at + 1)[0]
+        """Return the first byte to ask for; what came of a block that was cut is asked for again."""
+        self._byte = self._copy.map.extent(self.at, self.at + 1)[0]
         return self._byte
 
     def take(self, piece: Buffer) -> None:
         """Take the bytes that follow those so far."""
-        self._stand.write(self._byte, piece)
+        self._copy.write(self._byte, piece)
         self._byte += len(piece)
         self.came += len(piece)
-        whole = self._last if self._byte == self._stop else self._byte // self._stand.map.block_bytes
+        whole = self._last if self._byte == self._stop else self._byte // self._copy.map.block_bytes
         if whole > self.at:
-            self._stand.map.add(self.at, whole)
+            self._copy.map.add(self.at, whole)
             self.at = whole
             self._tell()
 
 
-def size_of(stand: BlockFile, run: tuple[int, int]) -> int:
-    """Bytes of a run of blocks."""
-    begin, end = stand.map.extent(*run)
+def size_of(copy: BlockFile, run: tuple[int, int]) -> int:
+    """Return the bytes of a run of blocks."""
+    begin, end = copy.map.extent(*run)
     return end - begin
 
 
-def _is_of(stand: BlockFile, listed: RemoteObject | None) -> bool:
-    """Whether what is here is of the version that was listed, as far as that can be told."""
+def _is_of(copy: BlockFile, listed: RemoteObject | None) -> bool:
+    """Return whether what is here is of the version that was listed, as far as that can be told."""
     if listed is None:
         return True
-    tags = {stand.map.etag, listed.etag} - {""}
-    return stand.map.size == listed.bytes and len(tags) < 2
+    tags = {copy.map.etag, listed.etag} - {""}
+    return copy.map.size == listed.bytes and len(tags) < 2
 
 
 _folders: dict[tuple[int, str], MirrorFolder] = {}
@@ -694,7 +685,7 @@ def opened_root(path: Path) -> MirrorRoot | None:
 
 
 def mirror_of(path: Path) -> MirrorFolder | None:
-    """The mirror that stands behind a cache's local folder; None: it is a plain one."""
+    """Return the mirror that stands behind a cache's local folder; None: it is a plain one."""
     found = root_of(path)
     if found is None:
         return None

@@ -24,13 +24,13 @@ Limit: TypeAlias = "int | Literal['as it is'] | None"
 
 
 def mirror_limit(folder: Path) -> int | None:
-    """How many bytes are kept here of what is put into a folder, or below it; None: all."""
+    """Return how many bytes are kept here of what is put into a folder, or below it; None: all."""
     found = root_of(folder) or root_of(folder / "name" / "fingerprint")
     return None if found is None else found[0].space.limit_bytes
 
 
 def mirror_url(folder: Path) -> str | None:
-    """The address that a mirror, or a folder in one, stands for; None: it is a plain folder."""
+    """Return the address that a mirror, or a folder in one, stands for; None: it is a plain folder."""
     folder = folder.absolute()
     if (folder / MARKER).exists():
         return read_marker(folder)[0]
@@ -39,7 +39,7 @@ def mirror_url(folder: Path) -> str | None:
 
 
 def display_path(folder: Path) -> str:
-    """A folder for messages: its address where it has one, else its path."""
+    """Return a folder for messages: its address where it has one, else its path."""
     return mirror_url(folder) or str(folder)
 
 
@@ -67,7 +67,7 @@ def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
 
 
 def resolve_local(place: str | Path, *, must_exist: bool = True) -> Path:
-    """The local path of a place: of an address that of its mirror, of a path itself.
+    """Return the local path of a place: of an address that of its mirror, of a path itself.
 
     Raises:
         ConfigError: It is no place at all: empty, or not text.
@@ -87,7 +87,7 @@ def attach_mirror(
     *,
     must_exist: bool = False,
 ) -> Path:
-    """The local folder that stands for an address, with recipes and indexes as they are there now.
+    """Return the local folder that stands for an address, with recipes and indexes as they are there now.
 
     Args:
         url: Of a folder of caches, of one cache (its folders by fingerprint), or of one fingerprint.
@@ -132,14 +132,14 @@ def _list(remote: Remote, folder: str) -> tuple[list[str], list[RemoteObject]]:
 
 
 def _depth(folders: list[str], objects: list[RemoteObject]) -> int:
-    """How many folders below the one that holds caches by name."""
+    """Return how many folders below the one that holds caches by name."""
     if any(one.name == RECIPE_FILE for one in objects):
         return 2
     return 1 if any(map(FINGERPRINT.fullmatch, folders)) else 0
 
 
 def _split(url: str, depth: int) -> tuple[str, str]:
-    """The address of the folder that holds caches by name, and what is below it."""
+    """Return the address of the folder that holds caches by name, and what is below it."""
     top, inside = url, ""
     for _ in range(depth):
         top, _, last = top.rpartition("/")
@@ -150,7 +150,7 @@ def _split(url: str, depth: int) -> tuple[str, str]:
 
 
 def _folder_name(url: str) -> str:
-    """A folder's name that says which address it stands for, and differs for each."""
+    """Return a folder's name that says which address it stands for, and differs for each."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-60:].strip("-")
     return f"{plain}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 

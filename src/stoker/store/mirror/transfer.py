@@ -82,7 +82,7 @@ class RecordSelection:
         return self.rank is None and self.records is None
 
     def shards(self, cache: Cache) -> set[str]:
-        """The shards that hold any of the records, by file name.
+        """Return the shards that hold any of the records, by file name.
 
         Raises:
             IncompleteError: Of the `records` there is none.
@@ -260,7 +260,7 @@ class _Pull:
         return entry
 
     def _damage(self, entry: ShardInfo) -> str | None:
-        """What is wrong with a shard, once what came wrong was fetched again; known damage aside."""
+        """Return what is wrong with a shard, once what came wrong was fetched again; known damage aside."""
         path = self.source.path / entry.file
         try:
             shard = Shard(open_storage(path.parent).open(entry.file), path, self.source.schema)
@@ -286,10 +286,8 @@ def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
 
 def bring_weights(recipe: Recipe, origin: Path, cache_dir: Path) -> None:
     """Copy the weights that a recipe names from one cache folder to another, where the first has them."""
-    encoder = recipe.entries["encoder"]
-    digest = encoder.get("weights") if isinstance(encoder, dict) else None
-    name = f"{digest}.safetensors"
-    if not digest:
+    name = f"{recipe.weights}.safetensors"
+    if not recipe.weights:
         return
     (cache_dir / WEIGHTS_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     if name in open_storage(cache_dir / WEIGHTS_FOLDER).list():
@@ -366,7 +364,7 @@ def push(
 
 
 def _own_entries(cache: Cache) -> list[ShardInfo]:
-    """The shards that serve.
+    """Return the shards that serve.
 
     Raises:
         FormatError: Their records lie elsewhere.
