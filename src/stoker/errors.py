@@ -14,7 +14,7 @@ StokerError
 │   └── CorruptError       bytes do not match their checksum
 ├── IncompleteError        a cache lacks records that were asked for
 │   └── MissingRecordError one record by number                                      (also KeyError)
-├── UncountedError         a length is asked for that nobody can know yet            (also TypeError)
+├── UncountedError         a length is asked for that is not known yet               (also TypeError)
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
@@ -181,7 +181,7 @@ class PathRefusedError(SourceError):
 
 
 class ServiceError(StokerError):
-    """A service across the network refused a request, or answered with what nobody can read.
+    """A service across the network refused a request, or its answer cannot be read.
 
     Args:
         message: What happened.
@@ -245,7 +245,7 @@ class MissingRecordError(IncompleteError, KeyError):
 
 
 class UncountedError(StokerError, TypeError):
-    """A length is asked for that nobody can know yet; as with an iterator, whatever can do without does."""
+    """A length is asked for that is not known yet; code that can do without it does, as with an iterator."""
 
 
 class ReadOnlyError(StokerError, OSError):

@@ -100,7 +100,7 @@ class Field:
     packed: bool = False
     """Floats, stored as `dtype` times a float32 scale for each block of 128 on the last axis."""
     kept: bool = False
-    """Of the raw sample, kept beside what was encoded: neither a state nor a condition of a window."""
+    """Of the raw sample, kept next to what was encoded: neither a state nor a condition of a window."""
     axes: tuple[str, ...] = ()
     """Of particles and meshes: words (`AXIS_WORDS`) of the axes whose sizes differ from sample to sample.
     With one, axis 0 is that axis. With two, `("t", "p")`, the field is *folded*: axis 0 is both, one row for
@@ -146,7 +146,7 @@ class Field:
 
     @property
     def step_shape(self) -> tuple[int, ...]:
-        """Shape of one step along axis 0 where that is time or ragged, else of the whole field."""
+        """Shape of one step along axis 0 where that is time or ragged, else of the entire field."""
         return self.shape[1:] if self.time or self.ragged else self.shape
 
     @property
@@ -156,7 +156,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step along axis 0 (of the whole field, for a scalar)."""
+        """Bytes of one step along axis 0 (of the entire field, for a scalar)."""
         return math.prod(self.shape[1:]) * self.itemsize
 
     def size_bytes(self, length: int | None = None) -> int:

@@ -22,7 +22,7 @@ TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 60480
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes of a size as people type it; None where it is none.
+    """Return the bytes of a size as people type it; None if it is not one.
 
     >>> parse_bytes("20GB"), parse_bytes("1.5 GiB"), parse_bytes("4096"), parse_bytes("many")
     (20000000000, 1610612736, 4096, None)

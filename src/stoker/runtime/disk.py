@@ -53,7 +53,7 @@ class FreeSpace(NamedTuple):
 
     bytes: int
     inodes: int | None
-    """Files that can still be made; None: as many as there is room for."""
+    """Files that can still be made; None: no limit but the room."""
     total_bytes: int = 0
     """Size of the file system."""
 

@@ -9,7 +9,7 @@ second call would report success.
 | you write | use |
 |---|---|
 | a small file, from bytes | `write_file` |
-| a file or folder by somebody else's code, to a path | `replace_atomically` |
+| a file or folder by other code, to a path | `replace_atomically` |
 | a large file, piece by piece, in a folder that is swept | `PendingFile` |
 | a file that must not replace one that is there | `create_file` |
 | lines at the end of a file | `append_file` |
@@ -17,7 +17,7 @@ second call would report success.
 
 To read, `RegularFile` opens a file and refuses links, pipes and devices.
 
-A kill leaves a temporary behind, which nobody reads. Those of `PendingFile` are locked by their writer, so
+A kill leaves a temporary behind, which is never read. Those of `PendingFile` are locked by their writer, so
 `dead_temporaries` finds the ones whose writer is dead.
 """
 
@@ -371,7 +371,7 @@ class PendingFile:
             path = self._folder / f"{TEMPORARY}{secrets.token_hex(6)}-{self._name}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                # Without locks nobody can tell that we are dead, so nobody sweeps.
+                # Without locks it is unknown whether we are dead, so our file is not swept.
                 if try_lock(fd) and os.fstat(fd).st_nlink:
                     return fd, path
             except OSError:

@@ -256,7 +256,7 @@ def json_object(body: bytes, what: str, hint: str = "") -> dict[str, Any]:
 
 
 def retry_after_s(headers: Message) -> float:
-    """Return the seconds of a Retry-After, which may be a date; 0 where there is none."""
+    """Return the seconds of a Retry-After, which may be a date; 0 if it is missing."""
     text = headers.get("Retry-After")
     if text is None:
         return 0.0

@@ -1,7 +1,7 @@
-"""Calls of the C library that Python has no function for. Linux and glibc; elsewhere each says what it lacks.
+"""Calls of the C library that Python has no function for. Linux and glibc; others get an error or no effect.
 
 Memory of freed activations: an encoder on a CPU allocates and frees the same large activations in every call.
-By default glibc maps each afresh, and the kernel zeroes every page of it: that can take as long as the
+By default glibc maps each again, and the kernel zeroes every page of it: that can take as long as the
 encoding itself. `keep_freed_memory` raises malloc's mmap and trim thresholds, and `release_memory` gives the
 memory back once the run is over. Threads get arenas of their own, whose heaps end at 64 MiB: what is larger
 is mapped whatever the thresholds are, so one arena then serves all threads. They are settings of the entire

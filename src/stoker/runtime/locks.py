@@ -13,7 +13,7 @@ There every process gets every lock: work may be done twice, and what is written
 | a file that is open already | `try_lock` |
 
 A forked child does not keep the locks of its parent: a lock that outlived its holder in some worker would
-keep everybody else out. A child that is started with `pass_fds` does.
+keep all others out. A child that is started with `pass_fds` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
 NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What locking a file says on a file system that has no locks."""
 NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, of a pipe nobody reads, of a folder."""
+"""What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, of a pipe without a reader, of a folder."""
 FOLDER_LOCK = ".claim-"
 """Prefix of lock files in a folder. Every version of Stoker uses these names, so they must never change."""
 _NOTE_BYTES = 200
@@ -49,7 +49,7 @@ _SET_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None)
 
 
 def try_lock(fd: int, *, shared: bool = False, without_locks: bool = True) -> bool:
-    """Lock an open file if nobody else has it locked. Closing the file unlocks it.
+    """Lock an open file if it is not locked. Closing the file unlocks it.
 
     Args:
         fd: A descriptor of the file; one that only reads is enough.
@@ -136,7 +136,7 @@ class FileLock:
     Args:
         path: The lock file. It is made if need be, and stays afterwards.
         shared: Keep out only those that want it for themselves.
-        create: False: where there is no file nobody holds it, and `acquire` succeeds without making one.
+        create: False: where there is no file it is free, and `acquire` succeeds without making one.
         mode: Permissions of a new lock file.
         note: What the file says about its holder; None: `process 17 on host`.
     """
@@ -196,7 +196,7 @@ class FileLock:
         return file
 
     def _is_in_place(self, fd: int) -> bool:
-        # Somebody may remove the file between our open and our lock. Two processes would then each hold
+        # The file may be removed between our open and our lock. Two processes would then each hold
         # "the" lock, on two files. The link count comes first: some file systems give a file another inode
         # each time it is looked up.
         status = os.fstat(fd)
@@ -233,7 +233,7 @@ class FileLock:
         return note if re.fullmatch(r"process \d+ on \S+", note) else "another process"
 
     def fileno(self) -> int:
-        """Return the descriptor that holds the lock, to be passed to a child that shall hold it too."""
+        """Return the descriptor that holds the lock, to be passed to a child that is to hold it too."""
         assert self._file is not None
         return self._file.fd
 

@@ -1,8 +1,8 @@
-"""A file that is not whole yet, `.<name>.part`, and the journal of what of it is right.
+"""A file that is not complete yet, `.<name>.part`, and the journal of its sound blocks.
 
 The journal's first line names the content; then there is a line for each block on the disk, with its
 digest. A killed run leaves both: blocks that still match are kept, the rest is cut off. So a resumed file
-is as good as one that came in one go, whether or not a digest of the whole was declared.
+is as good as one that came in one go, whether or not a digest of the file was declared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PartialFile:
         """Open what is there, or begin again.
 
         Args:
-            target: The name that it gets once it is whole.
+            target: The name that it gets once it is complete.
             beat: Called with the bytes that were read back so far.
             bytes: Its declared size; None: none was declared.
             algorithm, digest: Its declared digest, in hexadecimal.
@@ -88,7 +88,7 @@ class PartialFile:
             beat(self.at)
 
     def begin(self, offset: int, tag: str) -> None:
-        """Go on at `offset` with the content that `tag` names; 0 throws away what is there."""
+        """Continue at `offset` with the content that `tag` names; 0 throws away what is there."""
         with self._lock:
             self._check()
             if offset == 0:
@@ -135,7 +135,7 @@ class PartialFile:
             temporary.write_text("\n".join([HEAD + self.tag.replace("\n", " "), *self._lines]) + "\n")
 
     def finish(self) -> None:
-        """Compare the whole with what was declared, and give it its name.
+        """Compare the file with what was declared, and give it its name.
 
         Raises:
             TransferError: Size or digest are others; what was fetched is thrown away.
@@ -156,7 +156,7 @@ class PartialFile:
             self._block_bytes, self._named = 0, True
 
     def keep(self) -> None:
-        """Close it for now; what is there is journalled, so that the next try goes on from here."""
+        """Close it for now; what is there is journalled, so that the next try continues from here."""
         with self._lock:
             if not self._abandoned and not self._named:
                 with suppress(OSError, StokerError):

@@ -96,7 +96,7 @@ class Filler(Protocol):
     """Encodes what is missing. Precompute implements it; a cache handle may carry one."""
 
     def fill(self, numbers: Sequence[int], timeout_s: float) -> None:
-        """Encode and store at least these samples (whole groups) before returning.
+        """Encode and store at least these samples (in complete encode batches) before returning.
 
         Raises:
             StalledError: `timeout_s` passed.
@@ -105,7 +105,7 @@ class Filler(Protocol):
         ...
 
     def begin(self) -> BackgroundFill:
-        """Begin to encode all that is missing, beside this process, block by block (`fill_blocks`)."""
+        """Begin to encode all that is missing in another process, block by block (`fill_blocks`)."""
         ...
 
 
@@ -137,7 +137,7 @@ class BackgroundFill(Protocol):
         ...
 
     def forget(self) -> None:
-        """Look afresh at which records are damaged; call it when some were mended."""
+        """Read again which records are damaged; call it when some were repaired."""
         ...
 
 
@@ -162,9 +162,9 @@ class Cache:
         self.lost = lost
         """Shards that were gone when it was opened; `index` serves nothing from them."""
         self.filler: Filler | None = None
-        """Whoever can encode what is missing; a loader asks it."""
+        """Encodes what is missing; a loader asks it."""
         self.filling: BackgroundFill | None = None
-        """The work under way to complete it (`precompute(wait=False)`); a loader serves beside it."""
+        """The work under way to complete it (`precompute(wait=False)`); a loader serves meanwhile."""
         self.joined: JoinedColumns | None = None
         self._use = use or UsageLock(path)
         self._storage = open_storage(path)
@@ -252,7 +252,7 @@ class Cache:
         return self._shards.get(i, partial(self.fresh_shard, i))
 
     def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
-        """Return shard `i`, opened anew and compared with the index; see `shard`. `known`: as for `Shard`."""
+        """Return shard `i`, opened and compared with the index; see `shard`. `known`: as for `Shard`."""
         entry = self.index.shards[i]
         part, path = self.recipe.parts[entry.part], self.path / entry.file
         try:
@@ -331,7 +331,7 @@ def open_cache(
             Also an address, as `s3://bucket/caches/name`: what is read of it is kept in a mirror
             (docs/objects.md).
         require_complete: Refuse a cache with missing records.
-        join: Columns of a table beside the records, by the arguments of `stoker.store.join_table`.
+        join: Columns of a table next to the records, by the arguments of `stoker.store.join_table`.
     Raises:
         FormatError: There is no cache, or none that you may read.
         IncompleteError: Records are missing; says how many, and which shard is gone.
@@ -343,7 +343,7 @@ def open_cache(
 
 
 def peek_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
-    """As `open_cache`, and does not count as a use: for whoever opens several to choose one."""
+    """As `open_cache`, and does not count as a use: for opening several to choose one."""
     folder = resolve_local(path)
     try:
         cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
@@ -547,7 +547,7 @@ def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
     if not served:
         return
     try:
-        # Through the cache, which compares with the index; afresh, not as an earlier read left it.
+        # Through the cache, which compares with the index; not as an earlier read left it.
         shard = cache.fresh_shard(i)
     except (FormatError, OSError) as error:
         yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
@@ -580,7 +580,7 @@ def _bad_files(cache: Cache) -> Iterator[BadRecord]:
 # ----------------------------------------------------------------------------------------------------------
 # A cache while it is being filled: in which order that is done, and what of it is there by now.
 #
-# Whoever fills and whoever serves meanwhile agree on the order without a word: it follows from the recipe.
+# The process that fills and those that serve meanwhile agree on the order: it follows from the recipe.
 
 
 BLOCKS = 256
@@ -606,7 +606,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
 
 
 class GrowingCache:
-    """What a folder holds while somebody fills it, read from the shards themselves.
+    """What a folder holds while a process fills it, read from the shards themselves.
 
     Args:
         path, recipe: The folder.
@@ -619,7 +619,7 @@ class GrowingCache:
         self.forget()
 
     def forget(self) -> None:
-        """Read anew which records are noted as damaged."""
+        """Read again which records are noted as damaged."""
         self._catalog = ShardCatalog(self._storage, self._recipe)
         self._index = known_index(self._path, self._recipe)
         self._seen: dict[str, int] | None = None

@@ -360,7 +360,7 @@ class Folder:
         pinned = all(headers.get(shard.file) == shard.header for shard in serving)
         if not (cache.complete and pinned):
             return None
-        sync_folder(self.path)  # whoever gave the last file its name may have been killed before that
+        sync_folder(self.path)  # the process that named the last file may have been killed before that
         return cache
 
     def adopt(self) -> int:
@@ -426,7 +426,7 @@ class Folder:
         return RecordWriter(self._storage, self.recipe, settings or WriterSettings())
 
     def lock(self, purpose: str = "encode", *, shared: bool = False) -> AbstractContextManager[bool]:
-        """Return an advisory claim; yields False if somebody else holds it (`shared`: by himself)."""
+        """Return an advisory lock; it yields False if another process holds it (`shared`: exclusively)."""
         return lock_folder(self.path, purpose, shared=shared)
 
     def finish(self) -> Cache:

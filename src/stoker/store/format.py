@@ -139,7 +139,7 @@ class OpenFile(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Return the descriptor, for mapping; -1 where there is none."""
+        """Return the descriptor, for mapping; -1 if it has none."""
         ...
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ def row_capacity(schema: Schema, shard_bytes: int) -> int:
     """Return the records of a full shard with fixed fields only; the same for every shard of a cache.
 
     A multiple of `PAGE / gcd(bytes, PAGE)` for each field where the shard has room for that, so that full
-    shards fill whole pages.
+    shards fill complete pages.
     """
     size = record_bytes(schema)
     capacity = min(MAX_ROWS, shard_bytes // size if size else MAX_ROWS)

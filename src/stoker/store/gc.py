@@ -1,10 +1,10 @@
 """Remove what no cache needs any more: superseded shards, dead temporaries, old fingerprints, orphan weights.
 
 Everything that goes is noted with its size and reason; a dry run ends there. Each thing is looked at again
-before it goes, and goes so that others see it whole or not at all: a folder is renamed to a hidden name, a
+before it goes, and goes so that others see all of it or nothing: a folder is renamed to a hidden name, a
 shard leaves the index. What a kill leaves behind, the next run removes.
 
-Without `force` a folder stays that somebody has open, that has a live claim, that was used in the last day,
+Without `force` a folder stays that a process has open or has locked, that was used in the last day,
 or is the newest complete one of its name. Weights go only once no recipe names them.
 """
 
@@ -58,7 +58,7 @@ from stoker.store.use import INDEX_WAIT_S, UsageLock, exclusive_use, idle_second
 from stoker.units import format_bytes, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
-# What lies in a cache folder, for whoever cleans it up: fingerprints with their use, weights, leftovers.
+# What is in a cache folder, for a clean-up: fingerprints with their use, weights, leftovers.
 
 
 GONE = ".gone-"
@@ -107,7 +107,7 @@ class ScannedFolder:
         return f"{self.unused_s / 86400:.0f} days" if long else format_seconds(self.unused_s)
 
     def live_claims(self) -> list[str]:
-        """Purposes of the claims that somebody holds now."""
+        """Return the purposes of the locks that a process holds now."""
         names = [name for name in sorted(self.files) if name.startswith(FOLDER_LOCK)]
         return [name.removeprefix(FOLDER_LOCK) for name in names if _is_held(self.path / name)]
 
@@ -116,7 +116,7 @@ def scan(cache_dir: Path) -> list[ScannedFolder]:
     """Return every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
 
     Raises:
-        FormatError: A folder of caches cannot be listed, so nobody can tell which weights they need.
+        FormatError: A folder of caches cannot be listed, so it is unknown which weights they need.
     """
     found: list[ScannedFolder] = []
     for parent in sorted(cache_dir.iterdir()):
@@ -181,7 +181,7 @@ def never_begun(folder: ScannedFolder) -> bool:
 
 
 def remove_never_begun(folder: ScannedFolder) -> None:
-    """Remove such a folder, unless somebody has begun it after all."""
+    """Remove such a folder, unless a process has begun it after all."""
     for _ in dead_temporaries(folder.path, remove=True):
         pass
     with suppress(OSError):  # not empty
@@ -191,7 +191,7 @@ def remove_never_begun(folder: ScannedFolder) -> None:
 def weights_in(cache_dir: Path) -> dict[Path, int]:
     """Return the bytes of each file of weights, those included whose removal was cut short.
 
-    None where `encoders` is a link: caches elsewhere may need what lies there.
+    None where `encoders` is a link: other caches may need what is in there.
     """
     folder = cache_dir / WEIGHTS_FOLDER
     if folder.is_symlink():
@@ -209,7 +209,7 @@ def remove_weights(cache_dir: Path, path: Path) -> bool:
     """Remove weights unless a recipe that names them appeared; returns whether they went.
 
     They are renamed away before recipes are looked at again: a writer puts its recipe first and then looks
-    for the weights, so either we see its recipe or it misses the weights and writes them anew.
+    for the weights, so either we see its recipe or it misses the weights and writes them again.
     """
     plain = path.with_name(f"{digest_of(path)}.safetensors")
     hidden = path.with_name(f"{GONE}{plain.name}")
@@ -310,12 +310,12 @@ def _drop(folder: Path, names: Collection[str], *, force: bool) -> str | None:
     """Take shards out of the index, then remove them.
 
     Returns:
-        Why nothing was removed: somebody has the folder open, or it changed; None where all went.
+        Why nothing was removed: the folder is open, or it changed; None where all went.
     """
     with ExitStack() as stack:
         if not stack.enter_context(exclusive_use(folder)) and not force:
             return "in use since a moment"
-        # No waiting: whoever opens the folder meanwhile waits for us.
+        # No waiting: a process that opens the folder meanwhile waits for us.
         if not stack.enter_context(lock_folder(folder, "index")):
             return "somebody writes its index"
         storage = open_storage(folder)
@@ -387,12 +387,12 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPolicy:
-    """Which fingerprints may go. With none of the three, none: only what nobody can use any more."""
+    """Which fingerprints may go. With none of the three, none: only what no process can use any more."""
 
     keep: int | None = None
     """How many of each name stay: complete ones first, then those used last. Alone: all others go."""
     max_bytes: int | None = None
-    """Least recently used ones go until the whole folder is not larger."""
+    """Least recently used ones go until the entire folder is not larger."""
     older_than_s: float | None = None
     """Those go that were not used for longer."""
     unprotected: bool = False
@@ -416,7 +416,7 @@ class GcItem:
     """`fingerprint`, `shard`, `damaged`, `temporary`, `weights`, `copy`, or `leftover` of one cut short."""
     path: str
     bytes: int
-    """What its removal sets free; files linked from elsewhere count nothing."""
+    """What its removal sets free; files linked from other folders count nothing."""
     reason: str
 
 
@@ -433,7 +433,7 @@ class GcReport(JsonResult):
     kept: list[GcItem] = field(default_factory=list[GcItem])
     bytes_before: int = 0
     unseen: str = ""
-    """What was left alone because nobody asked, and how to ask; empty where there is nothing to say."""
+    """What was left alone because it was not asked for, and how to ask; empty if there is nothing to say."""
 
     @property
     def bytes_removed(self) -> int:
@@ -447,7 +447,7 @@ class GcReport(JsonResult):
 
 
 def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: bool = False) -> GcReport:
-    """Remove from a cache folder what `policy` and nobody's use allow.
+    """Remove from a cache folder what `policy` allows and no process uses.
 
     Args:
         cache_dir: The folder that holds caches by name.
@@ -456,7 +456,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     Raises:
         FormatError: There is no such folder, it holds other things and no cache, or is itself a cache.
         ReadOnlyError: Something cannot be removed.
-        StalledError: Somebody else has been cleaning up all the while.
+        StalledError: Another process has been cleaning up all the time.
     """
     cache_dir = Path(cache_dir)
     if not cache_dir.is_dir():
@@ -491,9 +491,9 @@ def remove_cache(path: str | Path) -> GcReport:
         path: Its folder, `CACHE_DIR/NAME/FINGERPRINT`.
     Raises:
         FormatError: It is no cache.
-        Conflict: Somebody has it open, or fills it.
+        ConflictError: Somebody has it open, or fills it.
         ReadOnlyError: It cannot be removed.
-        StalledError: Somebody else has been cleaning up all the while.
+        StalledError: Another process has been cleaning up all the time.
     """
     path = Path(path)
     cache_dir = path.parent.parent
@@ -506,7 +506,7 @@ def _cleaning(cache_dir: Path) -> Generator[None]:
     """Clean up alone.
 
     Raises:
-        StalledError: Somebody else does, all the while.
+        StalledError: Another process does, all the time.
     """
     with lock_folder(cache_dir, "gc", timeout_s=INDEX_WAIT_S) as free:
         if not free:
@@ -582,7 +582,7 @@ class _Collection:
                 self._note("temporary", path, self._take(folder, path.name), "its writer is dead")
 
     def _shards(self, folder: ScannedFolder) -> None:
-        """Shards that serve nothing any more, unless somebody may have an earlier generation open."""
+        """Shards that serve nothing any more, unless a process may have an earlier generation open."""
         for name, size, why in remove_superseded(
             folder.path,
             busy=lambda: self._in_use(folder),
@@ -648,7 +648,7 @@ class _Collection:
             return None if nobody else "in use: somebody has it open, or its file system has no locks"
 
     def _remove(self, folder: ScannedFolder) -> str | None:
-        """Rename a folder away and delete it; returns why it stays, if somebody opened it meanwhile."""
+        """Rename a folder away and delete it; return why it stays, if a process opened it meanwhile."""
         gone = folder.path.with_name(f"{GONE}{folder.path.name}-{secrets.token_hex(4)}")
         with explain_disk_errors(folder.path):
             with exclusive_use(folder.path) as nobody:
@@ -725,7 +725,7 @@ def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bo
         at_address: Also remove shards at the address that serve nothing in the index there. Nobody can tell
             whether another machine has an earlier index open, so run it when none has.
     Raises:
-        ConfigError: The policy is one for whole caches.
+        ConfigError: The policy is for complete caches.
         StokerError: The address does not answer, or may not be written.
     """
     if policy.keep is not None or policy.force:

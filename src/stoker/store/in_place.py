@@ -152,7 +152,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
                 ColumnPlaces(field=field, file=listed.index(one.path), runs=_runs(part, field, own))
                 for field, one in part.fields.items()
             ]
-            # Where columns lie is known before the shard has its name: nobody ever reads its holes.
+            # Where columns lie is known before the shard has its name: its holes are never read.
             storage.put(f"{places_name(spec.name)}", dump_places([*users.values()], columns))
             shard = OpenShard(storage, spec, capacity=len(own), absent=frozenset(part.fields))
             try:

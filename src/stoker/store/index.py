@@ -95,7 +95,7 @@ def load_recipe(folder: Path) -> Recipe:
     """Read `recipe.json` of a fingerprint's folder.
 
     Raises:
-        FormatError: There is none, it is of another format, or it is not a recipe.
+        FormatError: It is missing, of another format, or it is not a recipe.
         CorruptError: Its digest is not the folder's name.
     """
     try:
@@ -219,7 +219,7 @@ def load_index(folder: Path, recipe: Recipe) -> Index:
     """Read and check `index.json` of a folder.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: It is missing.
         FormatError: It is of another format, cache or recipe, or names files outside the folder.
         CorruptError: It is damaged, or contradicts itself.
     """
@@ -466,7 +466,7 @@ class ShardCatalog:
 
     Args:
         storage, recipe: The folder.
-        noted: Leave out the rows that the index notes as damaged; False: look afresh.
+        noted: Leave out the rows that the index notes as damaged; False: look at them again.
     """
 
     def __init__(self, storage: Storage, recipe: Recipe, *, noted: bool = True) -> None:
@@ -631,7 +631,7 @@ def _write_index(
     if previous is not None:
         same = replace(index, generation=previous.generation)
         if dump_index(same, recipe) == dump_index(previous, recipe):
-            sync_folder(storage.path)  # whoever put it there may have been killed before that
+            sync_folder(storage.path)  # the process that put it there may have been killed before that
             return previous
     storage.put(INDEX_FILE, dump_index(index, recipe), expected=version)
     return index
@@ -681,7 +681,7 @@ def build_index(
 
 
 def next_sequence(folder: Path) -> int:
-    """Return one more than the largest sequence among the fingerprints beside `folder`."""
+    """Return one more than the largest sequence among the fingerprints next to `folder`."""
     sequences = [0]
     for sibling in folder.parent.iterdir():
         try:
@@ -697,7 +697,7 @@ def _statistics(storage: Storage, recipe: Recipe, serving: Sequence[ShardInfo]) 
         if info.records == info.rows:
             partials.append(info.statistics)
         elif info.records:
-            # Some of its rows are served from elsewhere: count only the rest.
+            # Some of its rows are served from other shards: count only the rest.
             partials.append(_recount(storage, info, recipe))
     return {name: summarise([partial[name] for partial in partials]) for name in recipe.schema}
 

@@ -1,7 +1,7 @@
-"""Columns of a table beside the records of a cache: read when it is opened, so a corrected table costs no
+"""Columns of a table next to the records of a cache: read when it is opened, so a corrected table costs no
 encoding.
 
-A record is found in the table by its sample number, by a whole number that it holds, or by its source's key.
+A record is found in the table by its sample number, by an integer that it holds, or by its source's key.
 The values lie in memory once, by sample number; a loader adds those of a batch on the batch's device.
 """
 
@@ -48,7 +48,7 @@ class Join:
     name: str | None = None
     """The table's name, in a database."""
     on: str | Sequence[str] = "number"
-    """What the key names: `number`, a field of the records that holds a whole number, or a key per sample."""
+    """What the key names: `number`, a field of the records that holds an integer, or a key per sample."""
     missing: Rule = "refuse"
     """Records without a row: refused; served as zeros with `<field>_known` False; or left out."""
     repeated: Rule = "refuse"
@@ -95,7 +95,7 @@ class JoinedColumns:
     schema: Schema
     """Fields that are added."""
     values: dict[str, Tensor]
-    """`(samples, *shape)`, zeros where there is none."""
+    """`(samples, *shape)`, zeros where no value is known."""
     numbers: NDArray[np.int64] | None
     """Records that are to be served; None: all."""
     report: JoinReport

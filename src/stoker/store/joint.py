@@ -52,7 +52,7 @@ class JointCache(Cache):
         return tuple(np.cumsum([0, *(member.recipe.count for member in self.members)])[:-1].tolist())
 
     def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
-        """Return shard `i`, opened anew by the cache that it belongs to."""
+        """Return shard `i`, opened by the cache that it belongs to."""
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
         return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
 
@@ -98,7 +98,7 @@ class _JointFiller:
         """As `Filler.fill`, with the joint numbers.
 
         Raises:
-            IncompleteError: A member has nobody who can encode.
+            IncompleteError: A member cannot encode.
         """
         until, offset = time.monotonic() + timeout_s, 0
         for member in self._members:

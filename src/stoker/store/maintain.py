@@ -99,7 +99,7 @@ class RepairReport(JsonResult):
 def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> RepairReport:
     """Read every byte of a fingerprint's folder, and set aside what is wrong.
 
-    Killed at any moment, nothing is worse than before, and the next call goes on.
+    Killed at any moment, nothing is worse than before, and the next call resumes.
 
     Args:
         folder: What to read.
@@ -108,7 +108,7 @@ def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> Repa
     Raises:
         FormatError: It is no cache, or its recipe is damaged: then nothing says what it holds.
         ReadOnlyError: It cannot be written.
-        StalledError: Somebody else has been compacting or repairing it all the while.
+        StalledError: Another process has been compacting or repairing it all the time.
     """
     folder = resolve_local(folder)
     recipe = load_recipe(folder)
@@ -142,7 +142,7 @@ class _Repair:
         unusable = [name for name in chosen if not self._examine(name)]
         self._note_unserved(previous, unusable)
         with lock_index(self._folder):
-            # Rows of shards that were not read stay noted, whoever noted them meanwhile.
+            # Rows of shards that were not read stay noted, also those that another process noted meanwhile.
             reread = chosen if self._only is None else ()
             index = write_index(self._storage, self._recipe, self._catalog.refresh, reread=reread)
         for name in unusable:
@@ -235,7 +235,7 @@ def folder_to_repair(path: str | Path) -> Path:
     """Return the fingerprint's folder that `path` names: itself, or the only one below it.
 
     Raises:
-        FormatError: There is none, or several: a damaged one among them must not be passed over.
+        FormatError: No cache is there, or several: a damaged one among them must not be skipped.
     """
     path = resolve_local(path)
     if (path / RECIPE_FILE).exists() or (FINGERPRINT.fullmatch(path.resolve().name) and path.is_dir()):
@@ -257,7 +257,7 @@ def folder_to_repair(path: str | Path) -> Path:
 #
 # Records travel with everything that their shards said of them: bits, conversion errors, marks, environment
 # (shards of different environments are never merged). New shards appear by the usual commit, then an index
-# in which they serve; the old ones stay for whoever opened an earlier generation, until `gc` removes them.
+# in which they serve; the old ones stay for readers of an earlier generation, until `gc` removes them.
 
 
 CHUNK_BYTES = 4 * MIB
@@ -301,7 +301,7 @@ def compact(
 
     Does nothing where merging would not lessen the number of shards and all are stored as asked, so a second
     call finds nothing to do.
-    Killed at any moment, the cache serves what it served; the next call begins anew with what is not merged.
+    Killed at any moment, the cache serves what it served; the next call starts with what is not merged.
 
     Args:
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one.
@@ -309,9 +309,9 @@ def compact(
         compression: `none`, `zstd` or `lz4`; None: merged shards are stored as most of their records were.
     Raises:
         ConfigError: `shard_bytes` is less than 1, or `compression` is not known or not installed.
-        FormatError, IncompleteError: There is no cache, or a shard is lost. `verify --repair` mends that.
+        FormatError, IncompleteError: There is no cache, or a shard is lost. `verify --repair` fixes that.
         ReadOnlyError, ResourceError: The folder cannot be written, or is full.
-        StalledError: Somebody else has been compacting or repairing it all the while.
+        StalledError: Another process has been compacting or repairing it all the time.
     """
     kind = None if compression is None else _checked(compression)
     cache = open_cache(path, require_complete=False)

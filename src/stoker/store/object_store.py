@@ -37,7 +37,7 @@ REQUEST_S = 30.0
 """One request, its answer included. What came of it before is kept, so a slow server needs no more."""
 CONNECT_S = 10.0
 SILENCE_S = 15.0
-"""No byte of an answer for so long: the request hangs. Whoever reads waits a minute by default, and must
+"""No byte of an answer for so long: the request hangs. A reader waits a minute by default, and must
 outlast a few such in a row.
 """
 PUT_S = 120.0
@@ -147,7 +147,7 @@ class ObjectRemote:
             raise TransientError(f"the answer ended at byte {at}, expected {end}")
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """Return a whole small object, as `Remote.get`."""
+        """Return all of a small object, as `Remote.get`."""
         options: Any = {"if_none_match": known} if known else None
         with self._asking("get", name):
             try:
@@ -170,7 +170,7 @@ class ObjectRemote:
         with self._asking("put", name):
             mode = self._mode(name, expected)
             try:
-                # An update of one version exists for whole puts only, and what is updated is small.
+                # An update of one version exists for puts in one part only, and what is updated is small.
                 result = obstore.put(
                     self._writing,
                     name,

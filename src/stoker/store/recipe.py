@@ -1,7 +1,7 @@
 """The recipe: everything that determines the bytes of a cache, and nothing else.
 
 Its canonical JSON is the file `recipe.json`, whose sha256 names the folder. No absolute path, time stamp,
-reader count or device is in it: moving data or running elsewhere changes nothing.
+worker count or device is in it: moving data or running on another machine changes nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FileDigest:
 
 
 class Digester(Protocol):
-    """Whoever knows what files hold; `Digests` reads them."""
+    """Something that knows what files hold; `Digests` reads them."""
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
         """Digest files, in their order.
@@ -222,7 +222,7 @@ def sampled_offsets(size: int) -> list[int]:
     """Return the offsets at which a sampled file is read: head, seeded blocks, tail, `SAMPLE_BYTES` each."""
     last = max(0, size - SAMPLE_BYTES)
     blocks = min(SAMPLE_BLOCKS, size // (64 * MIB))
-    # Seeded by the size alone: the same positions on every machine, and known to nobody who writes the file.
+    # Seeded by the size alone, so the positions are the same on every machine.
     inner = keys_of(size, np.arange(blocks)) % np.uint64(last + 1)
     return [0, *sorted(inner.tolist()), last]
 

@@ -97,7 +97,7 @@ class Remote(Protocol):
         ...
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """Return a whole small object and its etag; None where that is `known`."""
+        """Return all of a small object and its etag; None if that is `known`."""
         ...
 
     def head(self, name: str) -> RemoteObject:
@@ -105,7 +105,7 @@ class Remote(Protocol):
         ...
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
-        """Put an object, whole or not at all; returns its etag."""
+        """Put all of an object or nothing; return its etag."""
         ...
 
     def move(self, name: str, new: str) -> None:
@@ -113,7 +113,7 @@ class Remote(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove an object; no error where there is none."""
+        """Remove an object; no error if it is missing."""
         ...
 
 
@@ -150,7 +150,7 @@ def parse_url(place: str | Path) -> str:
     's3://bucket/caches/burgers'
 
     Raises:
-        ConfigError: It is none, or holds what belongs into the environment. It is not repeated then.
+        ConfigError: It is not a URL, or holds what goes in the environment; then it is not repeated.
     """
     text = str(place)
     found = _URL.match(text)
@@ -333,7 +333,7 @@ class FolderRemote:
         self._answer(work, sink)
 
     def get(self, name: str, *, known: str = "") -> tuple[bytes, str] | None:
-        """Return a whole small file, as `Remote.get`."""
+        """Return all of a small file, as `Remote.get`."""
 
         def work(_: Tell) -> tuple[bytes, str] | None:
             with self._opened(name) as file:
@@ -352,7 +352,7 @@ class FolderRemote:
         return RemoteObject(name=name, bytes=status.st_size, etag=_etag(status))
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
-        """Write a file, whole or not at all; with `expected`, under the folder's claim."""
+        """Write all of a file or nothing; with `expected`, under the lock of the folder."""
         path = self._root / name
 
         def work(tell: Tell) -> str:
@@ -405,7 +405,7 @@ class FolderRemote:
         given_up, room = threading.Event(), threading.Semaphore(PIECES_AHEAD)
 
         def tell(piece: bytes) -> None:
-            # While the interpreter exits, this is the caller's own thread: nobody takes pieces meanwhile.
+            # While the interpreter exits, this is the caller's own thread, which takes no pieces meanwhile.
             while piece and not is_exiting() and not room.acquire(timeout=0.25):
                 if given_up.is_set():
                     break
@@ -415,7 +415,7 @@ class FolderRemote:
 
         def run() -> T:
             try:
-                tell(b"")  # it may have waited in line until nobody waits for it any more
+                tell(b"")  # the caller may have given up while it waited in line
                 with _passing():
                     return work(tell)
             finally:
@@ -464,7 +464,7 @@ class FolderRemote:
 
 
 class _GivenUpError(Exception):
-    """Nobody waits for this work any more."""
+    """The caller does not wait for this work any more."""
 
 
 def _etag(status: os.stat_result) -> str:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Verify: TypeAlias = Literal["always", "first", "off"]
 """When bytes are compared with their sums: at each read, at a block's first since opening (and since it was
-fetched, where bytes come from elsewhere), or never."""
+fetched, where bytes come from a store), or never."""
 
 
 class Blocks:
@@ -131,7 +131,7 @@ class Blocks:
         Args:
             row: Which record.
             low: Starts a block, unless no sum is wanted.
-            data: Whole blocks, format `B`.
+            data: Complete blocks, format `B`.
             verify: When to compare.
             generation: The file's, see `OpenFile`: what was found right in another one is compared again.
         """
@@ -238,7 +238,7 @@ class FieldReader:
         return data[(start - low) * blocks.step_bytes : (stop - low) * blocks.step_bytes]
 
     def read_into(self, row: int, start: int, stop: int, out: memoryview[Any], verify: Verify) -> None:
-        """The same into `out`, without a copy where `start:stop` is whole blocks."""
+        """The same into `out`, without a copy where `start:stop` is complete blocks."""
         blocks = self._blocks
         if len(out) != (stop - start) * blocks.step_bytes:
             raise self._unfit(out, row, stop - start)
@@ -248,7 +248,7 @@ class FieldReader:
             out[:] = cast("memoryview[Any]", self.steps(row, start, stop, verify))
 
     def rows(self, first: int, outs: Sequence[memoryview[Any]], verify: Verify, *, wait: bool = True) -> bool:
-        """Whole records from row `first` on, each into a buffer of its own, in one read where nothing waits.
+        """Read complete records from row `first` on into a buffer each, in one read where nothing waits.
 
         Args:
             first: Row of the first record.
@@ -272,7 +272,7 @@ class FieldReader:
         return self._blocks.place(row, low), (high - low) * self._blocks.step_bytes
 
     def _fill(self, row: int, low: int, outs: Sequence[memoryview[Any]], verify: Verify, wait: bool) -> bool:
-        """Fill `outs` with what lies together from step `low` of `row` on: whole blocks where sums are
+        """Fill `outs` with what lies together from step `low` of `row` on: complete blocks where sums are
         wanted, a buffer for each record. Each is checked while it is still in the core's cache.
         """
         blocks, file = self._blocks, self._file
@@ -293,7 +293,7 @@ class FieldReader:
         return True
 
     def _cover(self, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
-        """As `Blocks.cover`; whole blocks where they may be fetched again before they are read."""
+        """As `Blocks.cover`; complete blocks where they may be fetched again before they are read."""
         again = verify == "first" and self._file.file.generation is not None
         return self._blocks.cover(row, start, stop, "always" if again else verify)
 
@@ -343,7 +343,7 @@ class ShardFacts:
     rows: int
     metadata: Mapping[str, str]
     digests: Mapping[str, Any]
-    """Of whole columns, by field."""
+    """Of complete columns, by field."""
     padding: tuple[tuple[int, int], ...]
     columns: Mapping[str, Column]
     numbers: NDArray[np.int64]
@@ -564,7 +564,7 @@ class Shard:
         self.fields[field].read_into(row, start, stop, out, verify)
 
     def verify_column(self, field: str, sink: ColumnSink | None = None) -> None:
-        """Check a whole column against its digest, reading it in pieces of at most `PIECE_BYTES`.
+        """Check a complete column against its digest, reading it in pieces of at most `PIECE_BYTES`.
 
         Args:
             field: Which.
@@ -584,7 +584,7 @@ class Shard:
             )
 
     def _refetch(self, field: str) -> bool:
-        """Have a column fetched anew where it can be."""
+        """Have a column fetched again where it can be."""
         return self._file.refetch(self.columns[field].offset, self.columns[field].nbytes)
 
     def _digest(self, field: str, sink: ColumnSink | None) -> str:
@@ -603,7 +603,7 @@ class Shard:
         return digest.hexdigest()
 
     def _announce(self, offset: int, begin: int, size: int) -> None:
-        """Have the system read ahead of piece `begin` of a column: it may have been told not to by itself."""
+        """Have the system read ahead of piece `begin` of a column; it may have been told not to do so."""
         first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
         count = min(begin + AHEAD_BYTES, size) - first
         if count > 0:
@@ -662,11 +662,11 @@ class Shard:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The shards that a process has open: as many as it may, over all caches, and what it knows of the others.
+# The shards that a process has open: up to a limit over all caches, and what it knows of the others.
 #
-# The descriptors of a process are few (often 1,024) and belong to everybody in it, so caches share a part
-# of them equally, and whoever opens one closes those that were not used for longest. A shard in use stays
-# open: it is closed when nobody refers to it.
+# The descriptors of a process are few (often 1,024) and belong to all code in it, so caches share a part
+# of them equally, and opening a shard closes those that were not used for longest. A shard in use stays
+# open: it is closed when nothing refers to it.
 
 
 MOST_OPEN = 1024
@@ -699,7 +699,7 @@ class OpenShards:
         """Return shard `i`, open.
 
         Args:
-            opening: Opens it anew, given what is known of it. Several threads may be at it at a time.
+            opening: Opens it, given what is known of it. Several threads may do so at a time.
         Raises:
             ResourceError: The process may not open another file, even with all shards closed.
         """

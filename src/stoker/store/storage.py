@@ -71,7 +71,7 @@ class Storage:
         write_file(self.path / name, data)
 
     def version(self, name: str) -> Expected:
-        """Return what `put` is to expect if nobody else replaces the file. Ask before reading it."""
+        """Return what `put` is to expect if no other process replaces the file. Ask before reading it."""
         return "anything"
 
     def sizes(self) -> dict[str, int]:
@@ -144,12 +144,12 @@ class Storage:
         """Let others see a small file that was written in place; they see this folder already."""
 
     def rename(self, name: str, new: str) -> None:
-        """Give a file another name, which may be hidden; no error where there is none."""
+        """Give a file another name, which may be hidden; no error if it is missing."""
         with suppress(FileNotFoundError):
             rename(self.path / name, self.path / new)
 
     def remove(self, name: str) -> None:
-        """Remove a file; no error where there is none."""
+        """Remove a file; no error if it is missing."""
         (self.path / name).unlink(missing_ok=True)
 
 
@@ -181,7 +181,7 @@ class MirrorStorage(Storage):
             self._keep(name, data, etag)
 
     def put_file(self, name: str, path: Path) -> str:
-        """Put a file that nobody else writes, as one object; return its etag."""
+        """Put a file that no other process writes, as one object; return its etag."""
         mirror = self._mirror
         try:
             return mirror.ask("put", name, lambda remote: remote.put(mirror.key(name), path, expected=None))
@@ -222,7 +222,7 @@ class MirrorStorage(Storage):
         self._copy(other, name)
 
     def share(self, name: str) -> None:
-        """Put a small file as it is here; nobody else writes one of this name."""
+        """Put a small file as it is here; no other process writes one of this name."""
         self.put(name, (self.path / name).read_bytes())
 
     def rename(self, name: str, new: str) -> None:
@@ -243,7 +243,7 @@ class MirrorStorage(Storage):
         """Have a small file here as it is there; return its etag.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: It is missing.
         """
         path, mirror = self.path / name, self._mirror
         if name.startswith("."):
@@ -301,7 +301,7 @@ class MirrorPending:
         self.truncate, self.discard = self._pending.truncate, self._pending.discard
 
     def commit(self) -> None:
-        """Put the object; it exists for everybody when this returns, and for nobody before."""
+        """Put the object; it is visible when this returns, and not before."""
         path, mirror = self._storage.path, self._storage.mirror
         etag, size = self._storage.put_file(self._name, self._pending.path), self._pending.path.stat().st_size
         mirror.counters.add(put_bytes=size)

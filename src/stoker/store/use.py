@@ -1,8 +1,9 @@
-"""Who uses a folder, so that nobody removes it meanwhile, and who changes it.
+"""Which processes use a folder, so that it is not removed meanwhile, and which one changes it.
 
-Whoever has a folder open holds a shared flock on its recipe, through a descriptor that only reads: that works
-on read-only mounts, needs no file of its own, and ends with its holder, however that ends. Whoever removes
-anything takes the exclusive one first. The recipe's modification time says when the folder was last opened.
+A process that has a folder open holds a shared flock on its recipe, through a descriptor that only reads.
+That works on read-only mounts, needs no file of its own, and ends with its holder, however that ends. A
+process that removes anything takes the exclusive lock first. The modification time of the recipe says when
+the folder was last opened.
 
 What only one process may do in a folder at a time, it does under `runtime.locks.lock_folder`. Records stay
 right without those locks: the same ones may be encoded twice, and an index may know less than one before it
@@ -31,7 +32,7 @@ INDEX_WAIT_S = 60.0
 
 
 class UsageLock:
-    """Holds a folder open until nobody refers to this any more.
+    """Holds a folder open until nothing refers to this any more.
 
     Raises:
         FormatError: The folder has no recipe, or was removed meanwhile.
@@ -43,7 +44,7 @@ class UsageLock:
 
 
 def note_use(folder: Path) -> None:
-    """Note that a folder was opened now. Whoever only looks after it, or passes it over, does not."""
+    """Note that a folder was opened now. A process that only maintains it, or skips it, does not."""
     recipe = folder / RECIPE_FILE
     with suppress(OSError):  # a folder that we may only read, or that went meanwhile
         if abs(time.time() - recipe.lstat().st_mtime) > NOTED_EVERY_S:
@@ -52,9 +53,9 @@ def note_use(folder: Path) -> None:
 
 @contextmanager
 def exclusive_use(folder: Path) -> Generator[bool]:
-    """Keep everybody from opening a folder; yields whether nobody has it open.
+    """Keep all processes from opening a folder; yield whether none has it open.
 
-    Where the file system has no locks nobody can tell, which counts as somebody.
+    Where the file system has no locks this is unknown, which counts as open.
     """
     try:
         file = RegularFile(folder / RECIPE_FILE)
@@ -114,7 +115,7 @@ def _lock_shared(file: RegularFile, folder: Path) -> str | None:
         return "a clean-up holds it. See whether `stoker gc` hangs"
     if _is_current(file, folder):
         return None
-    # It was moved away, or its recipe mended, while we waited; a file system may say so each time.
+    # It was moved away, or its recipe repaired, while we waited; a file system may say so each time.
     return f"its {RECIPE_FILE} is another file each time it is looked at. See what keeps replacing it"
 
 

@@ -339,7 +339,7 @@ def _steps(largest: Tensor, most: float) -> Tensor:
     # Denormal scales are coarse, and one rounded down would cut the largest values off.
     short = largest.double() > most * step.double() * ROUNDING
     step = torch.where(short, torch.nextafter(step, torch.full_like(step, torch.inf)), step)
-    # One rounded up, beside the largest float32, would decode to infinity.
+    # One rounded up, next to the largest float32, would decode to infinity.
     return torch.where(torch.isinf(step * most), torch.nextafter(step, torch.zeros_like(step)), step)
 
 
@@ -379,7 +379,7 @@ def read_field(shard: Shard, name: str, field: Field, row: int) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Views `(..., blocks, size)` of the whole blocks of the last axis, and of the short one at its end."""
+    """Views `(..., blocks, size)` of the full blocks of the last axis, and of the short one at its end."""
     width = values.shape[-1]
     whole = width // SCALE_BLOCK
     if whole:
@@ -416,7 +416,7 @@ Partial: TypeAlias = "dict[str, Any]"
 
 
 def channel_count(field: Field) -> int:
-    """Return the channels that get statistics of their own; 1: the field as a whole."""
+    """Return the channels that get statistics of their own; 1: the entire field."""
     axes = field.shape[1:] if field.time or field.ragged else field.shape
     return axes[-1] if len(axes) and 1 <= axes[-1] <= MAX_CHANNELS else 1
 
@@ -570,7 +570,7 @@ def _plain(values: NDArray[np.float64]) -> list[float | None]:
 # Block sums: xxh3 over a few steps of one record, so that a window verifies only what it touches.
 #
 # The seed of a sum depends on schema and sample number: bytes of another record never pass for this one's,
-# even when a whole page was put back in the wrong place.
+# even when an entire page was put back in the wrong place.
 
 
 digest = xxhash.xxh3_64_intdigest
@@ -598,7 +598,7 @@ def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int
     """Return whether every block of one record has the sum that was stored for it.
 
     Args:
-        data: Whole blocks of the record, of which the record's last may be shorter; format `B`.
+        data: Complete blocks of the record, of which the record's last may be shorter; format `B`.
         block_bytes: Bytes of a block.
         seed: The record's.
         sums: Stored sums, of which `first` is that of the first block in `data`.

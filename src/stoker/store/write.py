@@ -69,7 +69,7 @@ class ShardSpec:
     seq: int
     """Place among the writer's shards."""
     environment: Mapping[str, str]
-    """Versions and hardware, for whoever compares last bits."""
+    """Versions and hardware, for comparing last bits."""
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class OpenShard:
         absent: frozenset[str] = frozenset(),
         compression: Compression = "none",
     ) -> None:
-        """`absent` names columns whose bytes lie elsewhere: they get sums and room, and are a hole here."""
+        """`absent` names columns whose bytes are in other files: they get sums, and a hole here."""
         self._storage = storage
         self._compression: Compression = compression
         self.spec = spec

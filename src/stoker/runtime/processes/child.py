@@ -6,7 +6,7 @@
     child.exit                            # how it ended; str() says it in words
     child.close()
 
-It is forked from a preloaded process where that is possible, and a Python of its own elsewhere (macOS, under
+It is forked from a preloaded process where that is possible, and a Python of its own otherwise (macOS, under
 a debugger, after `set_start_method("spawn")`); nothing else differs. It ends with its owner: when that closes
 the socket, and by a signal when that dies. Nothing is asked of a child to find out how it is: its pidfd, its
 heartbeat page and /proc tell.
@@ -44,21 +44,21 @@ from stoker.runtime.threads import start_thread
 # ----------------------------------------------------------------------------------------------------------
 # What worker processes print: taken from their pipes at once, and kept up to a bound.
 #
-# A reader must never wait because it printed, and must not fill the disk either. So a thread empties the
+# A worker must never wait because it printed, and must not fill the disk either. So a thread empties the
 # pipes, also while the caller encodes, and each log keeps its beginning and its latest part. A pipe, unlike
-# a file, ends with us: a reader stuck in the kernel holds nothing of ours open.
+# a file, ends with us: a worker stuck in the kernel holds nothing of ours open.
 
 
 MAX_LOG_BYTES = 1024**2
 """A log is cut back to its first half when it has reached this size."""
 _CHUNK_BYTES = 1 << 16
 _CHUNKS = 16
-"""Taken at a time, so that a flood keeps nobody else from the log; a pipe holds no more than these."""
+"""Taken at a time, so that a flood does not keep others from the log; a pipe holds no more than these."""
 _JOIN_S = 1.0
 
 
 class Output:
-    """The pipe of one reader, and the log it goes to; the file is made when there is something to keep."""
+    """The pipe of one worker, and the log it goes to; the file is made when there is something to keep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class Output:
         os.set_blocking(self.read_fd, False)
 
     def handed_over(self) -> None:
-        """The reader has the other end now; ours would keep the pipe from ending."""
+        """The worker has the other end now; ours would keep the pipe from ending."""
         os.close(self.write_fd)
         self.write_fd = -1
 
@@ -187,7 +187,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def oom_kills(proc: Path = _PROC, root: Path = _ROOT) -> int:
-    """Return the `oom_kill` count of the memory cgroup of this process, v2 or v1; 0 where there is none."""
+    """Return the `oom_kill` count of the memory cgroup of this process, v2 or v1; 0 if it has none."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -260,7 +260,7 @@ class ExitStatus:
     """How a child ended."""
 
     code: int | None
-    """Exit code; negative: the number of the signal that killed it; None: nobody knows, since the process
+    """Exit code; negative: the number of the signal that killed it; None: unknown, since the process
     that it was forked from was killed, and it with that."""
     out_of_memory: bool = False
     """It was killed by SIGKILL, and the kernel counts a kill for memory in our control group since."""
@@ -548,7 +548,7 @@ class _ForkedProcess:
 
     def code(self) -> int | None:
         data = b""
-        with suppress(OSError):  # also of a socket that is closed: nobody knows how it ended
+        with suppress(OSError):  # also of a socket that is closed: how it ended is unknown
             self._status.settimeout(_STATUS_S)
             data = self._status.recv(64)
         self._status.close()  # its number may be another process's from now on

@@ -1,8 +1,8 @@
 """The heartbeat page: what a process is doing, readable without its help.
 
-One memfd of a page per reader, and one for a process under a guardian. The process writes
+One memfd of a page per worker, and one for a process under a guardian. The process writes
 (stage, sample, monotonic time, bytes or groups done) at every step; the
-caller looks whenever a deadline is near. A reader that hangs, spins, is stopped or holds the interpreter's
+caller looks whenever a timeout is near. A worker that hangs, spins, is stopped or holds the interpreter's
 lock simply stops writing, and that is all the caller needs to know.
 """
 
@@ -50,7 +50,7 @@ def anonymous_file(name: str) -> int:
 
 
 class HeartbeatPage:
-    """A page in shared memory; written by one reader, read by the caller."""
+    """A page in shared memory, written by one worker and read by the caller."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,7 +80,7 @@ class HeartbeatPage:
         )
 
     def look(self) -> Heartbeat:
-        """Return the latest beat. A torn page (the reader is writing) is looked at again, a few times."""
+        """Return the latest beat. A torn page (the worker is writing) is read again, a few times."""
         values: tuple[Any, ...] = _LAYOUT.unpack_from(self._map, 0)
         for _ in range(8):
             if values[0] == values[6]:

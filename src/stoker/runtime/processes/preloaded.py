@@ -32,7 +32,7 @@ _SAID_BYTES = 1 << 16
 
 
 class NotPreloadedError(Exception):
-    """No child can be forked; start it by itself."""
+    """No child can be forked; start it as a Python of its own."""
 
 
 class Preloaded:
@@ -118,7 +118,7 @@ class Preloaded:
                 try:
                     self._process.wait(_END_S)
                 except subprocess.TimeoutExpired:
-                    self._process.returncode = 0  # it has children yet; nobody waits for it any more
+                    self._process.returncode = 0  # it has children yet, and is not waited for any more
 
     def forget(self) -> None:
         """In a fork of ours: it belongs to the process that we were forked from."""

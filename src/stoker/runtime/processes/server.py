@@ -1,13 +1,13 @@
 """The preloaded process: `python -m stoker.runtime.processes.server serve SOCKET OWNER MODULE,...`.
 
 It imports the modules, and then forks a child for each request. It runs no code of the user, has one thread
-and no CUDA context, so what a fork inherits is whole. It ends when its owner does, and its children with it:
+and no CUDA context, so a fork inherits nothing half done. It ends when its owner does, with its children:
 they have asked the kernel for a signal at its death, and it waits for the owner by a pidfd.
 
 A request is descriptors alone: a status socket that stays here, and what `entry.py` expects. The answer
 names the child and carries its pidfd. How the child ended goes over the status socket. Its process id is
 given back only when the owner has closed that: until then it may signal the child's process group without
-reaching somebody else's.
+reaching that of another process.
 
 `server run FD...` is a child without a preloaded process, see `entry.py`.
 """

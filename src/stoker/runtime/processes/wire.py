@@ -1,8 +1,8 @@
-"""Frames between the calling process and one reader: a length, JSON, and at times raw bytes.
+"""Frames between the calling process and one worker: a length, JSON, and at times raw bytes.
 
-One socketpair per reader and nothing shared between workers, so that a kill in the middle of a frame damages
+One socketpair per worker and nothing shared between workers, so that a kill in the middle of a frame damages
 one channel only. The caller's end never blocks: what the socket does not take waits in a buffer until the
-poll loop finds room, so neither a large source nor a reader that has stopped reading can hold the caller up.
+poll loop finds room, so neither a large source nor a worker that has stopped reading can hold the caller up.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Channel:
             except BlockingIOError:
                 break
             except OSError:
-                self._outgoing.clear()  # the reader is gone; `receive` still finds what it sent before
+                self._outgoing.clear()  # the worker is gone; `receive` still finds what it sent before
                 break
             moved = moved or sent > 0
             if sent == len(self._outgoing[0]):
@@ -125,13 +125,13 @@ class Channel:
         return frames
 
     def close(self) -> None:
-        """Close our end, which ends a reader that is still alive."""
+        """Close our end, which ends a worker that is still alive."""
         self.closed = True
         self._socket.close()
 
 
 class WorkerChannel:
-    """The reader's end: waits for the caller, and ends when the caller is gone."""
+    """The worker's end: waits for the caller, and ends when the caller is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -139,7 +139,7 @@ class WorkerChannel:
         self._waiting: deque[Frame] = deque()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame whole."""
+        """Send all of a frame."""
         self._socket.sendall(pack(frame))
 
     def next(self) -> Frame | None:

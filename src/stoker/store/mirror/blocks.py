@@ -2,7 +2,7 @@
 
 A byte is 0 (absent), 2 (room is taken, bytes are on their way) or 1 (here). It becomes 1 after its block was
 written, and 0 before its bytes are given back, so a kill at any moment leaves blocks absent, never torn.
-A reader looks at `generation` before and after: unchanged, what was marked at first was whole until the end.
+A reader looks at `generation` before and after: if it is unchanged, what was marked stayed complete.
 After a power cut the map may be younger than the bytes; then their sums say so.
 """
 
@@ -47,8 +47,8 @@ class BlockMap:
         path: Where it is.
 
     Raises:
-        FileNotFoundError: There is none.
-        CorruptError: It is none, or is damaged.
+        FileNotFoundError: It is missing.
+        CorruptError: It is not a map, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -284,7 +284,7 @@ class Space:
 
     @staticmethod
     def _drop(path: Path, blocks: BlockMap, numbers: NDArray[np.int64]) -> int:
-        """Give back blocks of one file; returns how many bytes went. What somebody is writing stays."""
+        """Give back blocks of one file; return how many bytes went. Blocks that are being written stay."""
         gone = 0
         if not len(numbers):
             return gone
@@ -326,7 +326,7 @@ class BlockFile:
         folder, name: Where it is.
 
     Raises:
-        FileNotFoundError, CorruptError: There is none, or none that can be used.
+        FileNotFoundError, CorruptError: It is missing or cannot be used.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -375,7 +375,7 @@ def mark_complete(folder: Path, name: str, *, block_bytes: int, etag: str) -> No
 
 
 def remove_block_file(folder: Path, name: str) -> None:
-    """Remove map and file; whoever has them open keeps what they hold."""
+    """Remove map and file; a process that has them open keeps what they hold."""
     for path in (folder / f"{MAP_PREFIX}{name}", folder / name):
         with explain_disk_errors(folder), suppress(FileNotFoundError):
             path.unlink()

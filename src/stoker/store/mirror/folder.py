@@ -60,7 +60,7 @@ RUN_BLOCKS = 8
 """Blocks that one request asks for at most."""
 AT_ONCE = 16
 """Requests of one process at a time that a reader waits for; half as many for what is fetched ahead of need,
-beside them, so that it never fills their queue."""
+in addition, so that it never fills their queue."""
 SHARE = 4
 """What is on its way takes at most this part of the limit, one half and the other."""
 
@@ -107,7 +107,7 @@ class MirrorRoot:
         self.retries = Retries()
 
     def require(self) -> None:
-        """Check that it is still there; nothing is written where somebody has removed it.
+        """Check that it is still there; nothing is written where it was removed.
 
         Raises:
             ResourceError: It is not.
@@ -163,7 +163,7 @@ def open_remote(url: str) -> Remote:
     """Return the place at an address; asks it nothing yet.
 
     Raises:
-        ConfigError: The address is none, or the extra that it needs is not installed.
+        ConfigError: It is not a URL, or the extra that it needs is not installed.
     """
     url = parse_url(url)
     if url.startswith("file://"):
@@ -399,10 +399,10 @@ class MirrorFolder:
         self.fetch(self._copy(name), ranges, timeout_s)
 
     def prefetch(self, name: str, ranges: Ranges) -> int:
-        """Begin to fetch bytes that will be needed; returns how many were begun, in whole blocks.
+        """Begin to fetch bytes that will be needed; return how many were begun, in complete blocks.
 
         Fewer than `absent_bytes` means that enough is under way: ask again later. What goes wrong is not
-        said: whoever reads those bytes will meet it.
+        said: a read of those bytes meets it.
         """
         return self.begin_fetch(self._copy(name), ranges)
 
@@ -422,7 +422,7 @@ class MirrorFolder:
                 blocks.used[:] = used
 
     def absent_bytes(self, name: str, ranges: Ranges) -> int:
-        """Return how many bytes have to be fetched before these are here: whole blocks."""
+        """Return how many bytes have to be fetched before these are here, in complete blocks."""
         copy = self._copy(name)
         return sum(size_of(copy, run) for run in self._runs_of(copy, ranges))
 
@@ -541,7 +541,7 @@ class MirrorFolder:
         if is_exiting():
             return False  # the exit of the process would wait for us
         missing = sum(size_of(copy, run) for run in copy.map.absent(first, last))
-        with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
+        with suppress(StokerError, OSError):  # a read of these bytes meets it
             self._fetch_run(copy, first, last, time.monotonic() + TIMEOUT_S)
             self.counters.add(ahead_bytes=missing)
             return True
@@ -570,8 +570,9 @@ class MirrorFolder:
     def _alone(self, copy: BlockFile, first: int, last: int, deadline: float) -> Generator[bool]:
         """Keep the other threads of this process from blocks; yields whether some are still absent.
 
-        Whoever waits here goes on as soon as its own blocks are there, and not when all are that come with
-        them. The lock between processes has to be asked again and again, which takes up to 20 ms each time.
+        A thread that waits here continues as soon as its own blocks are there, not when all blocks of that
+        request are. The lock between processes has to be asked again and again, which takes up to 20 ms each
+        time.
         """
         own = (copy.name, first, last)
 
@@ -634,7 +635,7 @@ class MirrorFolder:
 
 
 class _Arriving:
-    """Writes what comes of a run of blocks, and marks each block once it is whole."""
+    """Writes what comes of a run of blocks, and marks each block once it is complete."""
 
     def __init__(self, copy: BlockFile, first: int, last: int, tell: Callable[[], None]) -> None:
         self.at = first

@@ -96,7 +96,7 @@ def attach_mirror(
             first None.
         must_exist: Refuse an address at which there is nothing.
     Raises:
-        ConfigError: The address is none, or lacks a package; or the limit cannot be kept there.
+        ConfigError: It is not a URL, or a package is missing; or the limit cannot be kept there.
         FormatError: There is nothing.
         ServiceError, StalledError: The place refuses, or does not answer.
     """
@@ -163,7 +163,7 @@ def _bring(folder: Path) -> None:
 
 
 def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> None:
-    """Remove what stands for a folder that is not there any more, unless somebody has it open."""
+    """Remove what stands for a folder that is not there any more, unless a process has it open."""
     for recipe in root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}"):
         name = str(recipe.parent.relative_to(root))
         if name in names or not (name == inside or name.startswith(inside and f"{inside}/")):

@@ -53,7 +53,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSelection:
-    """Which records a pull is for; by default all. Whole shards that hold any of them are brought.
+    """Which records a pull is for; by default all. All shards that hold any of them are brought.
 
     Raises:
         ConfigError: It contradicts itself.
@@ -85,7 +85,7 @@ class RecordSelection:
         """Return the shards that hold any of the records, by file name.
 
         Raises:
-            IncompleteError: Of the `records` there is none.
+            IncompleteError: None of the `records` is stored.
         """
         segments = cache.segments
         if self.records is not None:
@@ -158,8 +158,8 @@ Listen: TypeAlias = Callable[[TransferProgress], None]
 # ----------------------------------------------------------------------------------------------------------
 # Bring a cache from an address here, as a folder of its own that needs the address no more.
 #
-# A shard comes in parts to a hidden mirror beside its place, is read against every sum, and then moves to
-# its place. So what is there is sound, and a pull that was stopped goes on. The index is written last.
+# A shard comes in parts to a hidden mirror next to its place, is read against every sum, and then moves to
+# its place. So what is there is sound, and a pull that was stopped resumes. The index is written last.
 
 
 COMING = ".coming"
@@ -175,7 +175,7 @@ def pull(
 ) -> TransferReport:
     """Bring a cache, or the shards of it that hold what is wanted, to `<cache_dir>/<name>/<fingerprint>`.
 
-    Stopped at any moment, the same call goes on. What is there already is kept if it is what the index at the
+    Stopped at any moment, the same call resumes. What is there already is kept if it is what the index at the
     address says; a later pull of more adds to it.
 
     Args:
@@ -367,7 +367,7 @@ def _own_entries(cache: Cache) -> list[ShardInfo]:
     """Return the shards that serve.
 
     Raises:
-        FormatError: Their records lie elsewhere.
+        FormatError: Their records are in other files.
     """
     if open_storage(cache.path).mirror is not None:
         raise FormatError(f"{cache.path} is a copy of an address, in part. Pull it, and push that")
