@@ -31,7 +31,7 @@ from stoker.loader import Loader, Normalise, Windows
 from stoker.loader.fused import Fused, fused_of
 from stoker.loader.gather import TwinGather
 from stoker.loader.order import permutation_on
-from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
 from stoker.train.step import FiniteGuard
 from stoker.transforms import Crop, Flip, Noise
@@ -268,7 +268,7 @@ def out_of_memory(probe: Probe) -> None:
 
     field = Field(shape=(4,), dtype="float32")
     recipe: Any = SimpleNamespace(encoded={"latent": field}, group=SimpleNamespace(samples=8, steps=None))
-    encoder: Any = GroupEncoder(Hungry(), recipe, {"data": field}, device="cuda", nan="allow")  # type: ignore[arg-type]
+    encoder: Any = BatchEncoder(Hungry(), recipe, {"data": field}, device="cuda", nan="allow")  # type: ignore[arg-type]
     made, halved = encoder._call_with_halving({"data": torch.ones(8, 4)})
     right = halved and torch.equal(made["latent"], torch.ones(8, 4)) and max(part for _, part in calls) < 0.05
     probe.say("out_of_memory", ok=right, rows_and_part_allocated_before=calls)

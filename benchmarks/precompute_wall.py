@@ -110,17 +110,22 @@ def run_encoder(path: str, kind: str, count: str) -> dict[str, float]:
 
 
 class FirstCall:
-    """Passes everything on to an encoder, and notes when it was first given a whole group."""
+    """Passes everything on to an encoder, and notes in a file when it was first given a whole group.
 
-    def __init__(self, inner: Any, marks: dict[str, float]) -> None:
-        self._inner, self._marks = inner, marks
+    In a file, since the call is made in a child; the clock is the same for all processes.
+    """
+
+    def __init__(self, inner: Any, mark: Path) -> None:
+        self._inner, self._mark = inner, mark
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # while it is unpickled
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
     def encode(self, batch: dict[str, torch.Tensor], /) -> dict[str, torch.Tensor]:
-        if len(batch["data"]) > 1:  # not the probe with one sample of zeros
-            self._marks.setdefault("first", time.perf_counter())
+        if len(batch["data"]) > 1 and not self._mark.exists():  # not the probe with one sample of zeros
+            self._mark.write_text(str(time.perf_counter()))
         return self._inner.encode(batch)
 
 
@@ -130,7 +135,9 @@ def run_precompute(path: str, kind: str, target: str, workers: str) -> dict[str,
     from stoker.store import recipe
 
     marks: dict[str, float] = {}
-    digest, encoder = recipe._digest, FirstCall(make_encoder(kind), marks)
+    mark = Path(f"{target}.first")
+    mark.unlink(missing_ok=True)
+    digest, encoder = recipe._digest, FirstCall(make_encoder(kind), mark)
 
     def timed_digest(*args: Any, **kwargs: Any) -> str:
         begin = time.perf_counter()
@@ -150,7 +157,7 @@ def run_precompute(path: str, kind: str, target: str, workers: str) -> dict[str,
     wall = time.perf_counter() - begin
     digest_s = marks.get("digest_s", 0.0)
     return {
-        "wall_s": wall, "digest_s": digest_s, "start_s": marks["first"] - begin - digest_s,
+        "wall_s": wall, "digest_s": digest_s, "start_s": float(mark.read_text()) - begin - digest_s,
         "in_encoder_s": report.encode_seconds, "workers_at_end": report.workers, "records": report.records,
     }  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_public_modules_are_imported_when_asked_for(module: str, name: str) -> N
 
 
 def test_functions_stay_functions_after_their_modules_were_imported() -> None:
-    """`import stoker.precompute.reader` sets the subpackage as an attribute of `stoker`."""
+    """`import stoker.precompute.worker` sets the subpackage as an attribute of `stoker`."""
     import stoker.cached
     import stoker.precompute.settings
 

@@ -25,8 +25,7 @@ MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 950, 50, 20
 UNFINISHED = re.compile(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO\b|\bFIXME\b")
 # Where a pickle is read: our own parent's, over a private descriptor; our driver's, on a cluster.
 UNPICKLES = (
-    "/reader.py",
-    "/fill_process.py",
+    "/worker.py",
     "/encoder_processes.py",
     "/torch_elsewhere.py",
     "extras/ray/task.py",

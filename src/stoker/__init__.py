@@ -111,7 +111,7 @@ class _Face(ModuleType):
     """This module, in which `precompute` and `cached` stay the functions.
 
     Each (and `profile`) shares its name with the module that defines it, and importing a submodule sets it as
-    an attribute of its package: after `import stoker.precompute.reader`, `stoker.precompute(...)` would not
+    an attribute of its package: after `import stoker.precompute.worker`, `stoker.precompute(...)` would not
     be callable.
     """
 

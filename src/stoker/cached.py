@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import shutil
+import tempfile
+import time
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader import Loader
 from stoker.loader.options import (
     IGNORED,
@@ -23,9 +29,9 @@ from stoker.loader.options import (
     whole_numbers,
 )
 from stoker.loader.outputs import check_dtype, check_names
-from stoker.plan.resources import encode_on, resolve_device
+from stoker.plan.resources import encode_on, resolve_device, storage_of
 from stoker.precompute.engine import precompute as fill_cache
-from stoker.precompute.space import MemoryFolder
+from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
@@ -59,7 +65,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     time: Sequence[str] = (),
     **loader: Any,
 ) -> Loader:
-    """A loader over everything in `dataset`, which is read and encoded on the first call alone.
+    """Return a loader over everything in `dataset`, which is read and encoded on the first call alone.
 
     Args:
         dataset: Any map-style dataset, or a `Source`.
@@ -110,7 +116,7 @@ def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
 def _in_memory(
     source: Source, encoder: Encoder | None, encoding: Mapping[str, Any], loader: Mapping[str, Any]
 ) -> Loader:
-    """A loader with a cache of its own in memory, each record of it there once."""
+    """Return a loader with a cache of its own in memory, each record of it there once."""
     folder = MemoryFolder()
     try:
         made = Loader(fill_cache(source, encoder, folder.path, **encoding), **loader)
@@ -122,12 +128,12 @@ def _in_memory(
 
 
 def name_of(dataset: object) -> str:
-    """The cache's name: the class of the dataset, in lower case."""
+    """Return the cache's name: the class of the dataset, in lower case."""
     return type(dataset).__name__.lower()
 
 
 def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source:
-    """The dataset as a source, with what the user says of it.
+    """Return the dataset as a source, with what the user says of it.
 
     Raises:
         ConfigError: It is a source, which says all of that itself.
@@ -144,7 +150,7 @@ def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source
 
 
 def _as_encoder(encoder: object, source: Source) -> Encoder | None:
-    """What `precompute` takes, with a bare module wrapped.
+    """Return what `precompute` takes, with a bare module wrapped.
 
     Raises:
         ConfigError: It is neither an encoder nor a module, or a module, and several fields may be meant.
@@ -165,7 +171,7 @@ def _as_encoder(encoder: object, source: Source) -> Encoder | None:
 
 
 def _field_of(schema: Schema) -> str:
-    """The field that a bare module takes: `data`, or the only one.
+    """Return the field that a bare module takes: `data`, or the only one.
 
     Raises:
         ConfigError: There are several, and none of that name.
@@ -215,3 +221,61 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
 
 def _precompute_names() -> list[str]:
     return [name for name in inspect.signature(fill_cache).parameters if name not in OURS]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A folder for a cache in memory: in the system's memory file system, gone with whoever asked for it.
+#
+# Its files are the pages that are served, mapped as they are: nothing is on a disk, and nothing is there
+# twice. It counts against the limits of this process, which are asked before the first sample
+# (`Resources.disk_bytes` of such a folder). A process that is killed cannot tidy up: its folder is unlocked
+# then, and the next to make one removes it.
+
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory file system itself, not a place for temporary files
+_OWNER = ".owner"
+_YOUNG_S = 60.0
+"""A folder without a lock that is younger may be about to get one."""
+
+
+class MemoryFolder:
+    """A new folder in memory, which is locked while it is in use.
+
+    Raises:
+        ConfigError: There is no such file system, or it cannot be written.
+    """
+
+    def __init__(self, base: Path = SHARED_MEMORY) -> None:
+        mount = storage_of(base) if base.is_dir() else None
+        if mount is None or not mount.in_memory or not os.access(base, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{arg('cache_dir', None)} keeps the cache in memory, in {base}, which is not there, "
+                f"not in memory, or "
+                f"cannot be written. Give a folder, as {arg('cache_dir', '.stoker')}"
+            )
+        prefix = f"stoker-{os.getuid()}-"
+        for left in base.glob(f"{prefix}*"):
+            _remove_if_left(left)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._lock = FileLock(self.path / _OWNER)
+        self._lock.acquire(timeout_s=10.0)  # another process may be looking whether it is in use
+        self._owner = os.getpid()
+
+    def goes_with(self, user: object) -> None:
+        """Remove it when `user` is collected, or this process ends."""
+        weakref.finalize(user, self.remove)
+
+    def remove(self) -> None:
+        """Give the memory back; what is mapped of it stays until it is let go of. A fork does nothing."""
+        if os.getpid() == self._owner:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.release()
+            self._owner = -1
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove the folder of a process that ended without doing so."""
+    with suppress(OSError), FileLock(folder / _OWNER, create=False) as lock:
+        was_locked = lock.path.exists()
+        if lock.acquire() and (was_locked or time.time() - folder.stat().st_mtime > _YOUNG_S):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -24,7 +24,7 @@ from stoker.encoders.protocol import Group
 from stoker.errors import StokerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute, workers
 from stoker.precompute import workers as supervisor_module
-from stoker.precompute.queue import describe_failures
+from stoker.precompute.engine import describe_failures
 from stoker.store import open_cache
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, HangSource, parts, values
 
@@ -128,7 +128,7 @@ def main():
     words.add_argument("--deadline", type=float, default=1.0)
     asked = words.parse_args()
     workers.Worker = Recorded
-    sys.modules["stoker.precompute.stages"].Supervisor = Watched
+    sys.modules["stoker.precompute.run"].Supervisor = Watched
     logging.getLogger("stoker").addHandler(Lines())
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="stoker-hangs-"))
     os.mkfifo(folder / "fifo")

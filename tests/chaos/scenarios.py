@@ -21,7 +21,8 @@ from torch import Tensor
 from stoker.errors import IncompleteError
 from stoker.extras.import_pt import run as import_pt
 from stoker.extras.import_pt.run import PtContent
-from stoker.precompute.engine import PrecomputeSettings, clear, run_precompute
+from stoker.precompute.engine import clear, run_precompute
+from stoker.precompute.settings import PrecomputeSettings
 from stoker.store import (
     Digests,
     Failure,

@@ -79,7 +79,7 @@ def test_a_flag_that_the_earlier_script_did_not_have_is_refused_there():
 
 READER_HANGS = """\
 import sys
-if any("stoker.precompute.reader" in word for word in sys.orig_argv):
+if any("stoker.precompute.worker" in word for word in sys.orig_argv):
     import h5py, time
     whole = h5py.File.__init__
     def hanging(self, *args, **kwargs):

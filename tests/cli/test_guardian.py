@@ -60,8 +60,8 @@ NEVER_ENDS = """\
 
 if "stoker.cli.main" in sys.orig_argv:
     import atexit, time
-    from stoker.precompute import heartbeat
-    heartbeat.EXIT_S = 1.0
+    from stoker.runtime import guard
+    guard.EXIT_S = 1.0
     atexit.register(time.sleep, 600)
 """
 
@@ -87,8 +87,8 @@ if sys.argv[0] == "-m":
 KILLED_BETWEEN_GROUPS = """\
 
 if sys.argv[0] == "-m":
-    from stoker.precompute.run import Run
-    adjust = Run._adjust
+    from stoker.precompute.run import PrecomputeLoop
+    adjust = PrecomputeLoop._adjust
 
     def killed(self, waited_s, elapsed_s, groups):
         adjust(self, waited_s, elapsed_s, groups)
@@ -97,7 +97,7 @@ if sys.argv[0] == "-m":
             wait_for_shards(encoded)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Run._adjust = killed
+    PrecomputeLoop._adjust = killed
 """
 
 SLOW_DISK = """\

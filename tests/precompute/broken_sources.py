@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.precompute.fake_sources import FakeSource
 
-READER = any("stoker.precompute.reader" in argument for argument in sys.orig_argv)
+READER = any("stoker.precompute.worker" in argument for argument in sys.orig_argv)
 
 
 def misbehave(mode):

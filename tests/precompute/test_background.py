@@ -17,7 +17,7 @@ import pytest
 import stoker
 from stoker.errors import ConfigError, IncompleteError, Interrupted, SourceError, StokerError
 from stoker.loader import Loader
-from stoker.precompute.background import Background
+from stoker.precompute.background import BackgroundFill
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
@@ -98,7 +98,7 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
 
 def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path) -> None:
     loader = Loader(begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16)
-    with pytest.raises(IncompleteError, match=r"beside the training failed.*2 quarantined") as found:
+    with pytest.raises(IncompleteError, match=r"while training failed.*2 quarantined") as found:
         assert numbers(loader) != numbers(loader)
     assert found.value.exit_code == 4
 
@@ -107,11 +107,11 @@ def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path)
 def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
-    assert isinstance(filling, Background)
+    assert isinstance(filling, BackgroundFill)
     loader = Loader(cache, batch_size=16)
     batches = iter(loader)
     next(batches)
-    os.kill(filling._process.pid, signal.SIGKILL)
+    os.kill(filling._child.pid, signal.SIGKILL)
     with pytest.raises(StokerError, match=r"was killed by signal 9.*again"):
         list(batches)
 
@@ -125,10 +125,10 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
 def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
-    assert isinstance(filling, Background)
+    assert isinstance(filling, BackgroundFill)
     batches = iter(Loader(cache, batch_size=16))
     next(batches)
-    os.kill(filling._process.pid, signal.SIGTERM)
+    os.kill(filling._child.pid, signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="SIGTERM"):
         list(batches)
@@ -137,10 +137,10 @@ def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> 
 def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((4000,), delay_s=0.005))
     filling = cache.filling
-    assert isinstance(filling, Background)
+    assert isinstance(filling, BackgroundFill)
     until(lambda: len(filling.look()[0]))
     filling.stop()
-    assert filling._process.returncode is not None
+    assert filling._child.exit is not None
     stored = len(open_cache(cache.path, require_complete=False))
     assert 0 < stored < 4000
 
@@ -153,7 +153,7 @@ def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
         f"cache = stoker.precompute(FakeSource((4000,), delay_s=0.005), None, {str(tmp_path)!r}, name='x',"
         " wait=False, workers=1)\n"
         "while not len(cache.filling.look()[0]): time.sleep(0.05)\n"
-        "print(cache.filling._process.pid, cache.path, flush=True)\n"
+        "print(cache.filling._child.pid, cache.path, flush=True)\n"
         "time.sleep(100)\n"
     )
     with subprocess.Popen(

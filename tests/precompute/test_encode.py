@@ -11,9 +11,8 @@ import torch
 
 from stoker.errors import EncoderError
 from stoker.precompute import PrecomputeSettings, run_precompute
-from stoker.precompute.arena import private_arrays
-from stoker.precompute.encode import GroupEncoder
-from stoker.precompute.queue import GroupWork, Parcel
+from stoker.precompute.arena import LoadedBatch, ReadTask, private_arrays
+from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
 from stoker.store import make_recipe
 from tests.precompute.fake_encoders import FakeEncoder
@@ -24,13 +23,13 @@ from tests.precompute.fake_sources import FakeSource, sample_values
 def test_records_do_not_lie_in_the_slot_that_the_next_group_overwrites(encoder):
     source = FakeSource((4,))
     schema = source.schema()
-    group_encoder = GroupEncoder(encoder, make_recipe(source, encoder), schema, device="cpu", nan="reject")
+    group_encoder = BatchEncoder(encoder, make_recipe(source, encoder), schema, device="cpu", nan="reject")
     arrays = private_arrays(schema, {name: (4, *field.shape) for name, field in schema.items()})
     arrays["nu"][:] = [1, 2, 3, 4]
     arrays["data"][:] = 5
-    work = GroupWork(key=0, part=0, numbers=range(4))
+    work = ReadTask(key=0, part=0, numbers=range(4))
 
-    encoded = group_encoder.encode(Parcel(work=work, arrays=arrays), [0, 1, 2, 3], lambda _: False)
+    encoded = group_encoder.encode(LoadedBatch(work=work, arrays=arrays), [0, 1, 2, 3], lambda _: False)
     for array in arrays.values():
         array[:] = -1
 
@@ -84,7 +83,7 @@ def test_an_encoder_is_called_with_its_gpu_as_the_current_one(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", Current)
     recipe = SimpleNamespace(encoded={}, group=SimpleNamespace(samples=4, steps=None))
-    encoder = GroupEncoder(Encoder(), recipe, {}, device="cpu", nan="reject")
+    encoder = BatchEncoder(Encoder(), recipe, {}, device="cpu", nan="reject")
     encoder._device = GPU = SimpleNamespace(type="cuda")
     batch = {"data": Moving(torch.ones(4, 6, 5)), "nu": Moving(torch.ones(4))}
 

@@ -21,7 +21,16 @@ import torch
 
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.plan.resources import probe
-from stoker.precompute import PrecomputeReport, Timeouts, precompute, stages
+from stoker.precompute import (
+    EncodeFiller,
+    PrecomputeReport,
+    PrecomputeSettings,
+    Timeouts,
+    encoder_processes,
+    precompute,
+)
+from stoker.precompute import run as run_module
+from stoker.store import open_cache
 from stoker.units import MIB
 from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
@@ -30,15 +39,10 @@ from tests.precompute.test_engine import assert_same, records, run
 
 TWO = {"devices": ("cpu", "cpu")}
 ONE = {"devices": ()}
-MANY = 4 * stages.FEW_GROUPS + 4
+MANY = 4 * run_module.FEW_GROUPS + 4
 """Samples of more groups of four than this process encodes by itself."""
 AT = 17
 """The sample at which encoders misbehave; in the fifth group of four."""
-
-
-@pytest.fixture(autouse=True)
-def child_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "CHILD_FOR_ONE_DEVICE", True)
 
 
 class Misbehaving(FakeEncoder):
@@ -223,9 +227,47 @@ def test_little_memory_is_not_spent_on_another_torch(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = probe()
-    monkeypatch.setattr(stages, "probe", lambda **_: replace(found, host_bytes=400 * MIB))
+    monkeypatch.setattr(run_module, "probe", lambda **_: replace(found, host_bytes=400 * MIB))
     run(FakeSource((MANY,)), Noting(marker), tmp_path / "c")
     assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
+
+
+def test_a_child_that_cannot_be_started_is_done_without(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ResourceError("no process is left (fake)")
+
+    monkeypatch.setattr(encoder_processes, "LoggedChild", refuse)
+    report = run(FakeSource((MANY,)), Noting(marker), tmp_path / "c")
+
+    assert report.encoded == MANY
+    assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
+    assert "no process is left (fake)" in caplog.text
+
+
+def test_few_groups_have_a_child_where_the_settings_say_so(tmp_path: Path, marker: Path) -> None:
+    run(FakeSource((8,)), Noting(marker), tmp_path / "c", always_in_child=True)
+
+    (child,) = marker.iterdir()
+    assert child.name != str(os.getpid())
+
+
+def test_many_records_on_demand_are_encoded_in_a_child_that_ends(tmp_path: Path, marker: Path) -> None:
+    filler = EncodeFiller(
+        FakeSource((MANY,)),
+        Noting(marker, by_shape=True),
+        tmp_path / "c",
+        name="c",
+        settings=PrecomputeSettings(progress=None),
+    )
+    filler.fill(range(MANY), 60.0)
+
+    (child,) = marker.iterdir()
+    assert child.name != str(os.getpid())
+    assert without_leftovers()
+    whole = run(FakeSource((MANY,)), FakeEncoder(by_shape=True), tmp_path / "whole")
+    assert_same(records(open_cache(tmp_path / "c" / "c")), records(whole.cache))
 
 
 @pytest.mark.slow
@@ -247,7 +289,7 @@ def test_a_device_that_is_lost_costs_no_record_and_no_other_device(
         pytest.skip("no device is left then")
     source = FakeSource((41,))
     whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", workers=0)
-    monkeypatch.setattr(stages, "FEW_GROUPS", 0)
+    monkeypatch.setattr(run_module, "FEW_GROUPS", 0)
     # Out of memory ends a device when halving a group down to one sample has not helped.
     encoder = Misbehaving(how, marker, times=6 if how == "memory" else 1, sleep_s=0.05)
 

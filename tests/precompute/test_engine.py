@@ -556,7 +556,6 @@ def test_the_face_returns_a_complete_cache_that_says_why_a_sample_is_not_in_it(t
         {"memory_bytes": 0},
         {"nan": "alow"},
         {"identity": "fast"},
-        {"on_hang": "wait"},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import stoker
+from stoker.cached import SHARED_MEMORY, MemoryFolder
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import resources
-from stoker.precompute.space import SHARED_MEMORY, MemoryFolder
 from tests.kit import forked as subprocess
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no memory file system")
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_before_the_first_sample(monkeypatch: pytes
 
 def test_a_folder_that_a_killed_process_left_is_removed_by_the_next() -> None:
     code = (
-        "import sys, time\nfrom stoker.precompute.space import MemoryFolder\n"
+        "import sys, time\nfrom stoker.cached import MemoryFolder\n"
         "print(MemoryFolder().path, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:

@@ -35,7 +35,7 @@ def workers_of(pid):
             words = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         except OSError:
             continue
-        if b"stoker.precompute.reader" in words and words[-1] == str(pid).encode():
+        if b"stoker.precompute.worker" in words and words[-1] == str(pid).encode():
             found.append(int(entry.name))
     return found
 
@@ -73,6 +73,7 @@ def unkilled(tmp_path_factory):
 
 @pytest.mark.chaos
 @pytest.mark.slow  # tests/test_guarantees.py kills in the plain run
+@pytest.mark.timeout(600)  # each process imports torch once more, for the child that encodes
 @pytest.mark.parametrize(("kills", "samples"), [(3, 60), (20, 500)])
 def test_killed_at_random_moments_and_resumed_no_record_differs(tmp_path, kills, samples):
     """kill -9 of the caller: workers vanish with it, and the next run needs no cleaning up."""

@@ -11,11 +11,11 @@ import pytest
 from stoker.errors import ConfigError, EncoderError
 from stoker.precompute import Timeouts
 from stoker.precompute.arena import ALIGNMENT, Arena, layout_from_json, plan_layout, slot_size
-from stoker.precompute.progress import LineProgress, LiveProgress, Snapshot, automatic
-from stoker.precompute.queue import Ledger, ReaderView
-from stoker.precompute.reading import SampleFault
-from stoker.precompute.run import Pace
-from stoker.precompute.space import needed_bytes
+from stoker.precompute.engine import needed_bytes
+from stoker.precompute.progress import LineProgress, LiveProgress, Snapshot, WorkerView, automatic
+from stoker.precompute.queue import SampleLedger
+from stoker.precompute.run import WorkerPacing
+from stoker.precompute.worker import SampleFault
 from stoker.runtime.processes.child import oom_kills
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.schema import Field
@@ -78,7 +78,7 @@ def test_a_beat_says_stage_sample_and_progress():
 
 def ledger(bad=()):
     kept = []
-    return Ledger(bad, quarantine=kept.extend, wanted=lambda number: number < 100), kept
+    return SampleLedger(bad, quarantine=kept.extend, wanted=lambda number: number < 100), kept
 
 
 def fault(number, *, retry=True):
@@ -136,7 +136,7 @@ def test_a_part_that_holds_a_second_reader_is_given_up_even_if_it_answered():
 def test_a_part_given_up_is_recorded_in_one_go():
     """Each call syncs a file; a part may have a million samples."""
     calls = []
-    book = Ledger((), quarantine=calls.append, wanted=lambda number: number != 7)
+    book = SampleLedger((), quarantine=calls.append, wanted=lambda number: number != 7)
 
     book.fault(fault(6))
     assert book.give_up(range(5, 10), fault(6)) == 5
@@ -156,11 +156,16 @@ def windows(pace, workers, *told):
 
 
 def test_workers_are_added_while_the_encoder_waits_and_it_helps():
-    assert windows(Pace(most=8), 1, (0.9, 10, 0), (0.5, 20, 0), (0.3, 30, 0), (0.1, 40, 0)) == [1, 1, 1, 0]
+    assert windows(WorkerPacing(most=8), 1, (0.9, 10, 0), (0.5, 20, 0), (0.3, 30, 0), (0.1, 40, 0)) == [
+        1,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_reader_that_brought_nothing_is_taken_back_and_the_next_trial_comes_later_each_time():
-    pace = Pace(most=8)
+    pace = WorkerPacing(most=8)
     slow = [(0.9, 40, 0)] * 40
     changes = windows(pace, 1, *slow)
     tried = [at for at, change in enumerate(changes) if change > 0]
@@ -173,24 +178,24 @@ def test_a_reader_that_brought_nothing_is_taken_back_and_the_next_trial_comes_la
 
 def test_workers_that_stand_idle_while_the_encoder_is_busy_are_sent_away_one_by_one():
     told = [(0.0, 40, 3), (0.0, 40, 2), (0.0, 40, 1), (0.0, 40, 1)]
-    assert windows(Pace(most=8), 4, *told) == [-1, -1, 0, 0]
+    assert windows(WorkerPacing(most=8), 4, *told) == [-1, -1, 0, 0]
 
 
 def test_a_reader_is_called_back_when_the_encoder_waits_without_it():
-    assert windows(Pace(most=8), 4, (0.0, 40, 3), (0.5, 30, 0), (0.5, 30, 0)) == [-1, 1, 0]
+    assert windows(WorkerPacing(most=8), 4, (0.0, 40, 3), (0.5, 30, 0), (0.5, 30, 0)) == [-1, 1, 0]
 
 
 def test_no_reader_is_tried_while_all_processors_are_in_use():
     """It would cost a start, and could only take turns with those that are there."""
     for used, tried in ((2.0, 0), (1.9, 0), (1.5, 1)):
-        pace = Pace(most=8, processors=2.0)
+        pace = WorkerPacing(most=8, processors=2.0)
         pace.step(0.9, 1.0, 40)
         assert pace.change(2, used) == tried
 
 
 def test_no_reader_is_added_when_the_encoder_is_busy_or_there_are_enough():
-    assert windows(Pace(most=2), 1, (0.05, 10, 0)) == [0]
-    assert windows(Pace(most=2), 2, (0.9, 10, 0)) == [0]
+    assert windows(WorkerPacing(most=2), 1, (0.05, 10, 0)) == [0]
+    assert windows(WorkerPacing(most=2), 2, (0.9, 10, 0)) == [0]
 
 
 def test_the_space_needed_follows_from_the_schema():
@@ -223,7 +228,7 @@ SNAPSHOT = Snapshot(
     seconds=60,
     rate=1830,
     written_bytes=1_500_000_000,
-    workers=(ReaderView(number=1, stage="read", sample=7430, seconds=0.2),),
+    workers=(WorkerView(number=1, stage="read", sample=7430, seconds=0.2),),
     device="cpu",
     group=range(7408, 7424),
     call_s=0.0081,
@@ -242,7 +247,7 @@ def test_lines_say_where_the_run_stands():
 
     assert out.getvalue() == (
         "burgers1d_train  7,412/10,000 · 1,830/s · 1.4 GiB · 0:00:01 left · encoder busy 93 % · "
-        "1 quarantined · reader 1 read sample 7,430 0.2 s\n"
+        "1 quarantined · worker 1 read sample 7,430 0.2 s\n"
     )
 
 
@@ -260,7 +265,7 @@ def test_the_live_view_shows_workers_encoder_writer_and_failures():
 
     for text in (
         "7,412/10,000",
-        "reader 1",
+        "worker 1",
         "sample 7,430",
         "busy 93 %",
         "212 of 256 MiB",

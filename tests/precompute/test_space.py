@@ -12,9 +12,10 @@ import pytest
 import stoker
 from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
-from stoker.precompute import engine, space, stages
+from stoker.precompute import engine
+from stoker.precompute import run as run_module
+from stoker.precompute.run import fit_copies
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.space import fit_copies
 from stoker.schema import Field
 from stoker.store.mirror.root import attach_mirror
 from stoker.units import GIB, MIB
@@ -61,14 +62,14 @@ def test_workers_are_as_many_as_there_may_be_copies(
 def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = stages.probe
+    real = run_module.probe
     small = free(4 * 8 + 1)
 
     def low(**where: Path) -> Resources:
-        return space.replace(real(**where), host_bytes=small.host_bytes)
+        return replace(real(**where), host_bytes=small.host_bytes)
 
-    monkeypatch.setattr(stages, "probe", low)
-    monkeypatch.setattr(stages, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
+    monkeypatch.setattr(run_module, "probe", low)
+    monkeypatch.setattr(run_module, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
     monkeypatch.setattr(stoker.TorchSource, "prove", lambda _: pytest.fail("a copy was made"))
 
     with caplog.at_level(logging.WARNING, "stoker"):
@@ -98,7 +99,7 @@ def test_a_cache_at_an_address_may_be_larger_than_the_disk_that_its_mirror_is_on
     root = attach_mirror(f"file://{tmp_path / 'there'}", tmp_path / "here", 64 * MIB)
     disk = replace(free(1024), disk_bytes=2 * GIB, disk_inodes=1000)
 
-    space.check_space(root / "x" / "0123456789abcdef", schema, 100_000, disk)
+    engine.check_space(root / "x" / "0123456789abcdef", schema, 100_000, disk)
 
     with pytest.raises(ResourceError, match="Make room"):
-        space.check_space(tmp_path / "plain", schema, 100_000, disk)
+        engine.check_space(tmp_path / "plain", schema, 100_000, disk)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.precompute import EncodeFiller, PrecomputeSettings, heartbeat, run_precompute
-from stoker.precompute.background import SpotChecks, distance
+from stoker.precompute import EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute.background import SpotChecks
+from stoker.precompute.encode import distance
+from stoker.runtime import guard
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -102,7 +104,7 @@ def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.Monk
     page = HeartbeatPage.create()
     page.write("encode", 3, limit_s=9)
     before = page.look()
-    monkeypatch.setattr(heartbeat, "_page", page)
+    monkeypatch.setattr(guard, "_page", page)
 
     report = checked(cache)
 

@@ -183,7 +183,7 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
 ):
     plan, handed = iter([1, 1, -1, -1, 1, -1] * 10), []
     monkeypatch.setattr(run_module, "_WINDOW_S", 0.05)
-    change = run_module.Pace.change
+    change = run_module.WorkerPacing.change
 
     monkeypatch.setattr(run_module, "_WINDOW_GROUPS", 1)
 
@@ -191,16 +191,18 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
         change(self, workers, processor_s)
         return next(plan, 0)
 
-    monkeypatch.setattr(run_module.Pace, "change", scripted)
+    monkeypatch.setattr(run_module.WorkerPacing, "change", scripted)
     hand_out = workers_module.Worker.hand_out
 
     def noted(self, works, absent):
         handed.append((self.number, frozenset(crew[0].parked)))
         hand_out(self, works, absent)
 
-    crew, make = [], workers_module.Roster.__init__
+    crew, make = [], workers_module.WorkerRoster.__init__
     monkeypatch.setattr(
-        workers_module.Roster, "__init__", lambda self, launch: (make(self, launch), crew.append(self))[0]
+        workers_module.WorkerRoster,
+        "__init__",
+        lambda self, launch: (make(self, launch), crew.append(self))[0],
     )
     monkeypatch.setattr(workers_module.Worker, "hand_out", noted)
     monkeypatch.setattr(workers_module, "_SPARE_TRIES", 0)
@@ -252,7 +254,7 @@ def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_ru
 
     assert (report.records, report.workers) == (60, 1)
     assert len(tries) > 1
-    assert "another reader cannot be started; going on with 1: a worker process cannot" in caplog.text
+    assert "another worker cannot be started; continuing with 1: a worker process cannot" in caplog.text
     gc.collect()
     assert held() <= before  # tests before this one may have left some to be collected
 
@@ -281,16 +283,16 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
 
     assert (report.records, report.workers) == (200, 1)
     assert report.lost_workers >= 3
-    assert "another reader cannot be started; going on with 1" in caplog.text
+    assert "another worker cannot be started; continuing with 1" in caplog.text
     assert ("broken on purpose" in caplog.text) == (mode == "raise")
 
 
 @pytest.mark.chaos
 def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_path, monkeypatch, spawned):
     monkeypatch.setattr(workers_module, "_SPARE_AFTER_S", 0.1)
-    put_to_work, add = [], workers_module.Roster.add
+    put_to_work, add = [], workers_module.WorkerRoster.add
     monkeypatch.setattr(
-        workers_module.Roster,
+        workers_module.WorkerRoster,
         "add",
         lambda self: put_to_work.append(self.spare and self.spare.state) or add(self),
     )
@@ -350,7 +352,7 @@ def test_the_log_of_a_loss_names_path_sample_stage_and_attempt(tmp_path, caplog)
     run(FakeSource((8,), faults={5: "exit0"}), tmp_path, workers=1)
 
     for attempt in (1, 2):
-        assert f"part0.h5: sample 5, attempt {attempt} of 2: reader " in caplog.text
+        assert f"part0.h5: sample 5, attempt {attempt} of 2: worker " in caplog.text
     assert 'exited with code 0 in stage "read"' in caplog.text
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import RecordError, ResourceError, StalledError
-from stoker.precompute.encode import Encoded
-from stoker.precompute.run import WriteThread
+from stoker.precompute.encode import EncodedRecords
+from stoker.precompute.writer import WriteThread
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import assert_same, records, run
@@ -45,12 +45,12 @@ class FakeWriter:
 
 
 def encoded(number, size=10):
-    return Encoded(numbers=[number], records={}, marked=[], size_bytes=size)
+    return EncodedRecords(numbers=[number], records={}, marked=[], size_bytes=size)
 
 
 def test_bytes_in_flight_are_bounded(tmp_path):
     gate = threading.Event()
-    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=25, deadline_s=60)
+    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=25, timeout_s=60)
     assert thread.offer(encoded(0, 1000), 1)
     while thread._queue:
         pass
@@ -63,7 +63,7 @@ def test_bytes_in_flight_are_bounded(tmp_path):
 
 def test_a_writer_past_its_deadline_is_reported(tmp_path):
     gate = threading.Event()
-    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=100, deadline_s=0.2)
+    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=100, timeout_s=0.2)
     thread.offer(encoded(0), 1)
     with pytest.raises(StalledError, match=r"no progress for 0\.2 s"):
         thread.close()
@@ -73,7 +73,7 @@ def test_a_writer_past_its_deadline_is_reported(tmp_path):
 
 def test_a_failing_disk_is_named_with_what_to_do_and_drops_the_open_shard(tmp_path):
     writer = FakeWriter(error=OSError(errno.EIO, "Input/output error"))
-    thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
+    thread = WriteThread(writer, tmp_path, limit_bytes=100, timeout_s=60)
     thread.offer(encoded(0), 1)
     thread.offer(encoded(1), 1)
     with pytest.raises(ResourceError, match=rf"writing to {tmp_path} failed: .*Input/output error.*again"):
@@ -83,7 +83,7 @@ def test_a_failing_disk_is_named_with_what_to_do_and_drops_the_open_shard(tmp_pa
 
 def test_a_refused_record_does_not_spoil_those_before_it(tmp_path):
     writer = FakeWriter(error=RecordError("sample 1: field overflows"))
-    thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
+    thread = WriteThread(writer, tmp_path, limit_bytes=100, timeout_s=60)
     thread.offer(encoded(0), 1)
     thread.offer(encoded(1), 1)
     with pytest.raises(RecordError, match="sample 1"):
@@ -93,7 +93,7 @@ def test_a_refused_record_does_not_spoil_those_before_it(tmp_path):
 
 def test_closing_writes_what_is_queued_and_seals(tmp_path):
     writer = FakeWriter()
-    thread = WriteThread(writer, tmp_path, limit_bytes=1000, deadline_s=60)
+    thread = WriteThread(writer, tmp_path, limit_bytes=1000, timeout_s=60)
     for number in range(20):
         assert thread.offer(encoded(number), 1)
     thread.close()
@@ -108,7 +108,7 @@ def test_a_disk_that_is_slow_does_not_mix_up_groups_read_in_this_process(
     whole = run(source, FakeEncoder(), tmp_path / "fast", workers=0)
     offer, refused = WriteThread.offer, Counter[int]()
 
-    def slow(self: WriteThread, encoded: Encoded, timeout_s: float) -> bool:
+    def slow(self: WriteThread, encoded: EncodedRecords, timeout_s: float) -> bool:
         refused[encoded.numbers[0]] += 1
         return refused[encoded.numbers[0]] > 3 and offer(self, encoded, timeout_s)
 

@@ -194,7 +194,7 @@ def test_a_node_lost_in_precompute_is_named_and_the_same_command_resumes(net: Ne
         stopped: list[Any] = []
 
         def caught() -> bool:
-            stopped.extend(p for p, _ in rank_processes(launchers[1], "stoker.precompute.reader"))
+            stopped.extend(p for p, _ in rank_processes(launchers[1], "stoker.precompute.worker"))
             for reader in stopped:
                 reader.suspend()
             return bool(stopped)

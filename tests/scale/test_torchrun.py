@@ -171,7 +171,7 @@ def held(launcher: subprocess.Popen[str], rank: int) -> Generator[None]:
     stopped: dict[psutil.Process, int] = {}
 
     def caught() -> bool:
-        for reader, owner in rank_processes(launcher, "stoker.precompute.reader"):
+        for reader, owner in rank_processes(launcher, "stoker.precompute.worker"):
             if reader not in stopped:
                 reader.suspend()
                 stopped[reader] = owner

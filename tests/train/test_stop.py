@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stoker.precompute.share import TOGETHER_S
+from stoker.runtime.signals import TOGETHER_S
 from stoker.train.step import StopFlag
 
 

@@ -32,8 +32,8 @@ from rich.markup import escape
 
 from stoker.cli.flags import Debug, Json, with_parameters
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
-from stoker.precompute.heartbeat import EXIT_S, say_end
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
+from stoker.runtime.guard import EXIT_S, say_end
 from stoker.runtime.threads import start_thread
 from stoker.scale.place import Place, find_place
 

@@ -38,7 +38,7 @@ from stoker.cli.flags import (
 from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.plugins import Plugin, load_extension, plugins_of
-from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, attach
+from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, attach
 
 ORDER = (
     *("demo", "fetch", "precompute", "plan", "train", "inspect", "verify", "compact", "gc", "export"),

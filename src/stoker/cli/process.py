@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 from stoker.cli.edge import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
-from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, started_ns
-from stoker.precompute.share import TOGETHER_S
+from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.runtime.processes.child import oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
 from stoker.runtime.processes.program import SpawnedProcess
+from stoker.runtime.signals import TOGETHER_S
 
 # ----------------------------------------------------------------------------------------------------------
 # Which file a process is waiting for, seen from outside, whatever holds its interpreter's lock.

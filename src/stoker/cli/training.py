@@ -15,7 +15,7 @@ from stoker.cli.flags import config_and_overrides, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
 from stoker.plugins import load_extension
-from stoker.precompute.heartbeat import started_ns
+from stoker.runtime.guard import started_ns
 from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""Source and encoder in, cache out: supervised workers, the encoder in this process, one writer.
+"""Source and encoder in, cache out: supervised workers, the encoder in a child, one writer.
 
 README.md has the map of this folder.
 
-`reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
+`worker.py` must start in a tenth of a second, so importing this package imports none of the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from stoker.precompute.engine import begin_precompute, precompute, run_precompute
     from stoker.precompute.measure import EncodeBatch, measure_encode_batch
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
+    from stoker.precompute.run import encode_here
     from stoker.precompute.settings import PrecomputeReport, PrecomputeSettings, Timeouts
-    from stoker.precompute.stages import encode_here
 
 __all__ = [
     "EncodeBatch",
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "begin_precompute": "engine",
-    "encode_here": "stages",
+    "encode_here": "run",
     "precompute": "engine",
     "run_precompute": "engine",
     "EncodeBatch": "measure",

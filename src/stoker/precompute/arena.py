@@ -1,8 +1,8 @@
-"""The arena: a fixed piece of anonymous shared memory, cut into slots, through which arrays travel.
+"""Shared memory through which samples and records travel, and the batches that lie in it.
 
-One arena per reader, never shared between workers: the kernel may still be copying into the slots of a reader
-that was killed in the middle of a read, and such a slot must not belong to its replacement. A memfd has no
-name, so nothing outlives the processes that hold it.
+An arena is a fixed piece of it, cut into slots. Each worker has one of its own: the kernel may still be
+copying into the slots of a worker that was killed in the middle of a read, and such a slot must not belong to
+its replacement. A memfd has no name, so nothing outlives the processes that hold it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stoker.schema import Json, Sample, Schema, numpy_dtype, schema_from_json, s
 # ----------------------------------------------------------------------------------------------------------
 # How samples lie in the arena: arithmetic on shapes and a budget, no memory is touched here.
 #
-# Three ways for a sample to cross from a reader:
+# Three ways for a sample to cross from a worker:
 #
 # - `group`: a slot is one encoder call, members stacked, so the encoder reads the slot itself and nothing is
 #   copied in between;
@@ -47,7 +47,7 @@ _SMALL_ARENA = 16 * 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One reader's arena."""
+    """One worker's arena."""
 
     schema: Schema
     """Fields of a sample."""
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def flight_bytes(self) -> int:
-        """Bytes that one reader may hold in flight, with the group that the caller puts together."""
+        """Bytes that one worker may hold in flight, with the group that the caller puts together."""
         if self.mode != "pieces" or any(field.ragged for field in self.schema.values()):
             return self.arena_bytes
         return self.arena_bytes + slot_size(self.schema, self.samples)
@@ -82,7 +82,7 @@ class Layout:
         }
 
     def to_json(self) -> dict[str, Json]:
-        """For the reader; the inverse of `from_json`."""
+        """For the worker; the inverse of `from_json`."""
         return {
             "schema": schema_to_json(self.schema),
             "mode": self.mode,
@@ -117,7 +117,7 @@ def align(size: int) -> int:
 
 
 def slot_size(schema: Schema, samples: int, steps: int = 0) -> int:
-    """Bytes of `samples` samples, each field aligned; time fields cut to `steps` rows if given."""
+    """Return the bytes of `samples` samples, each field aligned; time fields cut to `steps` rows if given."""
     return sum(
         align(samples * (field.size_bytes(steps) if steps and field.time else field.size_bytes()))
         for field in schema.values()
@@ -125,13 +125,13 @@ def slot_size(schema: Schema, samples: int, steps: int = 0) -> int:
 
 
 def time_length(schema: Schema) -> int:
-    """Rows along time that all time fields share; 0 where they differ, are ragged, or there is none."""
+    """Return the rows along time that all time fields share; 0 if these differ, are ragged or missing."""
     lengths = {field.shape[0] if not field.ragged else 0 for field in schema.values() if field.time}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
 def plan_layout(schema: Schema, samples: int, steps: int | None, memory_bytes: int) -> Layout:
-    """Choose mode, slots and slot size for one reader.
+    """Choose mode, slots and slot size for one worker.
 
     Args:
         schema: Fields of a sample.
@@ -169,7 +169,7 @@ def _steps_layout(schema: Schema, steps: int, memory_bytes: int) -> Layout:
 
 
 class Arena:
-    """Slots of one reader. `fd` is inherited by the reader, which maps the same bytes."""
+    """Slots of one worker. `fd` is inherited by the worker, which maps the same bytes."""
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self.fd = fd
@@ -178,7 +178,7 @@ class Arena:
 
     @classmethod
     def create(cls, layout: Layout) -> Arena:
-        """A fresh arena, which takes no memory until `reserve`, or until it is written to."""
+        """Return a fresh arena, which takes no memory until `reserve`, or until it is written to."""
         fd = os.memfd_create("stoker-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, layout.arena_bytes)
@@ -198,18 +198,18 @@ class Arena:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ResourceError(
-                    f"no memory for a reader's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}. "
+                    f"no memory for a worker's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}. "
                     f"Use fewer workers or a smaller memory_bytes"
                 ) from error
             raise
 
     def slot(self, index: int) -> memoryview:
-        """The bytes of one slot, writable."""
+        """Return the bytes of one slot, writable."""
         size = self.layout.slot_bytes
         return memoryview(self._map)[index * size : (index + 1) * size]
 
     def arrays(self, index: int) -> Sample:
-        """Views of a slot by field (modes `group` and `steps`); shapes are `Layout.shapes()`."""
+        """Return views of a slot by field (modes `group` and `steps`); shapes are `Layout.shapes()`."""
         return slot_arrays(self.slot(index), self.layout.schema, self.layout.shapes())
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Arena:
 
 
 def slot_arrays(memory: memoryview, schema: Schema, shapes: dict[str, tuple[int, ...]]) -> Sample:
-    """Arrays of the given shapes one after another in `memory`, each on a page of its own."""
+    """Return arrays of the given shapes one after another in `memory`, each on a page of its own."""
     arrays: Sample = {}
     offset = 0
     for name, shape in shapes.items():
@@ -235,7 +235,7 @@ def slot_arrays(memory: memoryview, schema: Schema, shapes: dict[str, tuple[int,
 
 
 def private_arrays(schema: Schema, shapes: dict[str, tuple[int, ...]]) -> Sample:
-    """Zeroed arrays of this process alone, aligned as those in a slot."""
+    """Return zeroed arrays of this process alone, aligned as those in a slot."""
     size = sum(align(math.prod(shape) * schema[name].itemsize) for name, shape in shapes.items())
     return slot_arrays(memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE))), schema, shapes)
 
@@ -251,20 +251,20 @@ Shapes = Mapping[str, "tuple[int, ...]"]
 """Whole shapes of arrays by field."""
 
 
-class Exchange:
-    """One end of such memory; nobody may write it while the other still looks."""
+class SharedArrays:
+    """One end of such memory; neither process may write it while the other still reads it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(-1, mmap.PAGESIZE)
 
     @classmethod
-    def create(cls) -> Exchange:
-        """Fresh memory, empty so far."""
+    def create(cls) -> SharedArrays:
+        """Return fresh memory, empty so far."""
         return cls(os.memfd_create("stoker-exchange", os.MFD_CLOEXEC))
 
     def arrays(self, schema: Schema, shapes: Shapes) -> Sample:
-        """Views of it by field, one after another; it is as large as they need afterwards.
+        """Return views of it by field, one after another; it is as large as they need afterwards.
 
         Raises:
             OSError: There is not so much memory.
@@ -284,3 +284,46 @@ class Exchange:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What reaches the encoder: the arrays of a group, or of a stretch of time of it.
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadTask:
+    """One group that someone reads."""
+
+    key: int
+    """Place among the groups of this run."""
+    part: int
+    """Index of the part."""
+    numbers: range
+    """Its members; fewer than the group's size at a part's end."""
+    avoid: int = -1
+    """Worker that failed on it; another one is to try, where there is another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedBatch:
+    """Arrays ready to be encoded."""
+
+    work: ReadTask
+    """The group they belong to."""
+    arrays: Sample
+    """`(samples, *shape)` by field; rows of members that are missing are zeros."""
+    start: int = 0
+    """First time step held; above 0 for later stretches of a long sample."""
+    last: bool = True
+    """Nothing of this group comes after it."""
+    owned: bool = False
+    """The memory is this batch's alone, and need not be copied to outlive it."""
+    origin: Any = None
+    """For the feed that made it: what to free on release."""
+    over: bool = False
+    """It holds nothing: no more of a sample will come of which stretches came before."""
+
+    @classmethod
+    def end(cls, work: ReadTask) -> LoadedBatch:
+        """Return a batch that says that a sample ended early: what is there of its record can go."""
+        return cls(work=work, arrays={}, last=False, origin=(-1, -1), over=True)

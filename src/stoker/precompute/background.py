@@ -1,4 +1,4 @@
-"""Encode single samples on demand, for a loader that meets records which are missing or damaged."""
+"""Fill a cache while it is served: single records on demand, all of it in a child, and spot checks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import copy
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,19 @@ from stoker.errors import (
     StokerError,
     arg,
 )
-from stoker.precompute.encode import TOLERANCE, Encoded, GroupEncoder, distance
-from stoker.precompute.in_process import EncodeWatchdog
-from stoker.precompute.queue import Feed
-from stoker.precompute.run import Run, Standing
+from stoker.precompute.encode import TOLERANCE, BatchEncoder, EncodedRecords, TorchState, distance
+from stoker.precompute.encoder_processes import stored, unpickled
+from stoker.precompute.in_process import ask_encoder
+from stoker.precompute.queue import SampleFeed
+from stoker.precompute.run import LOG_FOLDER, PrecomputeLoop, RunTotals, StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.share import Interrupts, folder_mark
-from stoker.precompute.stages import LOG_FOLDER, Bench
-from stoker.runtime.processes.child import Drain, Output, oom_kills
-from stoker.runtime.processes.wire import Channel, pack
+from stoker.runtime.libc import keep_freed_memory
+from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.wire import Frame, WorkerChannel
+from stoker.runtime.signals import Interrupts
 from stoker.schema import Json, unfolded
-from stoker.sources.files import confined_sources
+from stoker.sources.files import confine_sources, confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed
 from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
@@ -53,36 +54,48 @@ from stoker.store.cache import GrowingCache
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
-# Fill a cache in a process of its own, while the caller trains on what is there.
+# Fill a cache in a child, while the caller trains on what is there.
 #
-# Not in a thread of the caller: switches of its own (TF32, threads, deterministic algorithms) would reach
-# the encoder's bits, the encoder's Python would take turns with the training loop's, and what hangs in a
-# thread cannot be killed. The process gets source and encoder pickled over a private descriptor, encodes
-# block after block, and says how it ended. It ends in order, with what it encoded sealed, when it is told
-# to or its caller is gone.
+# Not in a thread of the caller: reading and handing on would take turns with the training loop for the
+# interpreter's lock, and what hangs in a thread cannot be killed. The child gets source and encoder pickled
+# in shared memory, encodes block after block, and says how it ended. It ends in order, with what it encoded
+# committed, when it is told to or its caller is gone.
 
 
 log = logging.getLogger("stoker")
 
-_LOOK_S = 0.05
-_SEAL_S = 10.0
-"""How long the end of the caller waits for the sealing, which goes on without it."""
-_TAIL_BYTES = 2000
+_POLL_S = 0.05
+_COMMIT_S = 10.0
+"""How long the end of the caller waits for the last commit."""
+
+
+def folder_mark(path: Path) -> tuple[int, int]:
+    """Files in a folder and their bytes: a holder that writes changes it, in the open shard as well."""
+    sizes: list[int] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                sizes.append(entry.stat(follow_symlinks=False).st_size)
+            except FileNotFoundError:  # renamed or removed in between, which is progress
+                sizes.append(-1)
+    return len(sizes), sum(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be filled from what; pickled for the process that does it."""
+class FillTask:
+    """What is to be filled from what; pickled for the child."""
 
     source: Source
     encoder: Encoder | None
     cache_dir: Path
     name: str
     settings: PrecomputeSettings
+    state: TorchState
+    """How the caller has set torch and numpy."""
 
 
-class Background:
-    """A `stoker.store.storage.Filling`: a process that runs `run_precompute`.
+class BackgroundFill:
+    """A `stoker.store.storage.Filling`: a child that runs `run_precompute`.
 
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
@@ -90,36 +103,42 @@ class Background:
         ResourceError: No process can be started.
     """
 
-    def __init__(self, job: Job, folder: Folder) -> None:
-        if job.settings.overwrite:
+    def __init__(self, task: FillTask, folder: Folder) -> None:
+        if task.settings.overwrite:
             raise ConfigError(
                 f"overwrite removes what {arg('wait', False)} is to serve meanwhile. Leave one of them out"
             )
-        settings = replace(job.settings, by_blocks=True, on_hang="exit", progress=None)
+        settings = replace(task.settings, by_blocks=True, progress=None)
         missing = set(folder.missing(retry_quarantined=settings.retry_quarantined).tolist())
         again = {number: failure for number, failure in folder.failures().items() if number in missing}
         self._path = folder.path
         self._growing = GrowingCache(folder.path, folder.recipe, again)
-        limits = settings.timeouts
-        self._quiet_s = sum(getattr(limits, entry.name) for entry in fields(limits))
+        self._quiet_s = settings.timeouts.total_s
         self._mark, self._moved = folder_mark(folder.path), time.monotonic()
         self._end: dict[str, Any] | None = None
         self._owner = os.getpid()
         self._error: StokerError | Interrupted | None = None
-        self._oom_kills = oom_kills()
-        payload = _pickled(replace(job, settings=settings))
-        logs = folder.path.parent.parent / ".workers"
+        payload = _pickled(replace(task, settings=settings))
+        logs = folder.path.parent.parent / LOG_FOLDER
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._output = Output(logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt")
-        self._outputs = (Drain(), self._output)
+        drain, task_fd = Drain(), stored(payload)
         try:
-            self._process, self._channel = _spawn(payload, self._output)
-        except OSError as error:
-            self._output.close(keep=False)
-            raise ResourceError(f"a process to fill {folder.path} cannot be started: {error}") from error
-        self._outputs[0].add(self._output)
-        self._stop = weakref.finalize(self, _end, self._process, self._channel, self._outputs, os.getpid())
-        log.info("%s is filled by process %d meanwhile", folder.path, self._process.pid)
+            self._child = LoggedChild(
+                "stoker.precompute.background:serve",
+                (task_fd,),
+                what=f"a process to fill {folder.path}",
+                log=logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt",
+                drain=drain,
+                death_signal=signal.SIGTERM,
+            )
+        except BaseException:
+            drain.close()
+            raise
+        finally:
+            os.close(task_fd)
+        self._child.channel.send({"kind": "start", "confined": confined_sources()})
+        self._stop = weakref.finalize(self, _stop_child, self._child, drain, os.getpid())
+        log.info("%s is filled by process %d meanwhile", folder.path, self._child.pid)
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """As in the protocol."""
@@ -134,9 +153,8 @@ class Background:
         """As in the protocol."""
         if self._end is None:
             self._check_process()
-            self._end = next(iter(self._channel.receive()), None)
-            if self._end is None and self._process.poll() is not None:
-                self._end = next(iter(self._channel.receive()), None) or {"kind": "died"}
+            ended = self._child.ended()  # looked at first: what it sent before its end is in the socket then
+            self._end = next(iter(self._child.channel.receive()), {"kind": "died"} if ended else None)
             if self._end is not None and self._end["kind"] != "done":
                 self._error = self._explained(self._end)
         if self._error is not None:
@@ -152,19 +170,19 @@ class Background:
                 self._mark, self._moved = present, now
                 return
             if now - self._moved > self._quiet_s:
-                self._process.kill()
+                self._child.kill()
                 raise StalledError(
                     f"nothing was added to {self._path} for {self._quiet_s:g} s, so process "
-                    f"{self._process.pid}, which fills it, was killed. Run it again to resume"
+                    f"{self._child.pid}, which fills it, was killed. Run it again to resume"
                 )
-            time.sleep(min(_LOOK_S, timeout_s))
+            time.sleep(min(_POLL_S, timeout_s))
 
     def stop(self) -> None:
-        """End it in order: what was encoded is sealed, the same call resumes. Safe to call twice."""
+        """End it in order: what was encoded is committed, the same call resumes. Safe to call twice."""
         self._stop()
 
     def _check_process(self) -> None:
-        """Refuse a fork of ours: what it took from the channel would never reach who began the filling."""
+        """Refuse a fork of ours: what it took from the channel would never reach the process that began."""
         if os.getpid() != self._owner:
             raise ConfigError(
                 f"{self._path} is being filled for process {self._owner}, and this one is a fork of that. "
@@ -174,95 +192,79 @@ class Background:
     def _explained(self, end: dict[str, Any]) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
-            return kind(f"filling {self._path} beside the training failed: {end['message']}")
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LOOK_S)
-        code = self._process.returncode
-        text = f"process {self._process.pid}, which fills {self._path}, "
-        if code == StalledError.exit_code:
-            return StalledError(f"{text}ended because its encoder hung: {self._output.tail(_TAIL_BYTES)}")
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        tail = self._output.tail(_TAIL_BYTES)
-        if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-            return ResourceError(
-                f"{text}{how}: memory is short. What is sealed stays; run it again to resume"
-            )
-        said = f". It said: {tail}" if tail else ""
-        return StokerError(f"{text}{how}. What is sealed stays; run it again to resume{said}")
+            return kind(f"filling {self._path} while training failed: {end['message']}")
+        ended, tail = self._child.exit, self._child.tail()
+        text = (
+            f"process {self._child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
+            f"again to resume{f'. It said: {tail}' if tail else ''}"
+        )
+        return ResourceError(text) if ended is not None and ended.out_of_memory else StokerError(text)
 
 
-def _pickled(job: Job) -> bytes:
-    """The job, with the encoder on the CPU: the other process brings its own to the device."""
-    with nullcontext() if job.encoder is None else moved(job.encoder, torch.device("cpu")):
-        return packed(job, "job", otherwise=f"Or leave {arg('wait', False)} out")
+def _pickled(task: FillTask) -> bytes:
+    """Return the task, with the encoder on the CPU: the child brings its own to the device."""
+    with nullcontext() if task.encoder is None else moved(task.encoder, torch.device("cpu")):
+        return packed(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
-def _spawn(payload: bytes, output: Output) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start the process in a session of its own, so that Ctrl-C reaches it through us alone."""
-    frame = {
-        "kind": "job",
-        "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
-        "confined": confined_sources(),
-        "threads": torch.get_num_threads(),
-    }
-    ours, theirs = socket.socketpair()
-    work = os.memfd_create("stoker-fill", os.MFD_CLOEXEC)
-    try:
-        with theirs, open(work, "wb", closefd=False) as file:
-            file.write(pack(frame, payload))
-            file.write(payload)
-            file.flush()
-            fds = (theirs.fileno(), work)
-            words = ["-m", "stoker.precompute.fill_process", *map(str, fds), str(os.getpid())]
-            process = subprocess.Popen(
-                [sys.executable, "-P", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output.write_fd,
-                stderr=output.write_fd,
-                pass_fds=fds,
-                start_new_session=True,
-            )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        os.close(work)
-    output.handed_over()
-    return process, Channel(ours)
-
-
-def _end(
-    process: subprocess.Popen[bytes], channel: Channel, outputs: tuple[Drain, Output], owner: int
-) -> None:
-    """Tell the process to end, and give it time to seal."""
+def _stop_child(child: LoggedChild, drain: Drain, owner: int) -> None:
+    """Tell the child to end, and give it time to commit."""
     if os.getpid() != owner:  # a fork of ours: it is not its to end
         return
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_SEAL_S)
-    channel.close()
-    drain, output = outputs
-    drain.remove(output)
+    child.stop(_COMMIT_S)
+    failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
+    child.discard(keep_log=failed)
     drain.close()
-    output.close(keep=process.poll() not in (0, -signal.SIGTERM))
+
+
+def serve(connection: Connection) -> int:
+    """Fill a cache; what the child of a `BackgroundFill` runs."""
+    keep_freed_memory()  # before there are threads
+    channel, (task_fd,) = WorkerChannel(connection.socket), connection.shared
+    try:
+        if (start := channel.next()) is None:
+            return 0
+        confine_sources(start["confined"])
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        end = _fill(task_fd)
+    except StokerError as error:
+        end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
+    except Interrupted as error:
+        end = {"kind": "failed", "error": Interrupted.__name__, "message": str(error)}
+    except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
+        traceback.print_exc()
+        end = {"kind": "failed", "error": "StokerError", "message": f"{type(error).__name__}: {error}"}
+    with suppress(OSError):  # the caller is gone, and with it everybody to be told
+        channel.send(end)
+    return 0
+
+
+def _fill(task_fd: int) -> Frame:
+    from stoker.precompute.engine import run_precompute
+
+    task: FillTask = unpickled(task_fd)
+    with task.state.entered():
+        report = run_precompute(
+            task.source, task.encoder, task.cache_dir, name=task.name, settings=task.settings
+        )
+    return {"kind": "done", "encoded": report.encoded}
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Encode a few records again beside training, and compare them with what is stored.
+# Encode a few records again while training, and compare them with what is stored.
 #
 # A checksum says that bytes are as they were written; this says that they are what source and encoder give
-# now. It runs in a thread of the lowest priority, on the CPU, with a copy of the encoder and a reader
+# now. It runs in a thread of the lowest priority, on the CPU, with a copy of the encoder and a worker
 # process of its own, so that it takes what training leaves.
 
 
-_POLL_S = 0.25
+_LOOK_S = 0.25
 _END_S = 5.0
 _LOWEST = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class SpotDifference:
     """One record that is not what its sample gives now."""
 
     cache: str
@@ -284,13 +286,13 @@ class SpotReport:
     """Records that were to be compared."""
     checked: int = 0
     """Records that were."""
-    different: list[Difference] = field(default_factory=list[Difference])
+    different: list[SpotDifference] = field(default_factory=list[SpotDifference])
     """Those that differ by more than rounding."""
     failed: list[str] = field(default_factory=list[str])
     """Why records could not be compared."""
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "wanted": self.wanted,
             "checked": self.checked,
@@ -353,7 +355,7 @@ class SpotCheck:
 
     def _wait_for(self, other: SpotCheck) -> None:
         while other._thread.is_alive() and not self._stop.is_set():
-            other._thread.join(_POLL_S)
+            other._thread.join(_LOOK_S)
 
     def finish(self, wait_s: float = 0.0) -> SpotReport:
         """End it, after `wait_s` seconds at most, and say what it found by then."""
@@ -376,7 +378,7 @@ class SpotCheck:
                 self._check_all()
         except (StokerError, OSError) as error:
             self._fail(str(error))
-        except Exception as error:  # noqa: BLE001 - a thread's edge: training goes on, and the report says it
+        except Exception as error:  # noqa: BLE001 - a thread's edge: training continues, and the report says it
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, why: str) -> None:
@@ -399,27 +401,28 @@ class SpotCheck:
                 "Run precompute for a new one"
             )
         folder = Folder(cache.path, cache.name, recipe)
-        bench = Bench(self._source, self._encoder, folder, settings, missing=self._numbers, rehearsal=True)
-        feed = bench.feed()
+        builder = StageBuilder(
+            self._source, self._encoder, folder, settings, missing=self._numbers, rehearsal=True
+        )
+        feed = builder.feed()
         try:
-            self._compare_all(bench, feed, bench.encoder())
+            self._compare_all(builder, feed, builder.encoder())
         finally:
             feed.close()
-            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
-                bench.logs.rmdir()
+            builder.remove_empty_logs()
 
-    def _compare_all(self, bench: Bench, feed: Feed, encoder: GroupEncoder) -> None:
+    def _compare_all(self, builder: StageBuilder, feed: SampleFeed, encoder: BatchEncoder) -> None:
         while not (feed.finished or self._stop.is_set()):
-            for parcel in feed.poll(_POLL_S):
-                wanted = bench.queue.wanted(parcel.work)
-                encoded = encoder.encode(parcel, wanted, bench.ledger.fault)
+            for batch in feed.poll(_LOOK_S):
+                wanted = builder.queue.wanted(batch.work)
+                encoded = encoder.encode(batch, wanted, builder.ledger.fault)
                 if encoded is not None:
                     self._compare(encoded)
-                feed.release(parcel)
-        for failure in bench.ledger.failures:
+                feed.release(batch)
+        for failure in builder.ledger.failures:
             self._fail(f"sample {failure.number} ({failure.stage}: {failure.error})")
 
-    def _compare(self, encoded: Encoded) -> None:
+    def _compare(self, encoded: EncodedRecords) -> None:
         for place, number in enumerate(encoded.numbers):
             stored = self._cache[number]
             fresh = {name: values[place] for name, values in encoded.records.items()}
@@ -429,7 +432,7 @@ class SpotCheck:
                 error = distance(stored[name], values)
                 if not error <= limit:
                     self._report.different.append(
-                        Difference(
+                        SpotDifference(
                             cache=self._cache.name, number=number, field=name, error=error, limit=limit
                         )
                     )
@@ -449,8 +452,7 @@ class SpotCheck:
 def recipe_of(
     source: Source, encoder: Encoder | None, cache_dir: Path, settings: PrecomputeSettings
 ) -> Recipe:
-    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its deadline."""
-    watchdog = EncodeWatchdog.of_settings(settings, cache_dir / LOG_FOLDER)
+    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its timeout."""
     digests = Digests(cache_dir, settings.identity)
     return make_recipe(
         source,
@@ -458,7 +460,7 @@ def recipe_of(
         dtype=settings.dtype,
         encode_batch=settings.encode_batch,
         digests=digests,
-        ask=watchdog.ask,
+        ask=partial(ask_encoder, timeout_s=settings.timeouts.encode, logs=cache_dir / LOG_FOLDER),
     )
 
 
@@ -494,7 +496,7 @@ class EncodeFiller:
 
     @property
     def source(self) -> Source:
-        """Where raw samples come from."""
+        """Return where raw samples come from."""
         return self._source
 
     @property
@@ -531,55 +533,61 @@ class EncodeFiller:
                 f"Run precompute first, or give more time"
             )
 
-    def begin(self) -> Background:
-        """A process that encodes all that is missing, begun.
+    def begin(self) -> BackgroundFill:
+        """Start a process that encodes all that is missing.
 
         Raises:
             SourceError: As `fill`; or source and encoder cannot be sent to a process.
         """
-        job = Job(
+        task = FillTask(
             source=self._source,
             encoder=self._encoder,
             cache_dir=self._cache_dir,
             name=self._name,
             settings=self._all,
+            state=TorchState.of_caller(),
         )
-        return Background(job, self._folder())
+        return BackgroundFill(task, self._folder())
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
-        """A comparison of `count` records of `cache` with what source and encoder give now, not begun."""
+        """Return a comparison of `count` records of `cache` with their samples now; it is not begun."""
         return SpotCheck(self._source, self._encoder, cache, self._settings, count=count, seed=seed)
 
     def _encode(
         self, folder: Folder, missing: np.ndarray[tuple[int], np.dtype[np.int64]], until: float
     ) -> bool:
-        bench = Bench(self._source, self._encoder, folder, self._settings, missing=missing)
-        feed = bench.feed()
-        standing = Standing(
+        builder = StageBuilder(self._source, self._encoder, folder, self._settings, missing=missing)
+        totals = RunTotals(
             name=self._name,
             total=folder.recipe.count,
             missing=len(missing),
             quarantined=0,
             device=self._settings.device,
         )
-        try:
-            encoding, writer = bench.encoding(feed, compare_first=False), bench.writer()
-            stages = bench.stages(feed, encoding, writer)
+        with ExitStack() as ends:
+            feed = builder.feed()
+            ends.callback(builder.remove_empty_logs)
+            ends.callback(feed.close)
+            encoding, writer = builder.encoding(feed, compare_first=False), builder.writer()
+            ends.callback(encoding.close)
+            loop = PrecomputeLoop(
+                builder.stages(feed, encoding, writer),
+                totals,
+                interrupts=Interrupts(),
+                sink=None,
+                pacing=None,
+            )
             try:
-                finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
+                finished = loop.run(until)
             finally:
                 encoding.clock.alive(bounded=False)
-                bench.seal(writer)
+                builder.seal(writer)
             writer.check()
-        finally:
-            feed.close()
-            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
-                bench.logs.rmdir()
-        bench.leave_device()
+        builder.leave_device()
         return finished
 
     def _folder(self) -> Folder:
-        """The cache's folder, after a look at the source: it may have changed since the cache was made."""
+        """Return the cache's folder, after a look at the source, which may have changed meanwhile."""
         recipe = recipe_of(self._source, self._encoder, self._cache_dir, self._settings)
         if self._fingerprint not in (None, recipe.fingerprint):
             raise SourceError(

@@ -1,4 +1,4 @@
-"""Encode parcels in fixed groups, so that a record's bits depend on its sample and nothing else.
+"""Encode batches of fixed shape, so that a record's bits depend on its sample and nothing else.
 
 Kernels may round otherwise for another batch size. So every call of the encoder has the shape that the recipe
 names: short groups are padded with zeros, missing members are zeros, long samples are cut into chunks of
@@ -13,10 +13,11 @@ import dataclasses
 import mmap
 import pickle
 import random
+import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
-from stoker.precompute.heartbeat import EncodeClock
-from stoker.precompute.queue import Parcel
-from stoker.precompute.reading import SampleFault
+from stoker.precompute.arena import LoadedBatch
+from stoker.precompute.worker import SampleFault
+from stoker.runtime.guard import guard_page
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.schema import FLOATS, SHAPE_SUFFIX, Schema
 from stoker.store.cache import Cache
 from stoker.store.recipe import Recipe
@@ -86,7 +88,7 @@ def refuse_random(first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, 
 
 
 def distance(stored: Tensor, fresh: Tensor) -> float:
-    """Largest difference as a fraction of the largest value of `fresh`; infinite for another shape.
+    """Return the largest difference as a fraction of the largest value of `fresh`; inf for another shape.
 
     >>> distance(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
     0.2
@@ -107,15 +109,96 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Where the encoder stands: for the watchdog, the progress display, and a guardian if there is one.
+
+
+@dataclass(slots=True)
+class EncodeClock:
+    """Time inside the encoder."""
+
+    limit_s: float = 0.0
+    """Seconds within which the encoder, or the loop around it, must move; 0: not bounded."""
+    lanes: int = 1
+    """Encoders that work at the same time."""
+    seconds: float = 0.0
+    calls: int = 0
+    begun: float | None = None
+    """`time.monotonic()` when the present call began, or None."""
+    numbers: range = field(default_factory=lambda: range(0))
+    """The group in hand."""
+    lost: bool = False
+    """The device cannot be used again in this process; the last thing a guardian is told."""
+    given_up: bool = False
+    """The caller no longer waits for the encoder: no further call of it may begin."""
+    page: HeartbeatPage | None = field(default_factory=guard_page)
+    """Read by the guardian or owner that would kill this process. None: there is no such process, or another
+    clock of this process has the page, which has room for what one thread does."""
+
+    @contextmanager
+    def starting(self, limit_s: float) -> Generator[None]:
+        """Count a trial of the encoder, or its way to the device, which may hang as a call of it may."""
+        self.begun = time.monotonic()
+        if self.page is not None:
+            self.page.write("start", limit_s=limit_s)
+        try:
+            yield
+        finally:
+            self.begun = None
+            self.alive(bounded=False)
+
+    def begin(self) -> None:
+        """Note that a call of the encoder begins.
+
+        Raises:
+            StalledError: The caller no longer waits for it.
+        """
+        if self.given_up:
+            raise StalledError("the call was given up")
+        self.begun = time.monotonic()
+        self._tell("encode")
+
+    def end(self) -> None:
+        """Note that it has returned or raised."""
+        if self.begun is not None:
+            self.seconds += time.monotonic() - self.begun
+        self.calls += 1
+        self.begun = None
+        self._tell("wait", groups=1)
+
+    def alive(self, *, bounded: bool) -> None:
+        """Note a round of the run's loop; `bounded`: the next will take no longer than `limit_s`."""
+        self._tell("wait", bounded=bounded)
+
+    def give_up(self) -> None:
+        """Note that the caller no longer waits: make no further call, and do not move the encoder."""
+        self.given_up = True
+
+    def lose_device(self) -> None:
+        """Note that the device cannot be used again in this process."""
+        self._tell("lost")
+        self.lost = True
+
+    def _tell(self, stage: str, *, groups: int = 0, bounded: bool = True) -> None:
+        if self.page is not None and not self.lost:
+            number = self.numbers.start if stage != "wait" else -1
+            limit_s = self.limit_s if bounded else 0.0
+            self.page.write(stage, number, done=groups, limit_s=limit_s)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encode a batch.
+
+
 Batch: TypeAlias = "dict[str, Tensor]"
 
 _FATAL = (EncoderError, ResourceError, DeviceError, StalledError)
-"""What no other sample, and no smaller group, would mend."""
+"""Errors that no other sample and no smaller group would avoid."""
 _BITS = {"bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopiedRecords:
     """Places of the records of recognized samples in another cache."""
 
     origin: Cache
@@ -128,7 +211,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedRecords:
     """Records of one group, ready for the writer."""
 
     numbers: list[int]
@@ -141,12 +224,12 @@ class Encoded:
     """Bytes of the tensors."""
     contents: NDArray[np.uint64] | None = None
     """Digests of the samples, `(len(numbers), 2)`."""
-    copied: Copied | None = None
+    copied: CopiedRecords | None = None
     """The records are those of another cache, and nothing was encoded."""
 
 
-class GroupEncoder:
-    """Applies an encoder (or none: samples are stored as they are) to parcels."""
+class BatchEncoder:
+    """Applies an encoder (or none: samples are stored as they are) to batches."""
 
     def __init__(
         self,
@@ -172,12 +255,12 @@ class GroupEncoder:
         """On a CPU, make the first call twice and refuse an encoder that gives something else."""
 
     def encode(
-        self, parcel: Parcel, wanted: list[int], fault: Callable[[SampleFault], object]
-    ) -> Encoded | None:
-        """Encode a parcel.
+        self, loaded: LoadedBatch, wanted: list[int], fault: Callable[[SampleFault], object]
+    ) -> EncodedRecords | None:
+        """Encode a loaded batch.
 
         Args:
-            parcel: Arrays of one group, or a stretch of one.
+            loaded: Arrays of one group, or a stretch of one.
             wanted: Members to keep.
             fault: Told of each wanted member that the encoder cannot take.
 
@@ -195,52 +278,52 @@ class GroupEncoder:
             refused.add(reason.number)
             fault(reason)
 
-        self.clock.numbers = parcel.work.numbers
-        if parcel.over or not wanted:
-            self.forget(parcel.work.key)
+        self.clock.numbers = loaded.work.numbers
+        if loaded.over or not wanted:
+            self.forget(loaded.work.key)
             return None
         batch = {
-            name: _tensor(array, self._sample_schema[name].dtype) for name, array in parcel.arrays.items()
+            name: _tensor(array, self._sample_schema[name].dtype) for name, array in loaded.arrays.items()
         }
         marked = False
         if self._encoder is None:
             output = batch
         elif self._steps is not None:
-            output = self._encode_steps(batch, parcel, refuse)
+            output = self._encode_steps(batch, loaded, refuse)
         else:
-            output, marked = self._encode_group(batch, parcel, refuse)
+            output, marked = self._encode_group(batch, loaded, refuse)
         if output is None:
             return None
         kept = [number for number in wanted if number not in refused]
-        return self._select(output, parcel, kept, fault, marked=marked)
+        return self._select(output, loaded, kept, fault, marked=marked)
 
     def forget(self, key: int) -> None:
         """Let go of what is there of the record of a long sample."""
         self._partials.pop(key, None)
 
     def _encode_group(
-        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], object]
+        self, batch: Batch, loaded: LoadedBatch, fault: Callable[[SampleFault], object]
     ) -> tuple[Batch | None, bool]:
         try:
             return self._call_with_halving(batch)
         except _FATAL:
             raise
         except Exception as error:  # noqa: BLE001  users' code, and one sample must not end a run
-            return self._without_culprits(batch, parcel, error, fault)
+            return self._without_culprits(batch, loaded, error, fault)
 
     def _without_culprits(
-        self, batch: Batch, parcel: Parcel, error: Exception, fault: Callable[[SampleFault], object]
+        self, batch: Batch, loaded: LoadedBatch, error: Exception, fault: Callable[[SampleFault], object]
     ) -> tuple[Batch | None, bool]:
         """Report the members on which the encoder fails, and encode the others with zeros in their place."""
         nothing = {name: self._zeros(name, value) for name, value in batch.items()}
         if self._fails(nothing) and not self._succeeded:
             raise EncoderError(
-                f"the encoder failed on samples {_span(parcel.work.numbers)} and fails on zeros of the same "
+                f"the encoder failed on samples {_span(loaded.work.numbers)} and fails on zeros of the same "
                 f"shapes as well, so it is not the data: {type(error).__name__}: {error}"
             ) from error
         rest = {name: value.clone() for name, value in batch.items()}
         culprits: list[int] = []
-        for member, number in enumerate(parcel.work.numbers):
+        for member, number in enumerate(loaded.work.numbers):
             alone = {name: value.clone() for name, value in nothing.items()}
             for name, value in alone.items():
                 value[member] = batch[name][member]
@@ -248,16 +331,16 @@ class GroupEncoder:
                 culprits.append(number)
                 for value in rest.values():
                     value[member] = 0
-        if not culprits or len(culprits) == len(parcel.work.numbers) or self._fails(rest):
-            culprits = list(parcel.work.numbers)
+        if not culprits or len(culprits) == len(loaded.work.numbers) or self._fails(rest):
+            culprits = list(loaded.work.numbers)
         for number in culprits:
             fault(_encoder_fault(number, f"{type(error).__name__}: {error}"))
-        if len(culprits) == len(parcel.work.numbers):
+        if len(culprits) == len(loaded.work.numbers):
             return None, False
         return self._call_with_halving(rest)
 
     def _zeros(self, name: str, value: Tensor) -> Tensor:
-        """Zeros of the same shape; sizes of axes stay, since rows are as many as they say."""
+        """Return zeros of the same shape; sizes of axes stay, since rows are as many as they say."""
         folded = self._sample_schema.get(name.removesuffix(SHAPE_SUFFIX))
         sizes = name.endswith(SHAPE_SUFFIX) and folded is not None and folded.folded
         return value.clone() if sizes else torch.zeros_like(value)
@@ -303,7 +386,7 @@ class GroupEncoder:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, True
 
     def _call(self, batch: Batch) -> Batch:
-        """One call of the encoder: to its device, encode, back to the CPU, checked."""
+        """Call the encoder once: to its device, encode, back to the CPU, checked."""
         first = not self._succeeded
         before = random_states(self._device) if first else None
         again = {name: _alike(value) for name, value in batch.items()} if first else {}
@@ -353,16 +436,16 @@ class GroupEncoder:
                 )
 
     def _encode_steps(
-        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], object]
+        self, batch: Batch, loaded: LoadedBatch, fault: Callable[[SampleFault], object]
     ) -> Batch | None:
         """Encode the chunks of a stretch of one sample; the whole record once its last stretch is in."""
-        key = parcel.work.key
-        if parcel.start == 0:  # also when its reader was lost half-way and another one begins anew
+        key = loaded.work.key
+        if loaded.start == 0:  # also when its worker was lost half-way and another one starts over
             self._partials[key] = {}
         elif key not in self._partials:
             return None  # it failed on an earlier stretch
         try:
-            self._chunks(batch, parcel.start, self._partials[key])
+            self._chunks(batch, loaded.start, self._partials[key])
         except _FATAL:
             raise
         except Exception as error:
@@ -372,10 +455,10 @@ class GroupEncoder:
                 raise EncoderError(
                     f"the encoder fails on any input: {type(error).__name__}: {error}"
                 ) from error
-            fault(_encoder_fault(parcel.work.numbers[0], f"{type(error).__name__}: {error}"))
+            fault(_encoder_fault(loaded.work.numbers[0], f"{type(error).__name__}: {error}"))
             self._partials.pop(key)
             return None
-        return self._partials.pop(key) if parcel.last else None
+        return self._partials.pop(key) if loaded.last else None
 
     def _chunks(self, batch: Batch, start: int, record: Batch) -> None:
         assert self._steps is not None
@@ -387,7 +470,7 @@ class GroupEncoder:
             self._keep(record, output, start + begin, self._total(rows))
 
     def _total(self, rows: int) -> int:
-        """Time steps of the whole sample; for a ragged one those that are here."""
+        """Return the time steps of the complete sample; for a ragged one those that are here."""
         spec = next(spec for spec in self._sample_schema.values() if spec.time)
         return rows if spec.ragged else spec.shape[0]
 
@@ -418,14 +501,14 @@ class GroupEncoder:
     def _select(
         self,
         output: Batch,
-        parcel: Parcel,
+        loaded: LoadedBatch,
         wanted: list[int],
         fault: Callable[[SampleFault], object],
         *,
         marked: bool,
-    ) -> Encoded | None:
-        """Rows of the wanted members, in memory that outlives the parcel."""
-        first = parcel.work.numbers.start
+    ) -> EncodedRecords | None:
+        """Return the rows of the wanted members, in memory that outlives the loaded batch."""
+        first = loaded.work.numbers.start
         rows = [number - first for number in wanted]
         if self._reject_nan and self._encoder is not None:
             for row, name in self._nan_rows(output).items():
@@ -440,15 +523,17 @@ class GroupEncoder:
         records: dict[str, Tensor | list[Tensor]] = {}
         for name, value in output.items():
             kept = value[: len(rows)] if whole else value.index_select(0, index)
-            if whole and not parcel.owned and _within(kept, parcel):
+            if whole and not loaded.owned and _within(kept, loaded):
                 kept = _copied(kept)
             records[name] = list(kept) if self._record_schema[name].ragged else kept.contiguous()
         numbers = [first + row for row in rows]
         size = sum(value.nbytes for value in output.values())
-        return Encoded(numbers=numbers, records=records, marked=numbers if marked else [], size_bytes=size)
+        return EncodedRecords(
+            numbers=numbers, records=records, marked=numbers if marked else [], size_bytes=size
+        )
 
     def _nan_rows(self, output: Batch) -> dict[int, str]:
-        """Rows that hold NaN or infinity, with a field that does: a sum meets all, then we look closer."""
+        """Return rows with NaN or infinity, and a field that has it: a sum meets all, then we look closer."""
         found: dict[int, str] = {}
         for name, spec in self._record_schema.items():
             if spec.dtype not in FLOATS or not output[name].numel():
@@ -478,16 +563,16 @@ def _alike(value: Tensor) -> Tensor:
 
 
 def _copied(value: Tensor) -> Tensor:
-    """A copy made by one thread: workers have the other cores, and torch would wait for all of them."""
+    """Copy with one thread: workers have the other cores, and torch would wait for all of them."""
     fresh = torch.empty_like(value, memory_format=torch.contiguous_format)
     np.copyto(np.asarray(view_bytes(fresh.reshape(-1))), np.asarray(view_bytes(value.reshape(-1))))
     return fresh
 
 
-def _within(value: Tensor, parcel: Parcel) -> bool:
-    """Whether a tensor lies in the parcel's memory, which will be written over."""
+def _within(value: Tensor, loaded: LoadedBatch) -> bool:
+    """Return whether a tensor lies in the loaded batch's memory, which will be written over."""
     at = value.untyped_storage().data_ptr()
-    for array in parcel.arrays.values():
+    for array in loaded.arrays.values():
         begin = array.__array_interface__["data"][0]
         if begin <= at < begin + max(array.nbytes, 1):
             return True
@@ -509,48 +594,6 @@ def _device_lost(error: Exception) -> bool:
 
 def _span(numbers: range) -> str:
     return f"{numbers.start}-{numbers.stop - 1}"
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Who encodes the parcels of a run: children (`encoder_processes.py`), or this process (`in_process.py`).
-
-
-class Encoding(Protocol):
-    """Takes parcels and gives records, in whatever order. Called by one thread."""
-
-    clock: EncodeClock
-    """Time inside the encoder, on all devices."""
-
-    @property
-    def hungry(self) -> bool:
-        """Some encoder has nothing to do."""
-        ...
-
-    def take(self, parcel: Parcel) -> bool:
-        """Have a parcel encoded; False when there is no room for it now.
-
-        From then on it is this object that gives it back to its feed.
-
-        Raises:
-            StokerError: No other sample, and no other device, would mend what went wrong.
-        """
-        ...
-
-    def results(self) -> list[Encoded]:
-        """What has been encoded since the last call. Errors as `take`."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when there may be results or room, or after `timeout_s`."""
-        ...
-
-    def processor_s(self) -> float:
-        """Processor time that processes of its own have used."""
-        ...
-
-    def close(self) -> None:
-        """End the processes that it started; safe to call twice."""
-        ...
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -611,7 +654,7 @@ def _turn(switches: list[Any], values: list[Any], older: tuple[str | None, bool 
 
 @contextmanager
 def _without_advice() -> Generator[None]:
-    """Some versions of torch warn of the older switches, which a user of Stoker cannot help."""
+    """Silence warnings of the older switches in some versions of torch, which no user of ours can avoid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -622,7 +665,7 @@ def _cudnn_tf32() -> bool:
 
 
 def _legible(ask: Callable[[], T]) -> T | None:
-    """The answer, or None where the program has set the newer switch and torch refuses the older question."""
+    """Return the answer; None where torch refuses the older question since the newer switch is set."""
     try:
         return ask()
     except RuntimeError:
@@ -652,8 +695,8 @@ class TorchState:
     deterministic: tuple[bool, bool]
     """Whether deterministic algorithms are asked for, and only warned of where there are none."""
     flushes_denormals: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Kinds of devices for which it is on, with the dtype of each."""
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """Kinds of devices for which it is on, with the dtype of each and whether it caches weights."""
     flags: dict[tuple[str, str], Any]
     """Switches of `torch.backends`."""
     attention: dict[str, bool]
@@ -674,7 +717,7 @@ class TorchState:
             ),
             flushes_denormals=tiny.item() == 0.0,
             autocast=tuple(
-                (kind, torch.get_autocast_dtype(kind))
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
                 for kind in ("cpu", "cuda")
                 if torch.is_autocast_enabled(kind)
             ),
@@ -689,11 +732,13 @@ class TorchState:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Compute so while entered; for a process of ours, in which it need not be undone."""
-        torch.set_num_threads(self.threads)
+        """Compute so while entered, in a child or in a new thread of the process that it was taken from.
+
+        What belongs to the process is not undone: a child ends, and the other already has it so.
+        """
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)  # OpenMP counts for each thread separately
         torch.set_default_dtype(self.dtype)
-        if self.device.type != "cpu":
-            torch.set_default_device(self.device)
         if self.deterministic != TorchState.of_caller().deterministic:  # a call imports torch's compiler
             torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         if self.flushes_denormals:
@@ -704,8 +749,10 @@ class TorchState:
         for name, value in self.attention.items():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
         with ExitStack() as stack:
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
+            if self.device.type != "cpu":
+                stack.enter_context(self.device)
+            for kind, dtype, cached in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
             stack.enter_context(np.errstate(**self.numpy_errors))
             yield
 
@@ -715,3 +762,45 @@ def _backend(path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Who encodes the batches of a run: children (`encoder_processes.py`), or this process (`in_process.py`).
+
+
+class EncodeStage(Protocol):
+    """Takes batches and gives records, in whatever order. Called by one thread."""
+
+    clock: EncodeClock
+    """Time inside the encoder, on all devices."""
+
+    @property
+    def hungry(self) -> bool:
+        """Some encoder has nothing to do."""
+        ...
+
+    def take(self, batch: LoadedBatch) -> bool:
+        """Have a loaded batch encoded; False when there is no room for it now.
+
+        From then on it is this object that gives it back to its feed.
+
+        Raises:
+            StokerError: No other sample, and no other device, would help.
+        """
+        ...
+
+    def results(self) -> list[EncodedRecords]:
+        """Return what has been encoded since the last call. Errors as `take`."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there may be results or room, or after `timeout_s`."""
+        ...
+
+    def processor_s(self) -> float:
+        """Return the processor time that processes of its own have used."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that it started; safe to call twice."""
+        ...

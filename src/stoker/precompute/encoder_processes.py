@@ -1,4 +1,4 @@
-"""The encoder in child processes: one on each device, fed by the same workers, and one writer for all.
+"""The encoder in child processes: one for each device, fed by the same workers.
 
 A child for each, also for a single device or the CPU. A call that hangs is killed with its process, an error
 that leaves a CUDA context beyond use takes nothing else along, allocator and switches of torch are set where
@@ -7,9 +7,9 @@ and 042). Which device a group goes to is a matter of who has room; its bits do 
 call of an encoder has the shape that the recipe names, and the child computes as its owner would
 (`TorchState`).
 
-A device that is lost, hangs, dies or runs out of memory costs nobody else anything. The groups that it had in
-hand are read again and go to whoever has room. Its process is started again, but not for ever, and not where
-memory was short; a group at which processes end again and again ends the run.
+A device that is lost, hangs, dies or runs out of memory costs the other devices nothing. Its groups are read
+again and go to a device that has room. Its process is started again, but not for ever, and not where memory
+was short. A group at which `MAX_TRIES` processes ended ends the run.
 
 Groups and records travel in memory that both map, two desks in each direction, so that a child need not wait.
 """
@@ -27,21 +27,30 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker import errors
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, ResourceError, StalledError, StokerError
 from stoker.plan.resources import use_device
-from stoker.precompute.arena import Exchange
-from stoker.precompute.encode import Encoded, GroupEncoder, TorchState, full_precision
-from stoker.precompute.heartbeat import EncodeClock
-from stoker.precompute.queue import Feed, GroupWork, Ledger, Parcel, WorkQueue
-from stoker.precompute.reading import SampleFault
+from stoker.precompute.arena import LoadedBatch, ReadTask, SharedArrays
+from stoker.precompute.encode import (
+    BatchEncoder,
+    CopiedRecords,
+    EncodeClock,
+    EncodedRecords,
+    EncodeStage,
+    TorchState,
+    full_precision,
+)
+from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.worker import SampleFault
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.processes.entry import Connection
@@ -49,6 +58,7 @@ from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import Sample, Schema
 from stoker.store import Recipe
+from stoker.store.folder import SampleLookup, digest_samples
 from stoker.store.values import from_array, view_bytes
 
 log = logging.getLogger("stoker")
@@ -73,7 +83,7 @@ class EncodeTask:
     """Fields of a raw sample."""
     nan: str
     compare_first: bool
-    """See `GroupEncoder`."""
+    """See `BatchEncoder`."""
     state: TorchState
     """How the program that asked has set torch and numpy."""
 
@@ -83,7 +93,7 @@ class EncoderLaunch:
     """What every encoder process of a run is started with."""
 
     task_fd: int
-    """A pickled `EncodeTask` in memory that all map; closed by whoever has the processes."""
+    """A pickled `EncodeTask` in memory that all map; closed by the owner of the processes."""
     samples: Schema
     """Fields of a raw sample."""
     records: Schema
@@ -95,36 +105,48 @@ class EncoderLaunch:
     logs: Path
     """Folder of output and stack dumps."""
 
-    @staticmethod
-    def stored(payload: bytes) -> int:
-        """Return a descriptor of memory that holds `payload`.
 
-        Raises:
-            ResourceError: There is no memory or descriptor for it.
-        """
-        fd = -1
-        try:
-            fd = anonymous_file("stoker-encoder")
-            with open(fd, "wb", closefd=False) as file:
-                file.write(payload)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            raise ResourceError(
-                f"no memory to hand on an encoder of {len(payload):,} bytes: {error}"
-            ) from error
-        return fd
+def stored(payload: bytes) -> int:
+    """Return a descriptor of memory that holds `payload`, for `unpickled` in other processes.
+
+    Raises:
+        ResourceError: There is no memory or descriptor for it.
+    """
+    fd = -1
+    try:
+        fd = anonymous_file("stoker-task")
+        with open(fd, "wb", closefd=False) as file:
+            file.write(payload)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise ResourceError(f"no memory to hand on a task of {len(payload):,} bytes: {error}") from error
+    return fd
+
+
+def unpickled(fd: int) -> Any:
+    """Return what was pickled into `stored` memory, which all processes map; closes the descriptor."""
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+        task = cloudpickle.loads(mapped)
+    os.close(fd)
+    return task
 
 
 class EncoderProcesses:
-    """An `Encoding` in a process for each device.
+    """An `EncodeStage` in a process for each device.
 
     Raises:
         ResourceError: Not one process can be started.
     """
 
     def __init__(
-        self, devices: Sequence[str], launch: EncoderLaunch, *, feed: Feed, queue: WorkQueue, ledger: Ledger
+        self,
+        devices: Sequence[str],
+        launch: EncoderLaunch,
+        *,
+        feed: SampleFeed,
+        queue: WorkQueue,
+        ledger: SampleLedger,
     ) -> None:
         self._launch = launch
         self._feed = feed
@@ -132,7 +154,7 @@ class EncoderProcesses:
         self._ledger = ledger
         self._drain = Drain()
         self._epoll = select.epoll()
-        self._ready: list[Encoded] = []
+        self._ready: list[EncodedRecords] = []
         self._tries = Counter[int]()
         self._broken: set[int] = set()
         """Keys of samples whose encoder was lost half-way; what still comes of them is let go."""
@@ -153,28 +175,28 @@ class EncoderProcesses:
         return self._epoll.fileno()
 
     def watch(self, fd: int) -> None:
-        """Have `wait`, and whoever polls `fd`, wake up for this descriptor too (signals)."""
+        """Have `wait`, and a poll of `fd`, wake up for this descriptor too (signals)."""
         if fd >= 0:
             self._epoll.register(fd, select.EPOLLIN)
 
     @property
     def hungry(self) -> bool:
-        """See `Encoding`; one that is still starting waits for nobody."""
+        """See `EncodeStage`; one that is still starting does not count."""
         return any(device.ready and not device.held for device in self._devices)
 
-    def take(self, parcel: Parcel) -> bool:
-        """See `Encoding`. The arrays are copied, so that the reader goes on at once."""
-        work = parcel.work
-        if parcel.over:
+    def take(self, batch: LoadedBatch) -> bool:
+        """See `EncodeStage`. The arrays are copied, so that the worker continues at once."""
+        work = batch.work
+        if batch.over:
             self._broken.discard(work.key)
             for device in self._devices:
                 device.forget(work)
             return True
-        if parcel.start == 0:
+        if batch.start == 0:
             self._broken.discard(work.key)
         elif work.key in self._broken:
-            self._feed.release(replace(parcel, last=False))
-            if parcel.last:
+            self._feed.release(replace(batch, last=False))
+            if batch.last:
                 self._broken.discard(work.key)
                 self._queue.give_back(work)
             return True
@@ -183,13 +205,13 @@ class EncoderProcesses:
         if not free:
             return False
         device = min(free, key=lambda one: len(one.held))
-        device.take(parcel, self._queue.wanted(work), self._launch.samples)
-        self._feed.release(replace(parcel, last=False))  # done with only when its records are here
+        device.take(batch, self._queue.wanted(work), self._launch.samples)
+        self._feed.release(replace(batch, last=False))  # done with only when its records are here
         self.clock.numbers = work.numbers
         return True
 
-    def results(self) -> list[Encoded]:
-        """See `Encoding`. Timeouts are enforced here."""
+    def results(self) -> list[EncodedRecords]:
+        """See `EncodeStage`. Timeouts are enforced here."""
         for device in self._devices:
             if device.child is not None:
                 self._take_in(device, device.child)
@@ -197,16 +219,16 @@ class EncoderProcesses:
         return ready
 
     def wait(self, timeout_s: float) -> None:
-        """See `Encoding`."""
+        """See `EncodeStage`."""
         if any(device.child is not None for device in self._devices):
             self._epoll.poll(timeout_s)
 
     def processor_s(self) -> float:
-        """See `Encoding`."""
+        """See `EncodeStage`."""
         return self._used_s + sum(d.child.processor_s() for d in self._devices if d.child is not None)
 
     def close(self) -> None:
-        """See `Encoding`."""
+        """See `EncodeStage`."""
         for device in self._devices:
             if device.child is not None:
                 self._end(device, device.child, keep_log=False)
@@ -320,7 +342,7 @@ class EncoderProcesses:
         """Go on with the other devices.
 
         Raises:
-            StokerError: There is none.
+            StokerError: No other device is left.
         """
         device.given_up = True
         left = [one.name for one in self._devices if not one.given_up]
@@ -340,13 +362,13 @@ class _Device:
     def __init__(self, name: str, place: int) -> None:
         self.name = name
         self.child: LoggedChild | None = None
-        self.shared: list[Exchange] = []
+        self.shared: list[SharedArrays] = []
         """Desks with samples, then desks with records."""
         self.ready = False
         """The encoder is on the device."""
-        self.held: dict[int, tuple[GroupWork, bool]] = {}
+        self.held: dict[int, tuple[ReadTask, bool]] = {}
         """By desk: the group, and whether nothing of it comes after."""
-        self.works: dict[int, tuple[GroupWork, bool]] = {}
+        self.works: dict[int, tuple[ReadTask, bool]] = {}
         """The same by key, oldest first, until all records of the group are here."""
         self.begun = 0.0
         """When its process was started, `time.monotonic()`."""
@@ -358,7 +380,7 @@ class _Device:
 
     @property
     def room(self) -> bool:
-        """Whether a desk is free."""
+        """Return whether a desk is free."""
         return len(self.held) < DESKS
 
     def start(self, launch: EncoderLaunch, drain: Drain) -> LoggedChild:
@@ -369,7 +391,7 @@ class _Device:
         """
         self._starts += 1
         name = f"encoder-{self._place}-{self.name.replace(':', '')}-{self._starts}-{os.getpid()}.txt"
-        shared = [Exchange.create() for _ in range(2 * DESKS)]
+        shared = [SharedArrays.create() for _ in range(2 * DESKS)]
         fds = [launch.task_fd, *(exchange.fd for exchange in shared)]
         try:
             child = LoggedChild(
@@ -396,26 +418,26 @@ class _Device:
             exchange.close()
         self.child, self.shared, self.ready = None, [], False
 
-    def forget(self, work: GroupWork) -> None:
+    def forget(self, work: ReadTask) -> None:
         """Let go of what is there of the record of a sample that is over before its end."""
         if self.works.pop(work.key, None) is not None and self.child is not None:
             self.child.channel.send({"kind": "forget", "key": work.key})
 
-    def take(self, parcel: Parcel, wanted: list[int], samples: Schema) -> None:
-        """Lay a parcel on a free desk, and say so."""
+    def take(self, batch: LoadedBatch, wanted: list[int], samples: Schema) -> None:
+        """Lay a batch on a free desk, and say so."""
         assert self.child is not None
         desk = next(desk for desk in range(DESKS) if desk not in self.held)
-        shapes = {name: array.shape for name, array in parcel.arrays.items()}
+        shapes = {name: array.shape for name, array in batch.arrays.items()}
         try:
             arrays = self.shared[desk].arrays(samples, shapes)
         except OSError as error:
             raise ResourceError(
                 f"no memory to hand a group to {self.name}: {error}. Use fewer devices, or smaller groups"
             ) from error
-        for name, array in parcel.arrays.items():
+        for name, array in batch.arrays.items():
             np.copyto(arrays[name], array)
-        work = parcel.work
-        self.held[desk] = self.works[work.key] = (work, parcel.last)
+        work = batch.work
+        self.held[desk] = self.works[work.key] = (work, batch.last)
         self.child.channel.send(
             {
                 "kind": "work",
@@ -424,8 +446,8 @@ class _Device:
                 "part": work.part,
                 "first": work.numbers.start,
                 "count": len(work.numbers),
-                "start": parcel.start,
-                "last": parcel.last,
+                "start": batch.start,
+                "last": batch.last,
                 "wanted": wanted,
                 "shapes": {name: list(shape) for name, shape in shapes.items()},
             }
@@ -439,10 +461,10 @@ def _gone(child: LoggedChild, timeout_s: float) -> bool:
     return child.ended()
 
 
-def _owned(frame: Frame, arrays: Sample, schema: Schema) -> Encoded:
-    """Records in memory that outlives the desk."""
+def _owned(frame: Frame, arrays: Sample, schema: Schema) -> EncodedRecords:
+    """Return the records in memory that outlives the desk."""
     tensors = {name: from_array(array.copy(), schema[name].dtype) for name, array in arrays.items()}
-    return Encoded(
+    return EncodedRecords(
         numbers=frame["numbers"],
         records={name: list(value) if schema[name].ragged else value for name, value in tensors.items()},
         marked=frame["marked"],
@@ -478,11 +500,11 @@ def serve(connection: Connection) -> int:
 
 def _work(channel: WorkerChannel, start: Frame, connection: Connection) -> None:
     task_fd, *desks = connection.shared
-    task = _task(task_fd)
-    shared = [Exchange(fd) for fd in desks]
+    task: EncodeTask = unpickled(task_fd)
+    shared = [SharedArrays(fd) for fd in desks]
     device = torch.device(start["device"])
     clock = EncodeClock(page=connection.heartbeat)
-    encoder = GroupEncoder(
+    encoder = BatchEncoder(
         task.encoder, task.recipe, task.schema, device=str(device), nan=task.nan, clock=clock
     )
     encoder.compare_first = task.compare_first
@@ -502,16 +524,8 @@ def _work(channel: WorkerChannel, start: Frame, connection: Connection) -> None:
             channel.send(_encoded(encoder, task, frame, shared))
 
 
-def _task(fd: int) -> EncodeTask:
-    """Unpickle straight from the memory that all encoder processes map."""
-    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-        task: EncodeTask = cloudpickle.loads(mapped)
-    os.close(fd)
-    return task
-
-
-def _encoded(encoder: GroupEncoder, task: EncodeTask, frame: Frame, shared: list[Exchange]) -> Frame:
-    """Encode the group on one desk and lay the records beside it; return what to tell."""
+def _encoded(encoder: BatchEncoder, task: EncodeTask, frame: Frame, shared: list[SharedArrays]) -> Frame:
+    """Encode the group on one desk and put the records on the desk for records; return the answer."""
     faults: list[SampleFault] = []
 
     def fault(reason: SampleFault) -> bool:
@@ -520,13 +534,13 @@ def _encoded(encoder: GroupEncoder, task: EncodeTask, frame: Frame, shared: list
 
     desk, before = frame["desk"], encoder.clock.seconds
     numbers = range(frame["first"], frame["first"] + frame["count"])
-    parcel = Parcel(
-        work=GroupWork(key=frame["key"], part=frame["part"], numbers=numbers),
+    batch = LoadedBatch(
+        work=ReadTask(key=frame["key"], part=frame["part"], numbers=numbers),
         arrays=shared[desk].arrays(task.schema, frame["shapes"]),
         start=frame["start"],
         last=frame["last"],
     )
-    encoded = encoder.encode(parcel, frame["wanted"], fault)
+    encoded = encoder.encode(batch, frame["wanted"], fault)
     encoder.clock.alive(bounded=False)  # it may wait for the next group as long as it takes
     answer: Frame = {"numbers": [], "marked": [], "shapes": {}}
     if encoded is not None:
@@ -542,7 +556,7 @@ def _encoded(encoder: GroupEncoder, task: EncodeTask, frame: Frame, shared: list
 
 
 def put_records(
-    exchange: Exchange, schema: Schema, records: dict[str, Tensor | list[Tensor]]
+    exchange: SharedArrays, schema: Schema, records: dict[str, Tensor | list[Tensor]]
 ) -> dict[str, list[int]]:
     """Copy records, `(n, *shape)` or a list of them by field, into shared memory; their shapes."""
     whole = {
@@ -553,3 +567,95 @@ def put_records(
         if value.numel():
             np.copyto(arrays[name].reshape(-1).view(np.uint8), np.asarray(view_bytes(value.reshape(-1))))
     return {name: list(value.shape) for name, value in whole.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Recognize samples that a sibling cache has a record of, so that they are read but not encoded again.
+
+
+class SampleRecognizer:
+    """An `EncodeStage` around another one: digests samples on their way, and keeps back known ones.
+
+    Args:
+        inner: What encodes the others.
+        same: Records of sibling caches; None: none are looked up.
+        queue, recipe, schema: Of the run.
+    """
+
+    def __init__(
+        self,
+        inner: EncodeStage,
+        same: SampleLookup | None,
+        *,
+        queue: WorkQueue,
+        recipe: Recipe,
+        schema: Schema,
+    ) -> None:
+        self._inner, self._same = inner, same
+        self._queue, self._recipe, self._schema = queue, recipe, schema
+        self._digests: dict[int, NDArray[np.uint64]] = {}
+        self._looked_at: LoadedBatch | None = None
+        self._copied: list[EncodedRecords] = []
+        self.clock = inner.clock
+
+    @property
+    def hungry(self) -> bool:
+        """See `EncodeStage`."""
+        return self._inner.hungry
+
+    def take(self, batch: LoadedBatch) -> bool:
+        """See `EncodeStage`."""
+        if batch is not self._looked_at:  # one that found no room comes again
+            self._look(batch)
+            self._looked_at = batch
+        taken = self._inner.take(batch)
+        if taken:
+            self._looked_at = None
+        return taken
+
+    def _look(self, batch: LoadedBatch) -> None:
+        """Digest the samples of a batch, and settle those that are recognized.
+
+        A sample that comes in several stretches is encoded before its end is known; it gets no digest.
+        """
+        if batch.over or batch.start or not batch.last:
+            return
+        numbers = self._queue.wanted(batch.work)
+        first = batch.work.numbers.start
+        digests = digest_samples(batch.arrays, self._schema, [number - first for number in numbers])
+        if self._same is not None and len(self._same):
+            offset = self._recipe.parts[batch.work.part].offset
+            for match in self._same.find(digests, [number - offset for number in numbers]):
+                own = [numbers[member] for member in match.members]
+                copied = CopiedRecords(
+                    origin=match.cache,
+                    places=match.places,
+                    moved=[numbers[member] for member in match.moved],
+                    lost=self._same.refuse,
+                )
+                self._copied.append(
+                    EncodedRecords(numbers=own, contents=digests[match.members], copied=copied)
+                )
+                self._queue.settled.update(own)
+        self._digests.update(zip(numbers, digests, strict=True))
+
+    def results(self) -> list[EncodedRecords]:
+        """See `EncodeStage`; with the digests of the samples."""
+        found, self._copied = self._copied, []
+        for encoded in self._inner.results():
+            unknown = np.zeros(2, np.uint64)
+            digests = [self._digests.pop(number, unknown) for number in encoded.numbers]
+            found.append(replace(encoded, contents=np.array(digests, np.uint64).reshape(-1, 2)))
+        return found
+
+    def wait(self, timeout_s: float) -> None:
+        """See `EncodeStage`."""
+        self._inner.wait(timeout_s)
+
+    def processor_s(self) -> float:
+        """See `EncodeStage`."""
+        return self._inner.processor_s()
+
+    def close(self) -> None:
+        """See `EncodeStage`."""
+        self._inner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,43 +18,99 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
 from stoker.encoders.wrappers import keeping
-from stoker.errors import ConfigError, IncompleteError, Interrupted, arg
-from stoker.plan.resources import encode_on, probe, require_devices
-from stoker.precompute.background import EncodeFiller, recipe_of
-from stoker.precompute.heartbeat import first_time
+from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError, arg
+from stoker.plan.resources import Resources, encode_on, probe, require_devices
+from stoker.precompute.background import EncodeFiller, folder_mark, recipe_of
 from stoker.precompute.progress import ProgressSink, automatic
-from stoker.precompute.queue import check_quarantined, check_values, describe_failures, too_many
-from stoker.precompute.settings import PrecomputeReport, PrecomputeSettings, Timeouts, as_timeouts
-from stoker.precompute.share import POLL_S, Done, Engine, Interrupts, Share, folder_mark, take_turn
-from stoker.precompute.space import check_space
-from stoker.precompute.stages import encode_here
-from stoker.runtime.disk import explain_disk_errors
+from stoker.precompute.queue import retry_hint
+from stoker.precompute.run import encode_here
+from stoker.precompute.settings import (
+    EncodeShare,
+    Engine,
+    PrecomputeReport,
+    PrecomputeSettings,
+    ShareOutcome,
+    Timeouts,
+    as_timeouts,
+)
+from stoker.runtime.disk import FreeSpace, explain_disk_errors
 from stoker.runtime.files import sync_folder
-from stoker.runtime.locks import lock_folder
+from stoker.runtime.guard import first_time
+from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.signals import Interrupts
+from stoker.schema import Schema, columns_of
 from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
-from stoker.store import Cache, Folder, Recipe, open_folder
+from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
-from stoker.store.mirror.root import resolve_local
+from stoker.store.mirror.root import mirror_limit, resolve_local
 from stoker.store.storage import open_storage
 from stoker.store.use import INDEX_WAIT_S
-from stoker.units import format_count
+from stoker.store.write import OPEN_PARTS
+from stoker.units import MIB, format_count, format_percent
 
 if TYPE_CHECKING:
     import torch
 
 
 # ----------------------------------------------------------------------------------------------------------
+# One process encodes a cache at a time; the others wait, and say for whom.
+#
+# The lock saves work, nothing more: shards of two processes never collide. So a process that has waited long
+# for a holder that makes no progress starts to encode as well.
+
+
+POLL_S = 0.2
+_SAY_EVERY_S = 30.0
+
+
+def take_turn(
+    folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet_s: float, shared: bool = False
+) -> bool:
+    """Wait until no other process encodes this cache; the lock is held until `stack` closes.
+
+    Args:
+        quiet_s: How long the holder may leave the folder unchanged before we encode as well.
+        shared: Hold it together with others that say so too: the ranks of a run.
+
+    Returns:
+        Whether we had to wait, so that the folder must be looked at again.
+    """
+    mark, changed, said = None, time.monotonic(), float("-inf")
+    waited = False
+    while interrupts.signal is None:
+        with ExitStack() as attempt:
+            if attempt.enter_context(folder.lock(shared=shared)):
+                stack.push(attempt.pop_all())
+                return waited
+        waited = True
+        now, present = time.monotonic(), folder_mark(folder.path)
+        if present != mark:
+            mark, changed = present, now
+        if now - said > _SAY_EVERY_S:
+            said = now
+            log.warning(
+                "%s is being encoded by %s; waiting for it", folder.path, lock_holder(folder.path, "encode")
+            )
+        if now - changed > quiet_s:
+            other = lock_holder(folder.path, "encode")
+            log.warning("%s did nothing for %g s; encoding as well", other, quiet_s)
+            return True
+        select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
+    return waited
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Machines that fill one cache: group `g` belongs to machine `g mod nodes`, counted over all groups.
 #
-# Whoever encodes a part holds its claim. Once its own is done it looks at the others': a part whose machine
-# died, or never came, is free and is taken over. So a run ends with every record stored as long as one
-# process lives, and each group is encoded once unless somebody died. Of the ranks on a machine the first
-# encodes; the rest wait, and take over only what has lain free for as long as a start may take.
+# A process that encodes a part holds its lock. Once its own is done it looks at the others': a part whose
+# machine died, or never came, is free and is taken over. So a run ends with every record stored as long as
+# one process lives, and each group is encoded once unless a process died. Of the ranks on a machine the first
+# encodes; the rest wait, and take over only what was free for as long as a start may take.
 #
-# At an address nobody sees the claims of other machines, only their shards. There the parts of others are
-# waited for, and taken over when no shard has come for as long as one who holds a claim may show nothing.
+# At a URL a machine does not see the locks of others, only their shards. There the parts of others are
+# waited for, and taken over when no shard has come for as long as the holder of a lock may show nothing.
 
 
 ADDRESS_POLL_S = 5.0
@@ -61,7 +118,7 @@ ADDRESS_POLL_S = 5.0
 
 
 def part_of(recipe: Recipe, missing: NDArray[np.int64], part: tuple[int, int]) -> NDArray[np.int64]:
-    """Those of `missing` whose groups belong to rank `part[0]` of `part[1]`."""
+    """Return those of `missing` whose groups belong to rank `part[0]` of `part[1]`."""
     size = recipe.group.samples
     offsets = np.array([entry.offset for entry in recipe.parts], np.int64)
     counts = np.array([entry.count for entry in recipe.parts], np.int64)
@@ -79,20 +136,20 @@ def encode_parts(
     *,
     quiet_s: float,
 ) -> None:
-    """Encode the part of this process, then every other that nobody works on, until all are dealt with.
+    """Encode the part of this process, then every other that no process works on, until all are dealt with.
 
     Args:
         folder: The cache.
         settings: Which part of how many, and whether others have the same.
         encode: Encodes what a part lacks, if told to; whether it lacks nothing then.
         interrupts: Ends a wait.
-        quiet_s: How long those who hold the rest may leave the folder unchanged before we go on beside them.
+        quiet_s: How long the holders of the rest may leave the folder unchanged before we encode it as well.
 
     Raises:
         Interrupted: A signal came while waiting.
     """
     rank, world_size = settings.part
-    if not settings.together:  # whoever holds the claim of the cache holds that of its only part
+    if not settings.together:  # the holder of the cache's lock has that of its only part
         encode(0, True)
         return
     left = [(rank + step) % world_size for step in range(world_size)]
@@ -103,10 +160,10 @@ def encode_parts(
         if interrupts.signal is not None:
             raise Interrupted("stopped while waiting for other ranks; what is encoded is stored")
         quiet = time.monotonic() - changed
-        beside, done = quiet > quiet_s, list[int]()
+        overdue, done = quiet > quiet_s, list[int]()
         for number in left:
             mine = quiet >= patience_s and (number == rank or not apart)
-            if _take(folder, number, world_size, encode, mine, beside=beside):
+            if _take(folder, number, world_size, encode, mine, overdue=overdue):
                 done.append(number)
         left = [number for number in left if number not in done]
         if left and not done:
@@ -124,7 +181,7 @@ def encode_parts(
 
 
 def _mark(folder: Path, apart: bool) -> tuple[int, int]:
-    """Changes when somebody stores something: here, or at the address that the folder stands for."""
+    """Return a value that changes when a process stores something: here, or at the folder's URL."""
     if not apart:
         return folder_mark(folder)
     sizes = open_storage(folder).sizes()
@@ -138,11 +195,11 @@ def _take(
     encode: Callable[[int, bool], bool],
     mine: bool,
     *,
-    beside: bool,
+    overdue: bool,
 ) -> bool:
-    """Deal with a part unless somebody else is at it; whether it is dealt with."""
+    """Deal with a part unless another process is at it; return whether it is dealt with."""
     with folder.lock(f"encode-{number}-of-{world_size}", shared=not mine) as got:
-        return (got or beside) and encode(number, mine or beside)
+        return (got or overdue) and encode(number, mine or overdue)
 
 
 log = logging.getLogger("stoker")
@@ -151,7 +208,7 @@ MOST_PASSES = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tally:
+class _RunCounts:
     """What is learnt along the way, for the report."""
 
     begun: float = field(default_factory=time.monotonic)
@@ -162,7 +219,7 @@ class _Tally:
     lost_workers: int = 0
     abandoned_workers: int = 0
 
-    def add(self, done: Done) -> None:
+    def add(self, done: ShareOutcome) -> None:
         """Count what came of a share."""
         self.encoded += done.encoded
         self.adopted += done.adopted
@@ -207,7 +264,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
             in processes of their own.
         timeouts: Seconds by stage, as `{"read": 120}`, or `Timeouts`.
-        keep: Fields of the raw sample to store beside what the encoder makes of it.
+        keep: Fields of the raw sample to store next to what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, compression, progress: See
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
@@ -222,7 +279,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
         ResourceError: `device` is not there, or memory or disk space does not suffice.
-        StalledError: The encoder or the storage passed its deadline; what was encoded is stored.
+        StalledError: The encoder or the storage passed its timeout; what was encoded is stored.
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
@@ -261,13 +318,13 @@ def begin_precompute(
 ) -> PrecomputeReport:
     """As `run_precompute`, but what is missing is encoded by another process, in the background.
 
-    The report is of what is there so far. Errors of that process are raised by whoever serves the cache.
+    The report is of what is there so far. Errors of that process are raised where the cache is served.
 
     Raises:
         SourceError: Source and encoder cannot be sent to a process.
     """
     _require_devices(encoder, settings)
-    tally, cache_dir = _Tally(), resolve_local(cache_dir, must_exist=False)
+    tally, cache_dir = _RunCounts(), resolve_local(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
@@ -294,7 +351,7 @@ def run_precompute(
     """Do the work of `precompute` and report on it; errors as there."""
     if engine is None:
         _require_devices(encoder, settings)
-    tally = _Tally()
+    tally = _RunCounts()
     cache_dir = resolve_local(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
@@ -302,7 +359,9 @@ def run_precompute(
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
         with Interrupts() as interrupts, ExitStack() as turn:
-            waited = take_turn(folder, turn, interrupts, quiet_s=_quiet_s(settings), shared=settings.together)
+            waited = take_turn(
+                folder, turn, interrupts, quiet_s=settings.timeouts.total_s, shared=settings.together
+            )
             if interrupts.signal is not None:
                 raise Interrupted("stopped while waiting for another process; nothing was begun")
             if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
@@ -311,7 +370,7 @@ def run_precompute(
             cache = _ready(folder, settings) if waited else None
             if cache is None:
                 nothing = np.empty(0, np.int64)
-                share = Share(
+                share = EncodeShare(
                     source=source,
                     encoder=encoder,
                     folder=folder,
@@ -335,7 +394,7 @@ def _require_devices(encoder: Encoder | None, settings: PrecomputeSettings) -> N
 
 
 def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
-    """The cache if nothing is left to do: no reader is started, nothing is encoded."""
+    """Return the cache if nothing is left to do: no worker is started, nothing is encoded."""
     cache = folder.complete()
     if cache is None or (
         cache.quarantined and len(folder.missing(retry_quarantined=settings.retry_quarantined))
@@ -344,7 +403,7 @@ def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
     return cache
 
 
-def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
+def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
     """Encode all that is missing."""
     folder, settings = whole.folder, whole.settings
     if not settings.overwrite:
@@ -370,7 +429,7 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
 
     lost = 0
     for _ in range(MOST_PASSES):
-        encode_parts(folder, settings, encode, whole.interrupts, quiet_s=_quiet_s(settings))
+        encode_parts(folder, settings, encode, whole.interrupts, quiet_s=settings.timeouts.total_s)
         cache = folder.finish()
         lost = len(folder.missing(retry_transient=False))
         if not lost:
@@ -382,7 +441,7 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
     )
 
 
-def _work(engine: Engine, share: Share, tally: _Tally) -> None:
+def _work(engine: Engine, share: EncodeShare, tally: _RunCounts) -> None:
     """Have a share encoded, and show it.
 
     Raises:
@@ -402,11 +461,6 @@ def _work(engine: Engine, share: Share, tally: _Tally) -> None:
             sink.close()
 
 
-def _quiet_s(settings: PrecomputeSettings) -> float:
-    """How long another process that encodes may show nothing: every stage within its deadline."""
-    return sum(getattr(settings.timeouts, stage) for stage in Timeouts.__slots__)
-
-
 def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
     folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
     stored, count = folder.stored_count(), folder.recipe.count
@@ -417,7 +471,7 @@ def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
     )
 
 
-def _note_failures(share: Share, done: Done, sink: ProgressSink | None) -> None:
+def _note_failures(share: EncodeShare, done: ShareOutcome, sink: ProgressSink | None) -> None:
     if sink is None or not done.failures:
         return
     if too_many(share.folder, share.settings.max_quarantined):
@@ -437,7 +491,7 @@ def clear(folder: Folder) -> None:
                 storage.remove(name)
 
 
-def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
+def _report(cache: Cache, folder: Folder, tally: _RunCounts) -> PrecomputeReport:
     return PrecomputeReport(
         cache=cache,
         name=cache.name,
@@ -454,4 +508,142 @@ def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
         workers=tally.workers,
         lost_workers=tally.lost_workers,
         abandoned_workers=tally.abandoned_workers,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether a finished cache is good enough, and how to say which samples it lacks.
+
+
+_LISTED = 20
+_FEW = 8
+
+
+def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
+    """Compare the samples set aside with what these settings allow.
+
+    Raises:
+        IncompleteError: Too many; lists them with stage and error.
+    """
+    failures = folder.failures()
+    count, max_quarantined = folder.recipe.count, settings.max_quarantined
+    if not too_many(folder, max_quarantined):
+        return
+    enough = _allowing(len(failures) / count)
+    raise IncompleteError(
+        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
+        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
+        f"at most {format_percent(max_quarantined)} are allowed)\n"
+        + "\n".join(describe_failures(failures))
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. "
+        f"{_advice(failures, settings.nan)}\n"
+        f"To continue without them: {arg('max_quarantined', enough)} "
+        f"(cached: precompute={{'max_quarantined': {enough}}})"
+    )
+
+
+def too_many(folder: Folder, max_quarantined: float) -> bool:
+    """Return whether more samples were set aside than is allowed."""
+    return len(folder.failures()) > max_quarantined * folder.recipe.count
+
+
+def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
+    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
+
+    Raises:
+        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
+    """
+    again = f"Encode it again with {arg('overwrite', True)}"
+    for name, statistics in cache.statistics.items():
+        if settings.nan == "reject" and statistics["nonfinite"]:
+            raise RecordError(
+                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
+                f"NaN or infinite, stored with {arg('nan', 'allow')}. {again}, or allow them again"
+            )
+    for name, error in cache.index.error.items():
+        if settings.max_error is not None and error["max"] > settings.max_error:
+            raise RecordError(
+                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
+                f"largest value, max_error is {settings.max_error:.2g}. "
+                "Use a wider storage dtype, or raise it"
+            )
+
+
+def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
+    """Return a line for each of the first twenty errors, with the samples that have it."""
+    alike: dict[tuple[str, int, str], list[int]] = {}
+    for number, failure in sorted(failures.items()):
+        alike.setdefault((failure.stage, failure.attempts, failure.error), []).append(number)
+    listed = [*alike.items()][:_LISTED]
+    lines = [
+        f"  {_samples(numbers)} ({stage}, attempts {attempts}): {error}"
+        for (stage, attempts, error), numbers in listed
+    ]
+    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
+        lines.append(f"  and {format_count(more)} more")
+    return lines
+
+
+def _samples(numbers: Sequence[int]) -> str:
+    """Return samples by number, the first few of many.
+
+    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
+    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    if len(numbers) == 1:
+        return f"sample {format_count(numbers[0])}"
+    few = ", ".join(format_count(number) for number in numbers[:_FEW])
+    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
+
+
+def _advice(failures: Mapping[int, Failure], nan: str) -> str:
+    if all(failure.kind == "transient" for failure in failures.values()):
+        return "These may pass: when the storage answers, run it again to try them again"
+    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
+
+
+def _allowing(share: float) -> float:
+    """Return a round share that is no smaller: 0.01, 0.05, 0.1, ...
+
+    >>> _allowing(0.026), _allowing(0.6)
+    (0.05, 1.0)
+    """
+    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether the disk holds what is about to be written; asked before the first sample.
+
+
+_SHARD_BYTES = 256 * MIB
+_RESERVE_BYTES = 16 * MIB
+_OVERHEAD = 1.01
+_SPARE_INODES = 16
+
+
+def needed_bytes(schema: Schema, records: int) -> int:
+    """Return the bytes of that many records with checksums; ragged fields count as empty."""
+    columns = columns_of(schema)
+    each = sum(field.size_bytes(0 if field.ragged else None) for field in columns.values())
+    return int(records * (each + 8 + 8 * len(columns)) * _OVERHEAD)
+
+
+def check_space(folder: Path, schema: Schema, records: int, resources: Resources) -> None:
+    """Compare what is needed with what is free, in bytes and in inodes.
+
+    Raises:
+        ResourceError: It does not fit; nothing has been written.
+    """
+    needed = needed_bytes(schema, records)
+    if (limit := mirror_limit(folder)) is not None:  # what is uploaded makes room here
+        needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
+    files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
+    free_bytes = sys.maxsize if resources.disk_bytes is None else resources.disk_bytes
+    FreeSpace(free_bytes, resources.disk_inodes).require(
+        folder,
+        needed,
+        f"{format_count(records)} records need",
+        reserve_bytes=_RESERVE_BYTES,
+        files=files,
+        advice="choose another cache folder, or a smaller dtype",
     )

@@ -1,4 +1,4 @@
-"""Encode a few groups with nothing beside: every stage waits for the one before, and is timed by itself.
+"""Time the stages one after another on a few batches, and find a good number of samples for a call.
 
 What is stored goes to a folder of the caller's, and is a complete cache of these few.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from stoker.encoders.weights import moved
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
 from stoker.plan.resources import probe
 from stoker.precompute.encode import full_precision, is_out_of_memory
+from stoker.precompute.run import StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.stages import Bench
 from stoker.runtime.libc import release_memory
 from stoker.runtime.threads import call_within
 from stoker.schema import Json, Sample, Schema
@@ -40,7 +41,7 @@ SECONDS = 15.0
 
 @dataclass(slots=True)
 class Trial:
-    """What each stage took. While it goes on, where it stands."""
+    """What each stage took; and while it runs, where it is."""
 
     opens_s: dict[int, float] = field(default_factory=dict[int, float])
     """Seconds to open a file and read its first sample, by that sample's number."""
@@ -71,7 +72,7 @@ class Trial:
         return sum(seconds for seconds, _ in calls) / max(1, sum(count for _, count in calls))
 
 
-class _Chosen:
+class _ChosenSamples:
     """Some samples of a source as a source of their own, whose reads are noted."""
 
     def __init__(self, source: Source, numbers: NDArray[np.int64], trial: Trial) -> None:
@@ -122,7 +123,7 @@ class _Chosen:
 
 
 def spread(recipe: Recipe, most: int) -> NDArray[np.int64]:
-    """Numbers of whole groups, evenly over all parts, `most` of them or one group.
+    """Return numbers of complete groups, evenly over all parts, `most` of them or one group.
 
     A group is what is encoded together, so that a part of one would cost as much.
     """
@@ -147,7 +148,7 @@ def try_stages(
         source, encoder: As for precompute.
         place: Folder to write to, name, and the recipe that source and encoder give.
         settings: As for precompute; workers and what they are told have no meaning here.
-        trial: Filled while it goes on, by numbers of `source`.
+        trial: Filled while it runs, by numbers of `source`.
 
     Raises:
         SourceError: Not one of them can be read and encoded.
@@ -155,16 +156,16 @@ def try_stages(
     """
     cache_dir, name, whole = place
     own = replace(settings, workers=0, progress=None, overwrite=False, by_blocks=False, identity="auto")
-    chosen = _Chosen(source, spread(whole, SAMPLES), trial)
+    chosen = _ChosenSamples(source, spread(whole, SAMPLES), trial)
     folder = open_folder(
         cache_dir,
         name,
         make_recipe(chosen, encoder, dtype=settings.dtype, encode_batch=settings.encode_batch),
     )
-    bench = Bench(chosen, encoder, folder, own, missing=np.arange(len(chosen)), rehearsal=True)
-    done = _go(bench, folder, trial)
+    builder = StageBuilder(chosen, encoder, folder, own, missing=np.arange(len(chosen)), rehearsal=True)
+    done = _go(builder, folder, trial)
     trial.failures = [
-        f"sample {chosen.numbers[f.number]} ({f.stage}: {f.error})" for f in bench.ledger.failures
+        f"sample {chosen.numbers[f.number]} ({f.stage}: {f.error})" for f in builder.ledger.failures
     ]
     if not done:
         raise SourceError(
@@ -178,19 +179,19 @@ def try_stages(
     return folder.finish()
 
 
-def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
+def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
     """Go through the stages; the numbers of what was stored."""
     trial.stage, done = "encode", set[int]()
-    feed, encoder, writer = bench.feed(), bench.encoder(), folder.writer()
+    feed, encoder, writer = builder.feed(), builder.encoder(), folder.writer()
     end = time.monotonic() + SECONDS
     try:
         while not feed.finished and time.monotonic() < end:
-            for parcel in feed.poll(0.0):
+            for batch in feed.poll(0.0):
                 trial.stage, begin = "encode", time.perf_counter()
-                wanted = bench.queue.wanted(parcel.work)
-                encoded = encoder.encode(parcel, wanted, bench.ledger.fault)
-                trial.encodes_s.append((time.perf_counter() - begin, len(wanted) if parcel.last else 0))
-                feed.release(parcel)
+                wanted = builder.queue.wanted(batch.work)
+                encoded = encoder.encode(batch, wanted, builder.ledger.fault)
+                trial.encodes_s.append((time.perf_counter() - begin, len(wanted) if batch.last else 0))
+                feed.release(batch)
                 if encoded is not None and encoded.numbers:
                     trial.stage, begin = "write", time.perf_counter()
                     writer.append(encoded.numbers, encoded.records, marked=encoded.marked)
@@ -198,7 +199,7 @@ def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
                     done.update(encoded.numbers)
     finally:
         feed.close()
-        bench.leave_device()
+        builder.leave_device()
         release_memory()
     trial.stage, begin = "seal", time.perf_counter()
     writer.commit()
@@ -243,7 +244,7 @@ class BatchTrial:
     """Samples a second."""
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {"samples": self.samples, "call_s": self.call_s, "samples_s": self.samples_s}
 
 
@@ -259,7 +260,7 @@ class EncodeBatch:
     """Why the search ended, in words."""
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "samples": self.samples,
             "device": self.device,
@@ -328,17 +329,13 @@ class _Search:
 
     def run(self, budget_s: float) -> EncodeBatch:
         """Double the size until throughput, memory, time or the samples end it."""
-        try:
-            with moved(self._encoder, self._device), torch.inference_mode(), full_precision():
-                why = self._search(time.perf_counter() + budget_s)
-        except StokerError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise ResourceError(f"the encoder has no memory on {self._device} for one sample") from error
-            raise EncoderError(
-                f"the encoder fails on a sample of zeros on {self._device}: {type(error).__name__}: {error}"
-            ) from error
+        with (
+            _named_errors(self._device),
+            moved(self._encoder, self._device),
+            torch.inference_mode(),
+            full_precision(),
+        ):
+            why = self._search(time.perf_counter() + budget_s)
         return EncodeBatch(
             samples=choose(self._trials), device=str(self._device), trials=tuple(self._trials), why=why
         )
@@ -409,7 +406,7 @@ def _peak_bytes() -> int:
 
 
 def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float) -> float:
-    """Seconds to bring an encoder to its device and encode zeros, which short groups are padded with.
+    """Return the seconds to bring an encoder to its device and encode zeros, as short groups have.
 
     Args:
         encoder: Left where it was.
@@ -425,7 +422,7 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
 
     def encode() -> float:
         begin = time.perf_counter()
-        with moved(encoder, where):
+        with _named_errors(where), moved(encoder, where):
             batch: dict[str, torch.Tensor] = {}
             for name, field in schema.items():
                 length = 1 if field.ragged else steps if field.time and steps is not None else None
@@ -433,19 +430,32 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
                 batch[name] = torch.zeros((1, *shape), dtype=torch_dtype(field.dtype), device=where)
             with torch.inference_mode(), full_precision():
                 found = encoder.encode(batch)
-        if missing := encoder.schema(schema).keys() - found.keys():
-            raise EncoderError(f"the encoder's schema promises {sorted(missing)}, which it did not return")
+            if missing := encoder.schema(schema).keys() - found.keys():
+                said = f"the encoder's schema promises {sorted(missing)}, which it did not return"
+                raise EncoderError(said)
         return time.perf_counter() - begin
 
     try:
         return call_within(deadline_s, encode, "the encoder")
     except StalledError as error:
         raise EncoderError(f"the encoder did not encode a sample of zeros within {deadline_s:g} s") from error
+
+
+@contextmanager
+def _named_errors(device: torch.device) -> Generator[None]:
+    """Say of an error of the encoder at a sample of zeros what it means.
+
+    Raises:
+        ResourceError: Memory does not suffice.
+        EncoderError: Any other, but errors of ours.
+    """
+    try:
+        yield
     except StokerError:
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ResourceError(f"the encoder has no memory on {device} for one sample: {error}") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise ResourceError(f"the encoder has no memory on {device} for one sample: {error}") from error
         raise EncoderError(
             f"the encoder fails on a sample of zeros on {device}: {type(error).__name__}: {error}"
         ) from error

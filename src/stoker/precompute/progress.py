@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on: one snapshot, and where it is shown.
+"""What a run looks like at a moment, and where that is shown.
 
 A sink is anything with these few methods; `LineProgress` writes a line every ten seconds, `live.LiveProgress`
 draws on a terminal. The engine takes a snapshot no more often than the sink asks for.
@@ -19,10 +19,27 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.precompute.queue import ReaderView
 from stoker.units import MIB, format_bytes, format_count, format_percent, format_seconds
 
 _RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """What a worker is doing, for progress displays."""
+
+    number: int
+    """Counted from 1 in order of starting."""
+    stage: str
+    """`start`, `open`, `read` or `wait`."""
+    sample: int
+    """Sample in hand, or -1."""
+    seconds: float
+    """Time since its last sign of life."""
+    processor_s: float = 0.0
+    """Processor time that it has used so far."""
+    name: str = ""
+    """What it is called in place of `worker` and its number: a node that reads and encodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +60,8 @@ class Snapshot:
     """Samples a second over the last while; 0 until the first is done."""
     written_bytes: int
     """Bytes of records made by this run."""
-    workers: tuple[ReaderView, ...]
-    """What each reader is doing."""
+    workers: tuple[WorkerView, ...]
+    """What each worker is doing."""
     device: str
     """Where the encoder runs."""
     group: range
@@ -78,7 +95,7 @@ class Rate:
         self._history: deque[tuple[float, int]] = deque([(begun_s, 0)])
 
     def __call__(self, now_s: float, done: int) -> float:
-        """The rate when `done` samples were done at `now_s`."""
+        """Return the rate when `done` samples were done at `now_s`."""
         history = self._history
         if done != history[-1][1]:
             history.append((now_s, done))
@@ -93,7 +110,7 @@ class ProgressSink(Protocol):
 
     @property
     def interval_s(self) -> float:
-        """How often it wants one."""
+        """Return how often it wants one."""
         ...
 
     def update(self, snapshot: Snapshot) -> None:
@@ -105,7 +122,7 @@ class ProgressSink(Protocol):
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """End the display: the run is over."""
         ...
 
 
@@ -147,7 +164,7 @@ class LineProgress:
 
 
 def outcome(snapshot: Snapshot) -> str:
-    """What a run came to, in one line."""
+    """Return what a run came to, in one line."""
     reused, aside = snapshot.done - snapshot.quarantined - snapshot.encoded, snapshot.quarantined
     return (
         f"{snapshot.name}  {format_count(snapshot.encoded)} of {format_count(snapshot.total)} encoded"
@@ -157,7 +174,7 @@ def outcome(snapshot: Snapshot) -> str:
 
 
 def line(snapshot: Snapshot) -> str:
-    """A snapshot in one line."""
+    """Return a snapshot in one line."""
     left = "" if snapshot.left_s is None else f" · {clock(snapshot.left_s)} left"
     stages = ", ".join(describe(view) for view in snapshot.workers)
     aside = f" · {format_count(snapshot.quarantined)} quarantined" if snapshot.quarantined else ""
@@ -168,15 +185,15 @@ def line(snapshot: Snapshot) -> str:
     )
 
 
-def describe(view: ReaderView) -> str:
-    """One reader in a few words.
+def describe(view: WorkerView) -> str:
+    """Return one worker in a few words.
 
-    >>> describe(ReaderView(number=2, stage="read", sample=7428, seconds=0.42))
-    'reader 2 read sample 7,428 0.4 s'
+    >>> describe(WorkerView(number=2, stage="read", sample=7428, seconds=0.42))
+    'worker 2 read sample 7,428 0.4 s'
     """
     if view.name:
         return f"{view.name} {view.stage}"
-    who = f"reader {view.number}" if view.number else "this process"
+    who = f"worker {view.number}" if view.number else "this process"
     what = (
         f" sample {format_count(view.sample)}" if view.sample >= 0 and view.stage in ("open", "read") else ""
     )
@@ -184,7 +201,7 @@ def describe(view: ReaderView) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Return hours, minutes and seconds.
 
     >>> clock(84), clock(3700)
     ('0:01:24', '1:01:40')
@@ -194,7 +211,7 @@ def clock(seconds: float) -> str:
 
 
 def automatic(stream: IO[str] | None = None) -> ProgressSink:
-    """A live view when `stream` (standard error) is a terminal, else lines."""
+    """Return a live view when `stream` (standard error) is a terminal, else lines."""
     out = sys.stderr if stream is None else stream
     if out.isatty():
         return LiveProgress(out)
@@ -202,7 +219,7 @@ def automatic(stream: IO[str] | None = None) -> ProgressSink:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The live view on a terminal: a bar, and a line for each reader, the encoder and the writer.
+# The live view on a terminal: a bar, and a line for each worker, the encoder and the writer.
 
 
 _WORKERS_SHOWN = 8
@@ -235,7 +252,7 @@ class LiveProgress:
 
 
 def draw(snapshot: Snapshot) -> Group:
-    """The view of one snapshot."""
+    """Return the view of one snapshot."""
     left = "" if snapshot.left_s is None else f"{clock(snapshot.left_s)} left"
     head = Table.grid(padding=(0, 2))
     head.add_row(
@@ -256,7 +273,7 @@ def _workers(snapshot: Snapshot) -> Table:
         sample = f"sample {format_count(view.sample)}" if busy and view.sample >= 0 else ""
         if view.stage == "wait":
             sample = "(for work, or for room)"
-        who = f"  {view.name or f'reader {view.number}'}" if view.number else "  this process"
+        who = f"  {view.name or f'worker {view.number}'}" if view.number else "  this process"
         since = f"{view.seconds:.1f} s" if (busy and not view.name) or view.stage == "start" else ""
         table.add_row(who, view.stage, sample, since)
     if len(snapshot.workers) > _WORKERS_SHOWN:

@@ -1,11 +1,13 @@
-"""What is left to encode: fixed groups, handed out so that what a reader has decoded serves its next group.
+"""What is left to encode, in which order, and which samples have failed.
 
-A group is `samples` consecutive numbers of one part, counted from the part's beginning, so it is the same
-group whatever is missing, whoever reads it, and however far the source has grown since. Little is held for
-each; a `GroupWork` is made when it is handed out.
+Groups are handed out so that what a worker has decoded serves its next group.
+
+A group is `samples` consecutive numbers of one part, counted from the part's beginning. So it is the same
+group whatever is missing, whichever worker reads it, and however far the source has grown since. Little is
+held for each; a `ReadTask` is made when it is handed out.
 
 Groups and runs (rows of chunks) rarely end together: a group that lies across two runs needs both of them
-decoded. Were runs dealt out in turn, every one of them would be decoded by two workers. So each reader works
+decoded. Were runs dealt out in turn, every one of them would be decoded by two workers. So each worker works
 through a stretch of its own from front to back. One that has nothing left takes half of the longest stretch,
 and that cut costs a run decoded twice, unless a group ends there; so few cuts of the costly kind are made.
 """
@@ -14,40 +16,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import IncompleteError, RecordError, SourceError, arg
-from stoker.precompute.arena import Layout, private_arrays
-from stoker.precompute.reading import CHANGED, SampleFault
-from stoker.precompute.settings import PrecomputeSettings
-from stoker.schema import Sample
-from stoker.store import Cache, Failure, Folder
-from stoker.units import format_count, format_percent
+from stoker.errors import IncompleteError, SourceError, arg
+from stoker.precompute.arena import LoadedBatch, ReadTask
+from stoker.precompute.progress import WorkerView
+from stoker.precompute.worker import CHANGED, SampleFault
+from stoker.store import Failure
 
 _ITEM_BYTES = 16 * 1024**2
 _ITEM_GROUPS = 256
 _RUNS_A_SHARED_ONE = 12
-"""One run in so many may be decoded twice; at least one, since a second reader gains more than that costs."""
+"""One run in so many may be decoded twice; at least one, since a second worker gains more than that costs."""
 _NOBODY = -1
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupWork:
-    """One group that someone reads."""
-
-    key: int
-    """Place among the groups of this run."""
-    part: int
-    """Index of the part."""
-    numbers: range
-    """Its members; fewer than the group's size at a part's end."""
-    avoid: int = -1
-    """Reader that failed on it; another one is to try, where there is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +48,10 @@ class PartSpan:
 
 @dataclass(slots=True, kw_only=True)
 class _Stretch:
-    """Consecutive groups that one reader works through."""
+    """Consecutive groups that one worker works through."""
 
     owner: int
-    """Number of the reader, or `_NOBODY`."""
+    """Number of the worker, or `_NOBODY`."""
     next: int
     """The first group not handed out."""
     stop: int
@@ -73,7 +59,7 @@ class _Stretch:
 
 
 class WorkQueue:
-    """Groups with missing members, in order for each reader; those given back come again last."""
+    """Groups with missing members, in order for each worker; those given back come again last."""
 
     def __init__(
         self,
@@ -96,7 +82,7 @@ class WorkQueue:
         self._group_parts = self._part_of[index]
         self.settled: set[int] = set()
         """Members that are stored without being encoded."""
-        self._again: deque[GroupWork] = deque()
+        self._again: deque[ReadTask] = deque()
         self.on_hold: frozenset[int] = frozenset()
         """Parts of which nothing is handed out: whether their storage answers is about to be known."""
         self._outstanding = 0
@@ -116,7 +102,7 @@ class WorkQueue:
         starts = np.array([run.start for run in runs], np.int64)
         owner = np.searchsorted(starts, self._firsts, side="right") - 1
         self._edges = np.flatnonzero(np.diff(owner)) + 1
-        # Clean: the group before ends with its run, or earlier, so no reader needs the runs of both sides.
+        # Clean: the group before ends with its run, or earlier, so no worker needs the runs of both sides.
         ends = np.append(starts[1:], runs[-1].stop)[owner] if len(runs) else self._firsts
         parts = np.array([part.offset + part.count for part in self._parts], np.int64)
         lasts = np.minimum(self._firsts + self._size, parts[self._group_parts])
@@ -124,7 +110,7 @@ class WorkQueue:
         self._weight = max(1, group_bytes)
 
     def follow_blocks(self, blocks: NDArray[np.int64]) -> None:
-        """Hand out block after block, whoever asks, so that the first are whole before the last are begun.
+        """Hand out block after block, to any worker, so that the first are whole before the last are begun.
 
         Args:
             blocks: Stretches `[start, stop)` of samples that end where groups do, `(n, 2)`.
@@ -142,14 +128,14 @@ class WorkQueue:
         """Nothing left to hand out, and nothing handed out that has not come back."""
         return self._outstanding == 0 and not self._again and not self.untaken
 
-    def wanted(self, work: GroupWork) -> list[int]:
-        """Members to encode: missing, and neither set aside nor settled in the meantime."""
+    def wanted(self, work: ReadTask) -> list[int]:
+        """Return the members to encode: missing, and neither set aside nor settled in the meantime."""
         low, high = np.searchsorted(self._missing, (work.numbers.start, work.numbers.stop))
         settled = self.settled
         return [n for n in self._missing[low:high].tolist() if not self._bad(n) and n not in settled]
 
-    def absent(self, work: GroupWork) -> list[int]:
-        """Members that are zeros: they have been set aside."""
+    def absent(self, work: ReadTask) -> list[int]:
+        """Return the members that are zeros: they have been set aside."""
         return [number for number in work.numbers if self._bad(number)]
 
     @property
@@ -157,10 +143,10 @@ class WorkQueue:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
-    def take(self, reader: int, workers: int) -> list[GroupWork]:
-        """The next item for `reader` out of `workers`: consecutive groups; empty if there is none for it."""
+    def take(self, worker: int, workers: int) -> list[ReadTask]:
+        """Return the next item for `worker` out of `workers`: consecutive groups, or nothing."""
         while self._again:
-            suits = (i for i, work in enumerate(self._again) if self._suits(work, reader, workers))
+            suits = (i for i, work in enumerate(self._again) if self._suits(work, worker, workers))
             place = next(suits, None)
             if place is None or (self.untaken and self._again[place].avoid >= 0):
                 break  # what failed once comes after everything else: its storage may be back by then
@@ -169,7 +155,7 @@ class WorkQueue:
             if self.wanted(work):
                 self._outstanding += 1
                 return [work]
-        while (stretch := self._stretch(reader)) is not None:
+        while (stretch := self._stretch(worker)) is not None:
             stop = min(stretch.stop, stretch.next + self._item_groups(stretch, workers))
             if self.on_hold:
                 stop = next((key for key in range(stretch.next, stop) if self._held(key)), stop)
@@ -180,44 +166,44 @@ class WorkQueue:
                 return works
         return []
 
-    def _suits(self, work: GroupWork, reader: int, workers: int) -> bool:
-        return work.part not in self.on_hold and (workers < 2 or work.avoid != reader)
+    def _suits(self, work: ReadTask, worker: int, workers: int) -> bool:
+        return work.part not in self.on_hold and (workers < 2 or work.avoid != worker)
 
     def _held(self, key: int) -> bool:
         return bool(self.on_hold) and int(self._group_parts[key]) in self.on_hold
 
-    def leave(self, reader: int) -> None:
-        """A reader is gone; what was its stretch is anybody's."""
+    def leave(self, worker: int) -> None:
+        """Note that a worker is gone: its stretch is free."""
         for stretch in self._stretches:
-            if stretch.owner == reader:
+            if stretch.owner == worker:
                 stretch.owner = _NOBODY
 
     def _item_groups(self, stretch: _Stretch, workers: int) -> int:
         left = (stretch.stop - stretch.next) // (4 * max(workers, 1))
         return max(1, min(_ITEM_BYTES // self._weight, _ITEM_GROUPS, left))
 
-    def _stretch(self, reader: int) -> _Stretch | None:
-        """The stretch that `reader` goes on with: its own, one that nobody has, or half of the longest."""
+    def _stretch(self, worker: int) -> _Stretch | None:
+        """Return the stretch that `worker` continues with: its own, a free one, or half of the longest."""
         self._stretches = [stretch for stretch in self._stretches if stretch.next < stretch.stop]
         ready = [stretch for stretch in self._stretches if not self._held(stretch.next)]
-        for owner in (reader, _NOBODY):
+        for owner in (worker, _NOBODY):
             for stretch in ready:
                 if stretch.owner == owner:
-                    stretch.owner = reader
+                    stretch.owner = worker
                     return stretch
         for stretch in sorted(ready, key=lambda one: one.next - one.stop):
             cut = self._cut(stretch)
             if cut is not None:
-                rest = _Stretch(owner=reader, next=cut, stop=stretch.stop)
+                rest = _Stretch(owner=worker, next=cut, stop=stretch.stop)
                 stretch.stop = cut
                 self._stretches.append(rest)
                 return None if self._held(cut) else rest
         return None
 
     def _cut(self, stretch: _Stretch) -> int | None:
-        """Where to halve a stretch: at a clean edge near the middle, else while the price is low.
+        """Return where to halve a stretch: at a clean edge near the middle, else while the price is low.
 
-        A last group goes to the other reader where that decodes nothing twice.
+        A last group goes to the other worker where that decodes nothing twice.
         """
         if stretch.stop - stretch.next == 1:
             free = not len(self._edges) or stretch.next in self._edges[self._clean]
@@ -237,18 +223,18 @@ class WorkQueue:
         self._shared += 1
         return int(edges[np.abs(edges - middle).argmin()]) if len(edges) else stretch.next + size // 2
 
-    def _work(self, key: int) -> GroupWork:
+    def _work(self, key: int) -> ReadTask:
         part = int(self._group_parts[key])
         first = int(self._firsts[key])
         end = self._parts[part].offset + self._parts[part].count
-        return GroupWork(key=key, part=part, numbers=range(first, min(first + self._size, end)))
+        return ReadTask(key=key, part=part, numbers=range(first, min(first + self._size, end)))
 
     def done(self) -> None:
-        """One group that was handed out is dealt with."""
+        """Note that one group that was handed out is dealt with."""
         self._outstanding -= 1
 
-    def give_back(self, work: GroupWork, *, avoid: int = -1) -> None:
-        """A group that was handed out must be read again; `avoid` names the reader that failed on it."""
+    def give_back(self, work: ReadTask, *, avoid: int = -1) -> None:
+        """Have a group that was handed out read again; `avoid` names the worker that failed on it."""
         self._outstanding -= 1
         work.avoid = avoid
         if avoid < 0:
@@ -257,66 +243,19 @@ class WorkQueue:
             self._again.append(work)
 
     def part_numbers(self, part: int) -> list[int]:
-        """Every number of a part that this run was to store."""
+        """Return every number of a part that this run was to store."""
         return self._missing[self._part_of == part].tolist()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What reaches the encoder: the arrays of a group, or of a stretch of time of it.
+class SampleFeed(Protocol):
+    """Where batches come from: worker processes, or this process itself."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """Arrays ready to be encoded."""
-
-    work: GroupWork
-    """The group they belong to."""
-    arrays: Sample
-    """`(samples, *shape)` by field; rows of members that are missing are zeros."""
-    start: int = 0
-    """First time step held; above 0 for later stretches of a long sample."""
-    last: bool = True
-    """Nothing of this group comes after it."""
-    owned: bool = False
-    """The memory is this parcel's alone, and need not be copied to outlive it."""
-    origin: Any = None
-    """For whoever made it: what to free on release."""
-    over: bool = False
-    """It holds nothing: no more of a sample will come of which stretches came before."""
-
-    @classmethod
-    def end(cls, work: GroupWork) -> Parcel:
-        """Return one that says that a sample is over before its end: what is there of its record can go."""
-        return cls(work=work, arrays={}, last=False, origin=(-1, -1), over=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderView:
-    """What a reader is doing, for progress displays."""
-
-    number: int
-    """Counted from 1 in order of starting."""
-    stage: str
-    """`start`, `open`, `read` or `wait`."""
-    sample: int
-    """Sample in hand, or -1."""
-    seconds: float
-    """Time since its last sign of life."""
-    processor_s: float = 0.0
-    """Processor time that it has used so far."""
-    name: str = ""
-    """What it is called in place of `reader` and its number: a node that reads and encodes."""
-
-
-class Feed(Protocol):
-    """Where parcels come from: worker processes, or this process itself."""
-
-    def poll(self, timeout_s: float) -> list[Parcel]:
-        """Parcels that are ready, after waiting at most `timeout_s` for the first."""
+    def poll(self, timeout_s: float) -> list[LoadedBatch]:
+        """Return the batches that are ready, after waiting at most `timeout_s` for the first."""
         ...
 
-    def release(self, parcel: Parcel) -> None:
-        """The arrays are not looked at any more."""
+    def release(self, batch: LoadedBatch) -> None:
+        """Give the arrays back: they are not read any more."""
         ...
 
     @property
@@ -324,153 +263,13 @@ class Feed(Protocol):
         """Nothing will come any more."""
         ...
 
-    def views(self) -> list[ReaderView]:
-        """What each reader is doing."""
+    def views(self) -> list[WorkerView]:
+        """Return what each worker is doing."""
         ...
 
     def close(self) -> None:
         """End all workers, without waiting for what they are doing."""
         ...
-
-
-@dataclass(slots=True)
-class Assembly:
-    """Puts one group together from pieces (mode `pieces`)."""
-
-    layout: Layout
-    arrays: Sample = field(default_factory=dict[str, Any])
-
-    def add(self, slot: memoryview, chunk: list[Any]) -> None:
-        """Copy one run of bytes: `[field, member, offset, size, length]`, length -1 for a fixed shape."""
-        name, member, offset, size, length = chunk
-        if name not in self.arrays:
-            self.arrays |= self._allocate(name, length)
-        row = self.arrays[name][member : member + 1]
-        row.reshape(-1).view(np.uint8)[offset : offset + size] = np.frombuffer(slot[:size], np.uint8)
-
-    def finish(self) -> Sample:
-        """The whole group; fields of which nothing came (all members absent or failing) are zeros."""
-        for name in self.layout.schema:
-            if name not in self.arrays:
-                self.arrays |= self._allocate(name, 0)
-        return {name: self.arrays[name] for name in self.layout.schema}
-
-    def _allocate(self, name: str, length: int) -> Sample:
-        spec = self.layout.schema[name]
-        shape = (self.layout.samples, *((length, *spec.shape[1:]) if spec.ragged else spec.shape))
-        return private_arrays(self.layout.schema, {name: shape})
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether a finished cache is good enough, and how to say which samples it lacks.
-
-
-_LISTED = 20
-_FEW = 8
-
-
-def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
-    """Compare the samples set aside with what these settings allow.
-
-    Raises:
-        IncompleteError: Too many; lists them with stage and error.
-    """
-    failures = folder.failures()
-    count, max_quarantined = folder.recipe.count, settings.max_quarantined
-    if not too_many(folder, max_quarantined):
-        return
-    enough = _allowing(len(failures) / count)
-    raise IncompleteError(
-        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
-        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
-        f"at most {format_percent(max_quarantined)} are allowed)\n"
-        + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. "
-        f"{_advice(failures, settings.nan)}\n"
-        f"To continue without them: {arg('max_quarantined', enough)} "
-        f"(cached: precompute={{'max_quarantined': {enough}}})"
-    )
-
-
-def too_many(folder: Folder, max_quarantined: float) -> bool:
-    """Whether more samples were set aside than is allowed."""
-    return len(folder.failures()) > max_quarantined * folder.recipe.count
-
-
-def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
-    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
-
-    Raises:
-        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
-    """
-    again = f"Encode it again with {arg('overwrite', True)}"
-    for name, statistics in cache.statistics.items():
-        if settings.nan == "reject" and statistics["nonfinite"]:
-            raise RecordError(
-                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
-                f"NaN or infinite, stored with {arg('nan', 'allow')}. {again}, or allow them again"
-            )
-    for name, error in cache.index.error.items():
-        if settings.max_error is not None and error["max"] > settings.max_error:
-            raise RecordError(
-                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
-                f"largest value, max_error is {settings.max_error:.2g}. "
-                "Use a wider storage dtype, or raise it"
-            )
-
-
-def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
-    """A line for each of the first twenty errors, with the samples that have it."""
-    alike: dict[tuple[str, int, str], list[int]] = {}
-    for number, failure in sorted(failures.items()):
-        alike.setdefault((failure.stage, failure.attempts, failure.error), []).append(number)
-    listed = [*alike.items()][:_LISTED]
-    lines = [
-        f"  {_samples(numbers)} ({stage}, attempts {attempts}): {error}"
-        for (stage, attempts, error), numbers in listed
-    ]
-    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
-        lines.append(f"  and {format_count(more)} more")
-    return lines
-
-
-def _samples(numbers: Sequence[int]) -> str:
-    """Samples by number, the first few of many.
-
-    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
-    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
-    """
-    if len(numbers) == 1:
-        return f"sample {format_count(numbers[0])}"
-    few = ", ".join(format_count(number) for number in numbers[:_FEW])
-    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
-
-
-def _advice(failures: Mapping[int, Failure], nan: str) -> str:
-    if all(failure.kind == "transient" for failure in failures.values()):
-        return "These may pass: when the storage answers, run it again to try them again"
-    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
-
-
-def retry_hint(stages: set[str], nan: str) -> str:
-    """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
-    again = f"run again with {arg('retry_quarantined', True)}"
-    cached = f"{again} (cached: precompute={{'retry_quarantined': True}})"
-    if nan == "allow" or stages.isdisjoint(("check", "encode")):
-        return cached
-    return (
-        f"{cached}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
-        f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
-    )
-
-
-def _allowing(share: float) -> float:
-    """A round share that is no smaller: 0.01, 0.05, 0.1, ...
-
-    >>> _allowing(0.026), _allowing(0.6)
-    (0.05, 1.0)
-    """
-    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -498,7 +297,7 @@ class _PartRecord:
     """Workers that could not even be killed in the middle of it."""
 
 
-class Ledger:
+class SampleLedger:
     """Counts attempts by sample and hangs by part.
 
     Args:
@@ -533,13 +332,13 @@ class Ledger:
         """Quarantined by this run, in order."""
 
     def is_bad(self, number: int) -> bool:
-        """Whether a sample is set aside, and zeros stand for it in its group."""
+        """Return whether a sample is set aside, and zeros stand for it in its group."""
         return number in self._bad
 
     def fault(self, fault: SampleFault) -> bool:
         """Take note of a failed attempt; True when the sample is to be tried again.
 
-        A fault that another try cannot mend, or the second one, sets the sample aside.
+        A fault that another try cannot repair, or the second one, sets the sample aside.
 
         Raises:
             SourceError: The source changed; no sample is at fault.
@@ -559,18 +358,18 @@ class Ledger:
         return False
 
     def attempts(self, number: int) -> int:
-        """Failed attempts at a sample in this run."""
+        """Return the number of failed attempts at a sample in this run."""
         return self._attempts.get(number, 0)
 
     def answered(self, part: int) -> None:
-        """A sample of `part` has been read, so its storage answers."""
+        """Note that a sample of `part` has been read, so its storage answers."""
         record = self._parts.setdefault(part, _PartRecord())
         record.answered = True
         record.hung.clear()
         self._hopeless = None
 
     def part_is_dead(self, part: int, number: int) -> bool:
-        """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
+        """Take note that a worker hung or died on `number`; True when the whole part is to be given up.
 
         That is so once workers were lost on three different samples of a part of which none was ever read,
         or on eight one after another of one that used to answer: trying each of its samples would cost two
@@ -582,7 +381,7 @@ class Ledger:
         return len(record.hung) >= (_DEAD_LATER if record.answered else _DEAD_AT_FIRST)
 
     def part_holds_workers(self, part: int) -> bool:
-        """Take note that a reader of `part` cannot be killed; True, at the second, to give the part up.
+        """Take note that a worker of `part` cannot be killed; True, at the second, to give the part up.
 
         Each further try would cost a process that nothing can end, even where the part answered before.
         """
@@ -626,3 +425,15 @@ class Ledger:
         self._bad.update(numbers)
         self._quarantine(failures)
         self.failures += failures
+
+
+def retry_hint(stages: set[str], nan: str) -> str:
+    """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
+    again = f"run again with {arg('retry_quarantined', True)}"
+    cached = f"{again} (cached: precompute={{'retry_quarantined': True}})"
+    if nan == "allow" or stages.isdisjoint(("check", "encode")):
+        return cached
+    return (
+        f"{cached}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
+        f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
+    )

@@ -1,23 +1,66 @@
-"""The loop of one run: take parcels, encode, hand to the writer, look after workers, show progress."""
+"""One run: its stages built from source, encoder, folder and settings, and the loop over them."""
 
 from __future__ import annotations
 
-import threading
+import logging
+import sys
 import time
 from collections import deque
-from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
-from stoker.errors import ResourceError, StalledError, StokerError
-from stoker.precompute.encode import Copied, Encoded, Encoding, full_precision
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.encoders.protocol import Encoder
+from stoker.encoders.weights import moved, weights_device
+from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
+from stoker.plan.resources import Resources, probe, resolve_device
+from stoker.precompute.arena import Layout, LoadedBatch, plan_layout, slot_size
+from stoker.precompute.encode import (
+    PRECISION,
+    BatchEncoder,
+    EncodeClock,
+    EncodeStage,
+    TorchState,
+    full_precision,
+)
+from stoker.precompute.encoder_processes import (
+    EncoderLaunch,
+    EncoderProcesses,
+    EncodeTask,
+    SampleRecognizer,
+    stored,
+)
+from stoker.precompute.in_process import (
+    InProcessEncoder,
+    InProcessReader,
+    ReadingPosition,
+    ask_encoder,
+    call_encoder,
+)
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
-from stoker.precompute.queue import Feed, Ledger, Parcel, WorkQueue
-from stoker.precompute.share import Interrupts
-from stoker.precompute.workers import Supervisor
-from stoker.store.write import RecordWriter
-from stoker.units import format_count
+from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
+from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
+from stoker.precompute.workers import Supervisor, WorkerLaunch
+from stoker.precompute.writer import WriteThread
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, preload
+from stoker.runtime.signals import Interrupts
+from stoker.runtime.threads import Pool
+from stoker.schema import Schema
+from stoker.sources.files import confined_sources
+from stoker.sources.protocol import Locating, Proving, Source
+from stoker.sources.travel import held_bytes, packed
+from stoker.store import Failure, Folder, WriterSettings
+from stoker.store.cache import fill_blocks
+from stoker.store.folder import SampleLookup
+from stoker.store.recipe import Recipe
+from stoker.units import MIB, format_bytes, format_count
 
 # ----------------------------------------------------------------------------------------------------------
 # How many workers: more while the encoder waits and another one helps, fewer while several are idle.
@@ -38,15 +81,15 @@ Change: TypeAlias = Literal[-1, 0, 1]
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class WorkerPacing:
     """Decides from what it is told; asks no clock and starts nothing.
 
     A window of time ends when it is long enough and enough groups came through; the first is short, since a
-    run begins with few workers. A reader is added when the
+    run begins with few workers. A worker is added when the
     encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
     faster: then this source gives no more, or something else is the limit. None is tried while this process
     and its workers use all processors: it would cost a start and bring nothing. One is taken away when the
-    encoder hardly waited while more than one reader stood before a full arena. After a change that did not
+    encoder hardly waited while more than one worker stood before a full arena. After a change that did not
     pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
     """
 
@@ -78,12 +121,12 @@ class Pace:
         self.groups += groups
 
     def full(self, workers: int) -> bool:
-        """Whether the window is long enough to decide on."""
+        """Return whether the window is long enough to decide on."""
         length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
         return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * workers
 
     def change(self, workers: int, processor_s: float = 0.0) -> Change:
-        """How many to add to the `workers` there are, or to do without; ends the window if it is full.
+        """Return how many to add to the `workers` there are, or to do without; ends the window if it is full.
 
         Args:
             workers: At work.
@@ -110,7 +153,7 @@ class Pace:
         return self._trial
 
     def settle(self) -> None:
-        """Try nothing for a long time: another reader did not start."""
+        """Try nothing for a long time: another worker did not start."""
         self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
 
     def restart(self) -> None:
@@ -124,187 +167,12 @@ class Pace:
         return change
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The writer: one thread that converts, checksums and seals, while the next group is encoded.
-#
-# What waits for it is bounded in bytes, so a slow disk slows the encoder and the workers down and memory
-# stays flat. Its errors surface in the calling thread, with the figures that matter, and leave a cache that
-# resumes.
-
-
-_TICK_S = 1.0
-
-
-class WriteThread:
-    """Feeds a `RecordWriter`, which no other thread touches."""
-
-    def __init__(self, writer: RecordWriter, folder: Path, *, limit_bytes: int, deadline_s: float) -> None:
-        self._writer = writer
-        self._folder = folder
-        self._limit = limit_bytes
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._queue: deque[Encoded] = deque()
-        self._waiting_bytes = 0
-        self._closing = False
-        self._error: Exception | None = None
-        self._begun: float | None = None
-        self.written = 0
-        """Records handed to the store."""
-        self.copied = 0
-        """Those of them that another cache had."""
-        self._thread = threading.Thread(target=self._run, name="stoker-writer", daemon=True)
-        self._thread.start()
-
-    @property
-    def shard_fill(self) -> tuple[int, int]:
-        """Bytes in the open shard, and its capacity."""
-        return self._writer.shard_fill
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of records written by this run."""
-        return self._writer.bytes
-
-    def offer(self, encoded: Encoded, timeout_s: float) -> bool:
-        """Queue records if there is room within `timeout_s`; a group above the limit goes when it is alone.
-
-        Raises:
-            StalledError: The writer has been at one operation for longer than its deadline.
-            ResourceError: The disk is full.
-            StokerError: Whatever else the store refused.
-        """
-        with self._changed:
-            self.check()
-            if not self._room(encoded):
-                self._changed.wait(timeout_s)
-                self.check()
-                if not self._room(encoded):
-                    return False
-            self._queue.append(encoded)
-            self._waiting_bytes += encoded.size_bytes
-            self._changed.notify_all()
-            return True
-
-    def _room(self, encoded: Encoded) -> bool:
-        return not self._queue or self._waiting_bytes + encoded.size_bytes <= self._limit
-
-    def check(self) -> None:
-        """Raise what went wrong in the thread, or `StalledError` when it is past its deadline."""
-        if self._error is not None:
-            raise self._explained(self._error) from self._error
-        self._check_deadline()
-
-    def _check_deadline(self) -> None:
-        begun = self._begun
-        if begun is not None and time.monotonic() - begun > self._deadline_s:
-            raise StalledError(
-                f"writing to {self._folder} made no progress for {self._deadline_s:g} s: the storage does "
-                f"not answer. {format_count(self.written)} records were handed over. "
-                "Run it again when it does, to resume"
-            )
-
-    def close(self) -> None:
-        """Write what is queued, seal, and end the thread.
-
-        Raises:
-            StokerError: As for `offer`.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        while self._thread.is_alive():
-            self._thread.join(0.1)
-            self._check_deadline()
-        self.check()
-
-    def abandon(self) -> None:
-        """Stop without waiting for more than what is in hand; what is not sealed is lost."""
-        with self._changed:
-            self._queue.clear()
-            self._closing = True
-            self._error = self._error or StalledError("the run was given up")
-            self._changed.notify_all()
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        try:
-            while (encoded := self._next()) is not None:
-                self._step(encoded)
-            self._begin()
-            if self._error is None:
-                self._writer.commit()
-            else:
-                self._writer.abort()
-        except Exception as error:  # noqa: BLE001  a thread's edge: raised again in the caller's thread
-            self._fail(error)
-        finally:
-            self._begun = None
-
-    def _step(self, encoded: Encoded) -> None:
-        self._begin()
-        if encoded.copied is not None:
-            self._copy(encoded, encoded.copied)
-        elif encoded.numbers:
-            self._writer.append(
-                encoded.numbers, encoded.records, marked=encoded.marked, contents=encoded.contents
-            )
-            self.written += len(encoded.numbers)
-        else:
-            self._writer.tick()
-        with self._changed:
-            self._begun = None
-            self._waiting_bytes -= encoded.size_bytes
-            self._changed.notify_all()
-
-    def _copy(self, encoded: Encoded, copied: Copied) -> None:
-        damaged = self._writer.copy(encoded.numbers, copied.origin, copied.places, marked=copied.moved)
-        if damaged and encoded.contents is not None:
-            copied.lost(encoded.contents[[encoded.numbers.index(number) for number in damaged]])
-        stored = len(encoded.numbers) - len(damaged)
-        self.written += stored
-        self.copied += stored
-
-    def _begin(self) -> None:
-        self._begun = time.monotonic()
-
-    def _next(self) -> Encoded | None:
-        """What to write; an empty one to let the store look at the clock; None at the end."""
-        with self._changed:
-            if not self._queue and not self._closing:
-                self._changed.wait(_TICK_S)
-            if self._queue:
-                return self._queue.popleft()
-            return None if self._closing else Encoded(numbers=[])
-
-    def _fail(self, error: Exception) -> None:
-        """Keep what the store still can (a refused record does not spoil those before it), then report."""
-        try:
-            if isinstance(error, OSError):
-                self._writer.abort()
-            else:
-                self._writer.commit()
-        except Exception as second:  # noqa: BLE001  the first error is the one to report
-            error.add_note(f"and while closing: {second}")
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def _explained(self, error: Exception) -> Exception:
-        if isinstance(error, StokerError) or not isinstance(error, OSError):
-            return error
-        return ResourceError(
-            f"writing to {self._folder} failed: {error}. Sealed shards stay; run it again to resume"
-        )
-
-
 _LOOK_S = 0.25
 _OFFER_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunTotals:
     """What was so before the run, for its progress display."""
 
     name: str
@@ -320,40 +188,40 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class RunStages:
     """The parts a run is made of."""
 
-    feed: Feed
+    feed: SampleFeed
     queue: WorkQueue
-    ledger: Ledger
-    encoding: Encoding
+    ledger: SampleLedger
+    encoding: EncodeStage
     writer: WriteThread
     in_process: bool
     """Samples are read or encoded in this process."""
 
 
-class Run:
+class PrecomputeLoop:
     """Drives the stages until everything is encoded or a signal asks for an end."""
 
     def __init__(
         self,
-        stages: Stages,
-        standing: Standing,
+        stages: RunStages,
+        totals: RunTotals,
         *,
         interrupts: Interrupts,
         sink: ProgressSink | None,
-        pace: Pace | None,
+        pacing: WorkerPacing | None,
     ) -> None:
         self._stages = stages
-        self._standing = standing
+        self._totals = totals
         self._interrupts = interrupts
         self._sink = sink
-        self._pace = pace
-        self._parcels: deque[Parcel] = deque()
+        self._pacing = pacing
+        self._batches: deque[LoadedBatch] = deque()
         self._begun = time.monotonic()
         self._first: float | None = None
         self._processor_s: float | None = None
-        """Processor time used when the window of `pace` began."""
+        """Processor time used when the window of `pacing` began."""
         self._shown = 0.0
         self._rate = Rate(self._begun)
         self.encoded = 0
@@ -361,7 +229,7 @@ class Run:
         self.copied = 0
         """Records handed to the writer that another cache has already."""
 
-    def go(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
+    def run(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
         """Work; False when a signal came first, the time `until` (`time.monotonic()`), or that of `lasts_s`
         after the first group was encoded: so something always is.
 
@@ -371,12 +239,12 @@ class Run:
             StokerError: A stage failed for good.
         """
         with full_precision() if self._stages.in_process else nullcontext():
-            return self._go(until, lasts_s)
+            return self._loop(until, lasts_s)
 
-    def _go(self, until: float, lasts_s: float) -> bool:
+    def _loop(self, until: float, lasts_s: float) -> bool:
         stages = self._stages
         feed = stages.feed
-        while not (feed.finished and not self._parcels):
+        while not (feed.finished and not self._batches):
             if self._first is not None:
                 until = min(until, self._first + lasts_s)
             if self._interrupts.signal is not None or time.monotonic() >= until:
@@ -395,13 +263,13 @@ class Run:
         return True
 
     def _deal(self) -> int:
-        """Hand a parcel to an encoder that has room; how many were handed over."""
-        if not self._parcels:
+        """Hand a batch to an encoder that has room; how many were handed over."""
+        if not self._batches:
             return 0
         self._first = self._first or time.monotonic()
-        if not self._stages.encoding.take(self._parcels[0]):
+        if not self._stages.encoding.take(self._batches[0]):
             return 0
-        self._parcels.popleft()
+        self._batches.popleft()
         return 1
 
     def _store(self) -> bool:
@@ -409,10 +277,10 @@ class Run:
         results = self._stages.encoding.results()
         for encoded in results:
             while not self._stages.writer.offer(encoded, _OFFER_S):
-                # A slow disk has a deadline of its own, and must not keep us from noticing workers that hang.
+                # A slow disk has a timeout of its own, and must not keep us from noticing workers that hang.
                 self._alive()
                 if isinstance(self._stages.feed, Supervisor):
-                    self._parcels.extend(self._stages.feed.poll(0.0))
+                    self._batches.extend(self._stages.feed.poll(0.0))
                 self._show()
             if encoded.copied is None:
                 self.encoded += len(encoded.numbers)
@@ -421,12 +289,12 @@ class Run:
         return bool(results)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for parcels, or for encoders where only they can go on."""
+        """Wait for batches, or for encoders where only these can continue."""
         feed = self._stages.feed
         # Reading in this process fills one buffer again and again; workers are looked after at all times.
-        if isinstance(feed, Supervisor) or not self._parcels:
-            self._parcels.extend(feed.poll(timeout_s))
-        if not isinstance(feed, Supervisor) and not self._parcels:
+        if isinstance(feed, Supervisor) or not self._batches:
+            self._batches.extend(feed.poll(timeout_s))
+        if not isinstance(feed, Supervisor) and not self._batches:
             self._stages.encoding.wait(timeout_s)
 
     def _alive(self) -> None:
@@ -434,22 +302,22 @@ class Run:
         self._stages.encoding.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
 
     def _adjust(self, waited_s: float, elapsed_s: float, groups: int) -> None:
-        feed, pace = self._stages.feed, self._pace
-        if pace is None or not isinstance(feed, Supervisor):
+        feed, pacing = self._stages.feed, self._pacing
+        if pacing is None or not isinstance(feed, Supervisor):
             return
         if feed.given_up:
-            pace.settle()
+            pacing.settle()
         if not feed.all_delivering:
-            pace.restart()
+            pacing.restart()
             self._processor_s = None
             return
         if self._processor_s is None:
             self._processor_s = self._used_s(feed)
-        pace.step(waited_s, elapsed_s, groups, feed.idle)
-        if not pace.full(feed.workers):
+        pacing.step(waited_s, elapsed_s, groups, feed.idle)
+        if not pacing.full(feed.workers):
             return
         used = self._used_s(feed)
-        change = pace.change(feed.workers, used - self._processor_s)
+        change = pacing.change(feed.workers, used - self._processor_s)
         self._processor_s = used
         if change > 0:
             feed.start(1)
@@ -457,7 +325,7 @@ class Run:
             feed.park()
 
     def _used_s(self, feed: Supervisor) -> float:
-        """Processor time that this process and those below it have used so far."""
+        """Return the processor time that this process and those below it have used so far."""
         others = sum(view.processor_s for view in feed.views()) + self._stages.encoding.processor_s()
         return time.process_time() + others
 
@@ -469,26 +337,26 @@ class Run:
         self._sink.update(self._snapshot(now))
 
     def _snapshot(self, now: float) -> Snapshot:
-        standing, clock, failures = self._standing, self._stages.encoding.clock, self._stages.ledger.failures
-        done = standing.total - standing.missing + self.encoded + self.copied + len(failures)
+        totals, clock, failures = self._totals, self._stages.encoding.clock, self._stages.ledger.failures
+        done = totals.total - totals.missing + self.encoded + self.copied + len(failures)
         last = (
             f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
         )
         return Snapshot(
-            name=standing.name,
-            total=standing.total,
+            name=totals.name,
+            total=totals.total,
             done=done,
             encoded=self.encoded,
             seconds=now - self._begun,
             rate=self._rate(now, self.encoded + self.copied),
             written_bytes=self._stages.writer.bytes,
             workers=tuple(self._stages.feed.views()),
-            device=standing.device,
+            device=totals.device,
             group=clock.numbers,
             call_s=clock.seconds / max(1, clock.calls),
             busy=self._busy(now),
             shard_fill=self._stages.writer.shard_fill,
-            quarantined=standing.quarantined + len(failures),
+            quarantined=totals.quarantined + len(failures),
             last_failure=last,
         )
 
@@ -497,3 +365,560 @@ class Run:
         if self._first is None or now <= self._first:
             return 0.0
         return min(1.0, clock.seconds / clock.lanes / (now - self._first))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Build the stages.
+
+
+log = logging.getLogger("stoker")
+
+LOG_FOLDER = ".workers"
+_MAKE_LATE_HINT = "Make what it holds of that kind at its first call"
+_LOGS_KEPT_S = 24 * 3600
+_RAGGED_GROUP_BYTES = 1024**2
+_ARENA_SHARE = 0.75
+FEW_GROUPS = 16
+"""Encode batches that start no child: at most 128 MiB of samples and records by default, which many an
+encoder takes in the second or two that the first child of a program needs to import torch."""
+_CHILD_BYTES = 512 * MIB
+"""Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
+_GROUPS_A_WORKER = 8
+"""Fewer are read before another worker has started."""
+
+
+class StageBuilder:
+    """Everything a run needs, made once; the stages are made from it in the order that suits the caller."""
+
+    def __init__(  # noqa: PLR0913  what a run is made of, by name
+        self,
+        source: Source,
+        encoder: Encoder | None,
+        folder: Folder,
+        settings: PrecomputeSettings,
+        *,
+        missing: NDArray[np.int64],
+        interrupts: Interrupts | None = None,
+        rehearsal: bool = False,
+    ) -> None:
+        """See `run_precompute`; `rehearsal`: nothing is quarantined, and no guardian is told."""
+        self.folder = folder
+        device = "cpu" if encoder is None else str(resolve_device(settings.device))
+        self.settings = settings = replace(settings, device=device)
+        self.missing = missing
+        self.name = folder.name
+        self.logs = folder.path.parent.parent / LOG_FOLDER
+        self._clock = EncodeClock(page=None) if rehearsal else EncodeClock()
+        self._interrupts = interrupts or Interrupts()
+        self._source = source
+        self._encoder = encoder
+        self._home = None if encoder is None else weights_device(encoder)
+        self._schema = source.schema()
+        recipe = folder.recipe
+        self._ragged = any(spec.ragged for spec in self._schema.values())
+        group = recipe.group
+        if (self._ragged or group.steps is not None) and group.samples != 1:
+            raise EncoderError(
+                f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
+                f"time are encoded one by one. Give the encoder a group of 1"
+            )
+        self.quarantined = set(folder.failures()).difference(missing.tolist())
+        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
+        # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
+        keep = _forget if rehearsal else folder.quarantine_many
+        refs = recipe.refs
+        self._parts = PartNames(
+            offsets=[part.offset for part in recipe.parts],
+            names=[
+                str(of[0].path) if len(of) == 1 else part.name
+                for part, of in zip(recipe.parts, refs, strict=True)
+            ],
+            source=source if isinstance(source, Locating) else None,
+        )
+        self.ledger = SampleLedger(
+            self.quarantined,
+            quarantine=keep,
+            wanted=wanted.__contains__,
+            allowed=settings.max_quarantined * recipe.count,
+            place=self._parts.place,
+            nan=settings.nan,
+        )
+        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
+        self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
+        self._layout, self._first_workers, self.most_workers = self._plan()
+        self._children = () if rehearsal else self._devices_of_children()
+
+    def _devices_of_children(self) -> tuple[str, ...]:
+        """Return the devices on which a child encodes; none where this process encodes.
+
+        This process encodes few batches, where memory is short for a second torch, and on systems that cannot
+        watch a child. An encoder that cannot be sent to a child is noticed later.
+        """
+        settings, groups = self.settings, self.queue.groups
+        if self._encoder is None or sys.platform != "linux":
+            return ()
+        if len(settings.devices) > 1:
+            return settings.devices if len(settings.devices) < groups else ()
+        few = groups <= FEW_GROUPS and not settings.always_in_child
+        return () if few or probe().host_bytes < _CHILD_BYTES else (settings.device,)
+
+    def _plan(self) -> tuple[Layout, int, int]:
+        """Return the layout of each arena, workers to start with, and the limit by room and work."""
+        settings, group = self.settings, self.folder.recipe.group
+        memory = int(settings.memory_bytes * _ARENA_SHARE)
+        asked = settings.workers
+        share = memory // (asked or 2)
+        layout = plan_layout(self._schema, group.samples, group.steps, share)
+        most = max(1, memory // layout.flight_bytes)
+        if asked is None:
+            return layout, min(1, self.queue.groups), min(most, self.queue.groups)
+        return layout, min(asked, most, self.queue.groups), asked
+
+    def feed(self, *, cores: int = 1) -> SampleFeed:
+        """Return started workers; or this process itself.
+
+        Args:
+            cores: Where the number of workers is left to us, and there is no encoder, reading is all the
+                work, and begins on so many cores. With an encoder, which may be what is slow, on one.
+
+        Raises:
+            SourceError: The source cannot be sent to a worker.
+        """
+        group_bytes = (
+            _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, self.folder.recipe.group.samples)
+        )
+        self.queue.follow_runs(self._source.runs(), group_bytes)
+        if self.settings.by_blocks:
+            self.queue.follow_blocks(fill_blocks(self.folder.recipe))
+        if self._children:
+            preload(TORCH)
+        if self._first_workers == 0:
+            position = ReadingPosition()
+            samples = SampleReader(
+                self._reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
+            )
+            return InProcessReader(
+                samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
+            )
+        self._make_logs()
+        feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
+        try:
+            feed.start(self._first_workers if self._encoder is not None else self._at_once(cores))
+        except BaseException:
+            feed.close()
+            raise
+        return feed
+
+    def _at_once(self, cores: int) -> int:
+        if self.settings.workers is not None:
+            return self._first_workers
+        return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER))
+
+    def _launch(self) -> WorkerLaunch:
+        payload = packed(self._reading)
+        frame = {
+            "kind": "start",
+            "confined": confined_sources(),
+            "layout": self._layout.to_json(),
+            "offsets": list(self._parts.offsets),
+            "nan": self.settings.nan,
+        }
+        # What a pickle names it will import. A worker that needs torch all the same imports it then.
+        modules = TORCH if b"torch" in payload else LIGHT
+        return WorkerLaunch(
+            payload=payload,
+            frame=frame,
+            layout=self._layout,
+            logs=self.logs,
+            drain=Drain(),
+            modules=modules,
+        )
+
+    def _make_logs(self) -> None:
+        """Make the folder for workers' output; what is there from more than a day ago goes."""
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self.logs.glob("*.txt"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
+                    path.unlink()
+
+    def remove_empty_logs(self) -> None:
+        """Remove the folder of logs, unless a process was lost and its log is to be read."""
+        with suppress(OSError):
+            self.logs.rmdir()
+
+    def encoder(self) -> BatchEncoder:
+        """Return the encoder on its device; getting there has the timeout of one of its calls."""
+        encoder = BatchEncoder(
+            self._encoder,
+            self.folder.recipe,
+            self._schema,
+            device=self.settings.device,
+            nan=self.settings.nan,
+            clock=self._clock,
+        )
+        self._move(torch.device(self.settings.device))
+        return encoder
+
+    def _move(self, device: torch.device) -> None:
+        if (encoder := self._encoder) is None:
+            return
+        ask_encoder(
+            lambda: encoder.to(device),
+            timeout_s=self.settings.timeouts.encode,
+            logs=self.logs,
+            what=f"on its way to {device}",
+            clock=self._clock,
+            interrupts=self._interrupts,
+        )
+
+    def encoding(self, feed: SampleFeed, *, compare_first: bool = True) -> EncodeStage:
+        """Return the started stage that encodes: a child for each device, or this process.
+
+        Args:
+            compare_first: See `BatchEncoder`; needless, and twice the time, for single groups of a cache.
+        """
+        if self._children and (launch := self._launch_of_encoders(compare_first)) is not None:
+            try:
+                return EncoderProcesses(
+                    self._children, launch, feed=feed, queue=self.queue, ledger=self.ledger
+                )
+            except ResourceError as error:
+                if len(self._children) > 1:
+                    raise
+                log.warning("%s: the encoder runs in this process: %s", self.name, error)
+        self._children = ()
+        encoder = self.encoder()
+        encoder.clock.limit_s = self.settings.timeouts.encode
+        encoder.compare_first = compare_first
+        call = partial(
+            call_encoder,
+            clock=self._clock,
+            timeout_s=self.settings.timeouts.encode,
+            logs=self.logs,
+            interrupts=self._interrupts,
+            pool=Pool(1, "stoker-encode"),
+        )
+        return InProcessEncoder(encoder, call, feed, self.queue, self.ledger)
+
+    def _launch_of_encoders(self, compare_first: bool) -> EncoderLaunch | None:
+        """Return what children encode with; None where the encoder cannot be sent to another process.
+
+        Raises:
+            SourceError: It cannot, and is to encode on several devices.
+        """
+        assert self._encoder is not None
+        recipe, limits = self.folder.recipe, self.settings.timeouts
+        task = EncodeTask(
+            encoder=self._encoder,
+            recipe=recipe,
+            schema=self._schema,
+            nan=self.settings.nan,
+            compare_first=compare_first,
+            state=TorchState.of_caller(),
+        )
+        several = len(self._children) > 1
+        hint = "Or encode on one device" if several else _MAKE_LATE_HINT
+        try:
+            with moved(self._encoder, torch.device("cpu")):
+                payload = packed(task, "encoder", otherwise=hint)
+        except SourceError as error:
+            if several:
+                raise
+            log.warning(
+                "%s: the encoder runs in this process, where a call that hangs cannot be ended: %s",
+                self.name,
+                error,
+            )
+            return None
+        self._make_logs()
+        return EncoderLaunch(
+            task_fd=stored(payload),
+            samples=self._schema,
+            records=recipe.encoded,
+            start_s=limits.start,
+            limit_s=limits.encode,
+            logs=self.logs,
+        )
+
+    def recognizing(self, inner: EncodeStage, same: SampleLookup | None) -> EncodeStage:
+        """Return the same, which keeps back samples that sibling caches have records of."""
+        recipe = self.folder.recipe
+        return SampleRecognizer(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
+
+    def leave_device(self) -> None:
+        """Put the encoder back where it was, and free the memory of a GPU: a model will need it next.
+
+        An encoder in children never left; one that is still at a call which was given up stays where it is.
+        """
+        if self._home is not None and not self._children and not self._clock.given_up:
+            self._move(self._home)
+            if self.settings.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+
+    def writer(self) -> WriteThread:
+        """Return the writer thread, started."""
+        settings = self.settings
+        kept = WriterSettings(
+            max_error=settings.max_error,
+            compression=settings.compression,
+            device=settings.device,
+            float32=PRECISION,
+            early=settings.by_blocks,
+            seal_after_s=settings.seal_after_s,
+        )
+        return WriteThread(
+            self.folder.writer(kept),
+            self.folder.path,
+            limit_bytes=int(settings.memory_bytes * (1 - _ARENA_SHARE)),
+            timeout_s=settings.timeouts.write,
+        )
+
+    def stages(self, feed: SampleFeed, encoding: EncodeStage, writer: WriteThread) -> RunStages:
+        """All of them together."""
+        return RunStages(
+            feed=feed,
+            queue=self.queue,
+            ledger=self.ledger,
+            encoding=encoding,
+            writer=writer,
+            in_process=not self._children or not isinstance(feed, Supervisor),
+        )
+
+    @staticmethod
+    def seal(writer: WriteThread) -> None:
+        """Commit what was handed over, also when the run fails: the error under way is what counts."""
+        with suppress(StokerError):
+            writer.close()
+
+
+def _forget(failures: Sequence[Failure]) -> None:
+    """Forget failures: it is a rehearsal."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encode a share on this machine.
+#
+# The encoder runs in children (`encoder_processes.py`), few batches in this process (`in_process.py`).
+
+
+_WORKERS_A_CORE = 2
+"""At most: a worker that waits for storage needs no core. `WorkerPacing` parks those that do not help."""
+_SMALL_SOURCE_BYTES = MIB
+"""Less than that in a source does not count: the interpreter that reads it takes far more."""
+
+
+def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
+    """Encode in this process, with workers of its own: the `Engine` of one machine.
+
+    Raises:
+        StokerError: As `run_precompute`.
+    """
+    source, folder = share.source, share.folder
+    share = replace(share, settings=_on_device(share, sink))
+    settings, copies = _with_copies(source, share.settings)
+    if settings.workers != 0 and isinstance(source, Proving):
+        with share.interrupts.raising():
+            source.prove()
+    resources = probe(path=folder.path)
+    settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+    most = max(1, min(most, copies, _useful(resources)))
+    pacing = WorkerPacing(most=most, processors=resources.cpus)
+    builder = StageBuilder(
+        source, share.encoder, folder, settings, missing=share.missing, interrupts=share.interrupts
+    )
+    try:
+        return _encode(builder, sink, share, pacing)
+    finally:
+        builder.remove_empty_logs()
+
+
+def _on_device(share: EncodeShare, sink: ProgressSink | None) -> PrecomputeSettings:
+    """Return the settings with the device that `auto` stands for here."""
+    settings = share.settings
+    if settings.device != "auto":
+        return settings
+    if share.encoder is None:
+        device = "cpu"
+    elif sink is None:
+        device = resolve_device("auto")
+    else:
+        device = resolve_device("auto", lambda line: sink.note(f"{share.folder.name}: {line}"))
+    return replace(settings, device=str(device), devices=())
+
+
+def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
+    """Return the settings, and how many workers may have a copy of what the source holds (`fit_copies`)."""
+    held = 0 if settings.workers == 0 else held_bytes(source)
+    if held < _SMALL_SOURCE_BYTES:
+        return settings, sys.maxsize
+    resources = probe()
+    wanted = settings.workers or _useful(resources)
+    return fit_copies(held, settings, resources, wanted=wanted)
+
+
+def _useful(resources: Resources) -> int:
+    """Return the number of workers that the cores have use for."""
+    return _WORKERS_A_CORE * int(resources.cpus)
+
+
+def _encode(
+    builder: StageBuilder, sink: ProgressSink | None, share: EncodeShare, pacing: WorkerPacing
+) -> ShareOutcome:
+    """Start the stages, run them, and end them in an order that keeps what was encoded."""
+    settings, feed = builder.settings, builder.feed(cores=pacing.most // _WORKERS_A_CORE)
+    pacing.most = min(pacing.most, builder.most_workers)
+    writer = encoding = None
+    try:
+        if not isinstance(feed, Supervisor) and sink is not None:
+            sink.note(f"{builder.name}: workers=0, reading in this process: in order and without timeouts")
+        encoding = _encoding(builder, feed, share)  # the workers are starting meanwhile
+        writer = builder.writer()
+        loop = PrecomputeLoop(
+            builder.stages(feed, encoding, writer),
+            RunTotals(
+                name=builder.name,
+                total=builder.folder.recipe.count if settings.part[1] == 1 else len(builder.missing),
+                missing=len(builder.missing),
+                quarantined=len(builder.quarantined),
+                device=", ".join(settings.devices) or settings.device,
+            ),
+            interrupts=share.interrupts,
+            sink=sink,
+            pacing=pacing if settings.workers is None else None,
+        )
+        try:
+            finished = loop.run(lasts_s=share.lasts_s)
+        finally:
+            encoding.clock.alive(bounded=False)
+            feed.close()
+            encoding.close()
+            builder.seal(writer)
+        writer.check()
+        builder.leave_device()
+    except BaseException:
+        feed.close()
+        if encoding is not None:
+            encoding.close()
+        if writer is not None:
+            writer.abandon()
+        raise
+    supervised = isinstance(feed, Supervisor)
+    return ShareOutcome(
+        finished=finished,
+        encoded=loop.encoded,
+        adopted=writer.copied,
+        encode_seconds=encoding.clock.seconds,
+        workers=feed.workers if supervised else 0,
+        lost_workers=feed.losses if supervised else 0,
+        abandoned_workers=feed.abandoned if supervised else 0,
+        failures=tuple(builder.ledger.failures),
+    )
+
+
+def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
+    """Return the stage that encodes; a feed that waits for workers wakes up for it, and for signals."""
+    inner = builder.encoding(feed, compare_first=share.compare_first)
+    children = isinstance(inner, EncoderProcesses)
+    if children:
+        inner.watch(share.interrupts.fd)
+    if isinstance(feed, Supervisor):
+        feed.wake_fd = inner.fd if children else share.interrupts.fd
+    return inner if share.encoder is None else builder.recognizing(inner, share.same)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How much memory and how many workers a run may have.
+
+
+_WORKER_BYTES = 64 * MIB
+"""What a worker takes in addition to its arena: an interpreter, numpy and h5py are 35 MiB of its own."""
+_RAGGED_BYTES = MIB
+
+
+def fit_memory(
+    samples: Schema, recipe: Recipe, settings: PrecomputeSettings, resources: Resources
+) -> tuple[PrecomputeSettings, int]:
+    """Have the settings ask for no more memory than there is.
+
+    Half of what is free may be in flight and a quarter may be workers; the rest is the encoder's.
+
+    Args:
+        samples: Fields of a raw sample.
+        recipe: Its group, and its records as encoded and as stored.
+        settings: Their `memory_bytes` and `workers` are upper bounds.
+        resources: What is free for this process.
+
+    Returns:
+        The settings, and how many workers there may be at most.
+
+    Raises:
+        ResourceError: Not even one group with its records and a worker fit; nothing has been read.
+    """
+    group = recipe.group
+    needed = _WORKER_BYTES + sum(
+        _group_bytes(schema, group.samples, group.steps)
+        # In a slot and on its way to the encoder; as encoded; as stored.
+        for schema in (samples, samples, recipe.encoded, recipe.columns)
+    )
+    if needed > resources.host_bytes:
+        raise ResourceError(
+            f"{format_bytes(resources.host_bytes)} of host memory are free ({resources.host_limit}, "
+            f"{format_bytes(resources.host_total_bytes)} in all), a worker and one group of "
+            f"{format_count(group.samples)} samples need {format_bytes(needed)}. Raise the limit, end other "
+            "programs, or give the encoder a smaller group"
+        )
+    most = max(1, resources.host_bytes // 4 // _WORKER_BYTES)
+    workers = settings.workers
+    if workers is not None and workers > most:
+        log.warning(
+            "%s instead of %d: %s of host memory are free (%s)",
+            format_count(most, "worker"),
+            workers,
+            format_bytes(resources.host_bytes),
+            resources.host_limit,
+        )
+        workers = most
+    memory_bytes = min(settings.memory_bytes, resources.host_bytes // 2)
+    return replace(settings, memory_bytes=memory_bytes, workers=workers), most
+
+
+def fit_copies(
+    held_bytes: int, settings: PrecomputeSettings, resources: Resources, *, wanted: int
+) -> tuple[PrecomputeSettings, int]:
+    """Bound workers by the data that each of them has a copy of.
+
+    A copy is there twice while a worker unpickles it, and once more here, for workers that have to be
+    replaced. All of that may take a quarter of what is free.
+
+    Args:
+        held_bytes: Data that the source holds in memory.
+        settings: Their `workers` are an upper bound.
+        resources: What is free for all processes that read on this machine.
+        wanted: Workers that there would be at most without this bound.
+
+    Returns:
+        The settings, whose `workers` are 0 where not even one copy fits, and how many there may be at most.
+    """
+    room = resources.host_bytes // 4
+    most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
+    if settings.workers == 0 or most >= wanted:
+        return settings, most
+    log.warning(
+        "the source holds %s in memory, of which each worker has a copy; %s of host memory are free (%s): "
+        "%s. Data in files, opened in __getitem__, is read by as many as pay",
+        format_bytes(held_bytes),
+        format_bytes(resources.host_bytes),
+        resources.host_limit,
+        f"{most} workers at most" if most else "samples are read in this process, without timeouts",
+    )
+    fewest = most if settings.workers is not None or not most else None
+    return replace(settings, workers=fewest), most
+
+
+def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
+    """Return the bytes of one group, or of one chunk over time."""
+    if any(field.ragged for field in schema.values()):
+        return _RAGGED_BYTES
+    return slot_size(schema, samples, steps or 0)

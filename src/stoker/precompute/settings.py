@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from stoker.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from stoker.encoders.protocol import Encoder
     from stoker.precompute.progress import ProgressSink
+    from stoker.runtime.signals import Interrupts
+    from stoker.sources.protocol import Source
+    from stoker.store import Failure, Folder
     from stoker.store.cache import Cache
     from stoker.store.compressed import Compression
+    from stoker.store.folder import SampleLookup
 
 Nan: TypeAlias = Literal["reject", "allow"]
 Identity: TypeAlias = Literal["auto", "full"]
-OnHang: TypeAlias = Literal["report", "exit"]
 Among: TypeAlias = Literal["alone", "first", "rest"]
 
 
@@ -23,19 +30,18 @@ Among: TypeAlias = Literal["alone", "first", "rest"]
 class Timeouts:
     """How long each stage may go without progress, in seconds. Progress resets the clock.
 
-    A reader makes progress with every sample, and while it reads bytes: that for ten timeouts at most.
+    A worker makes progress with every sample, and while it reads bytes: that for ten timeouts at most.
     """
 
     start: float = 60.0
-    """A reader's interpreter, its imports, and unpickling the source."""
+    """A worker's interpreter, its imports, and unpickling the source."""
     open: float = 60.0
-    """Opening a part and reading the first sample of it in that reader."""
+    """Opening a part and reading the first sample of it in that worker."""
     read: float = 60.0
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
-    """One call of the encoder, or bringing it to its device. From Python that is in the caller's own process,
-    so a hang ends the run, and its thread is left behind (see `on_hang`). The command line encodes in a
-    child, which is killed and started again, whatever `on_hang` says."""
+    """One call of the encoder, or bringing it to its device. A child that hangs is killed and started again.
+    Few samples are encoded in the caller's process: a hang ends the run there, and leaves a thread behind."""
     write: float = 120.0
     """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
     sealing what is open."""
@@ -46,6 +52,11 @@ class Timeouts:
             value = getattr(self, entry.name)
             if not (isinstance(value, int | float) and value > 0):
                 raise ConfigError(f"precompute.timeouts.{entry.name} must be above 0 seconds, got {value!r}")
+
+    @property
+    def total_s(self) -> float:
+        """Return how long a process that encodes may show nothing: every stage within its timeout."""
+        return sum(getattr(self, entry.name) for entry in fields(self))
 
 
 def as_timeouts(given: Timeouts | Mapping[str, float] | None) -> Timeouts:
@@ -82,12 +93,11 @@ class PrecomputeSettings:
     """Samples in one call of the encoder; None: the encoder's own fixed number, about 8 MiB of samples."""
     workers: int | None = None
     """Worker processes, on Linux; None: one (without an encoder: one for each core), and more while
-    the encoder waits for data; 0, and None elsewhere: read in this process, without timeouts."""
+    the encoder waits for data; 0, and None on other systems: read in this process, without timeouts."""
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""
     devices: tuple[str, ...] = ()
-    """Where there are several, an encoder on each, fed by the same workers; else on `device`, in this
-    process, where single records are encoded in any case."""
+    """Where there are several, an encoder on each, fed by the same workers; else on `device`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """How long each stage may go without progress."""
     max_quarantined: float = 0.001
@@ -107,21 +117,20 @@ class PrecomputeSettings:
     """Lossless compression of shards, not part of the recipe. `auto`: zstd where it saves a tenth."""
     memory_bytes: int = 1024**3
     """Bytes in flight between source and store, what the encoder itself needs not counted. A group that is
-    larger by itself goes alone."""
-    on_hang: OnHang = "report"
-    """When the encoder passes its deadline: raise a `StalledError` that says where it stands, or end this
-    process (exit 5)."""
+    larger on its own goes alone."""
+    always_in_child: bool = False
+    """Encode in a child also what is little: for a process that must not keep a thread which hangs."""
     seal_after_s: float = 30.0
     """Seconds after its first record at which a shard is sealed even if it is not full: what a kill costs."""
     by_blocks: bool = False
-    """Somebody serves what is stored meanwhile: encode block after block (`fill_blocks`), and seal early."""
+    """What is stored is served meanwhile: encode block after block (`fill_blocks`), and commit early."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
     """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
     part: tuple[int, int] = (0, 1)
     """Which part of how many this process encodes, where several fill the cache together."""
     among: Among = "alone"
     """Whether others have the same part: the first of them encodes, the rest wait for it, and take over where
-    it does not come (back) within the deadline of a start."""
+    it does not come (back) within the timeout of a start."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -135,7 +144,7 @@ class PrecomputeSettings:
             raise ConfigError(
                 f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
             )
-        choices = (("nan", Nan), ("identity", Identity), ("on_hang", OnHang), ("among", Among))
+        choices = (("nan", Nan), ("identity", Identity), ("among", Among))
         for name, known in choices:
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(
@@ -188,6 +197,55 @@ class PrecomputeReport:
     workers: int = 0
     """Worker processes at the end of the run."""
     lost_workers: int = 0
-    """Workers that died or were killed past a deadline."""
+    """Workers that died or were killed past a timeout."""
     abandoned_workers: int = 0
     """Those of them that SIGKILL did not end in time: they waited in the kernel for storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeShare:
+    """Samples to encode, and how."""
+
+    source: Source
+    encoder: Encoder | None
+    folder: Folder
+    """Where records go; its recipe says in which groups they are encoded."""
+    settings: PrecomputeSettings
+    missing: NDArray[np.int64]
+    """Numbers of the samples, ascending."""
+    interrupts: Interrupts
+    """A signal ends the work early, with what is encoded sealed."""
+    lasts_s: float = float("inf")
+    """Time from the first group on after which the work ends early in the same way."""
+    compare_first: bool = True
+    """See `BatchEncoder`; False where the same process has done so for an earlier share."""
+    same: SampleLookup | None = None
+    """Records of sibling caches that samples may be recognized in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareOutcome:
+    """What came of a share."""
+
+    finished: bool = True
+    """False: a signal came first, or the time was up."""
+    encoded: int = 0
+    """Records that were encoded and handed to the store."""
+    adopted: int = 0
+    """Records of sibling caches that were stored for samples which were recognized."""
+    encode_seconds: float = 0.0
+    """Time inside the encoder, of all that there were."""
+    workers: int = 0
+    """Worker processes at the end."""
+    lost_workers: int = 0
+    abandoned_workers: int = 0
+    failures: tuple[Failure, ...] = ()
+    """Samples set aside meanwhile."""
+
+
+Engine: TypeAlias = "Callable[[EncodeShare, ProgressSink | None], ShareOutcome]"
+"""Encodes a share, and returns when all of it is stored or set aside, a signal came, or time is up.
+
+Raises:
+    StokerError: The work cannot continue; what was encoded until then is stored.
+"""

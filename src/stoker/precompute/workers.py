@@ -1,11 +1,12 @@
-"""Workers under supervision: hand out work, collect parcels, and never wait for a process.
+"""Workers under supervision: hand out work, collect batches, and never wait for a process.
 
-One poll over sockets and pidfds, with the next deadline as its timeout. A reader past a deadline is asked for
-its stack, killed, and replaced; the sample it was at gets one more try on another reader and is then set
-aside. The caller encodes between polls, so a hang is noticed at the latest one encoder call late.
+One poll over sockets and pidfds, with the next deadline as its timeout. A worker past its timeout is asked
+for its stack, killed, and replaced. The sample it was at gets one more try on another worker and is then set
+aside. The caller hands batches on between polls.
 
-What fails without end meets a limit: tries of a sample, samples of a part (`ledger.py`), starts of a reader,
-workers lost in all (`limits.py`). What cannot even be killed is left behind, up to a number (`roster.py`).
+What fails without end meets a limit: tries of a sample, samples of a part (`SampleLedger`), starts of a
+worker, workers lost in all (`LossLimits`). What cannot even be killed is left behind, up to a number
+(`WorkerRoster`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from stoker.errors import ResourceError, SourceError, WorkerError, arg
-from stoker.precompute.arena import Arena, Layout
-from stoker.precompute.queue import ATTEMPTS, Assembly, GroupWork, Ledger, Parcel, ReaderView, WorkQueue
-from stoker.precompute.reading import PartNames, SampleFault, passing_fault
+from stoker.precompute.arena import Arena, Layout, LoadedBatch, ReadTask, private_arrays
+from stoker.precompute.progress import WorkerView
+from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkQueue
 from stoker.precompute.settings import PrecomputeSettings, Timeouts
+from stoker.precompute.worker import PartNames, SampleFault, passing_fault
 from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.processes.heartbeat import Heartbeat
 from stoker.runtime.processes.wire import Frame
@@ -60,7 +64,7 @@ class LossLimits:
         self._in_a_row = 0
 
     def lost(self, *, attempt: int) -> None:
-        """One more reader is lost, at that attempt at a sample; 0: it had none in hand."""
+        """Count one more lost worker, at that attempt at a sample; 0: it had none in hand."""
         self.losses += 1
         self._in_a_row += attempt < ATTEMPTS  # what failed once is expected to fail again
 
@@ -91,7 +95,7 @@ class LossLimits:
 # ----------------------------------------------------------------------------------------------------------
 # Whether a process still moves: by its heartbeat, and by what the kernel has read for it.
 #
-# A large sample over slow storage is one call for the reader, without a beat for minutes. The kernel's
+# A large sample over slow storage is one call for the worker, without a heartbeat for minutes. The kernel's
 # count of bytes read tells it from one that hangs. Spinning on a file that never ends would look the same,
 # so there is a last moment all the same.
 
@@ -100,11 +104,11 @@ MOST_DEADLINES = 10
 """Timeouts that one stage of one sample may last at most, however much is read meanwhile."""
 
 
-class Patience:
+class ProgressTimeout:
     """When a process must have moved.
 
-    Half a deadline without a beat, and its bytes are looked at for the first time; then every half. So it is
-    overdue one deadline after its last byte at the latest.
+    Half a timeout without a heartbeat, and its bytes are looked at for the first time; then every half. So it
+    is overdue one timeout after its last byte at the latest.
     """
 
     def __init__(self, pid: int) -> None:
@@ -114,7 +118,7 @@ class Patience:
         self._bytes = -1
 
     def due(self, since: float, limit_s: float) -> float:
-        """When to look at it; `since` is when it last moved by its own word. `time.monotonic()` seconds."""
+        """Return when to look at it (`time.monotonic()`); `since` is when it last moved by its own word."""
         if since != self._since:
             self._since, self._due, self._bytes = since, since + limit_s / 2, -1
         return self._due
@@ -132,7 +136,7 @@ class Patience:
         return False
 
     def _count(self) -> int:
-        """Bytes of files, pipes and pages read so far; 0 where the kernel does not say."""
+        """Return the bytes of files, pipes and pages read so far; 0 where the kernel does not say."""
         try:
             lines = self._path.read_text().splitlines()
         except OSError:
@@ -142,38 +146,38 @@ class Patience:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# One reader seen from outside: what it owes, whether it still moves, and what is done when it does not.
+# One worker seen from outside: what it owes, whether it still moves, and what is done when it does not.
 
 
 DUMP_S = 0.15
-"""How long a reader past its deadline gets to write its stack before it is killed."""
+"""How long a worker past its timeout gets to write its stack before it is killed."""
 
 GRACE_S = 5.0
-"""How long a killed reader may take to vanish before it counts as abandoned, stuck in the kernel."""
+"""How long a killed worker may take to vanish before it counts as abandoned, stuck in the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """A reader is gone, or as good as gone."""
+class WorkerLoss:
+    """A worker is gone, or as good as gone."""
 
     stage: str
     """Where it was."""
     number: int
     """The sample in hand, or -1."""
     cause: str
-    """In words, with exit code or signal, or the deadline that passed."""
+    """In words, with exit code or signal, or the timeout that passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What every reader of a run is started with."""
+class WorkerLaunch:
+    """What every worker of a run is started with."""
 
     payload: bytes
     """The source, pickled once."""
     frame: Frame
     """The rest of the start frame."""
     layout: Layout
-    """Of each reader's arena."""
+    """Of each worker's arena."""
     logs: Path
     """Folder of the workers' output and stack dumps."""
     drain: Drain
@@ -189,10 +193,10 @@ class Worker:
         ResourceError: No process or descriptor is left.
     """
 
-    def __init__(self, number: int, launch: Launch) -> None:
+    def __init__(self, number: int, launch: WorkerLaunch) -> None:
         self.number = number
         self.state: Literal["starting", "ready", "dumping", "killed", "reaped"] = "starting"
-        self.work: dict[int, GroupWork] = {}
+        self.work: dict[int, ReadTask] = {}
         """Groups handed out and not yet delivered, by key, in the order of handing out."""
         self.items: deque[int] = deque()
         """The last key of each item handed out, oldest first."""
@@ -202,15 +206,15 @@ class Worker:
         """It has read a sample."""
         self.failed = False
         """It was lost; its log is kept."""
-        self.loss: Loss | None = None
+        self.loss: WorkerLoss | None = None
         """Why it was killed."""
         self.until = 0.0
         """When it must have written its stack, or be gone; `time.monotonic()` seconds."""
         self.arena = _arena(launch.layout)
-        log = launch.logs / f"reader-{number}-{os.getpid()}.txt"
+        log = launch.logs / f"worker-{number}-{os.getpid()}.txt"
         try:
             self.process = LoggedChild(
-                "stoker.precompute.reader:serve",
+                "stoker.precompute.worker:serve",
                 (self.arena.fd,),
                 what="a worker process",
                 log=log,
@@ -220,13 +224,13 @@ class Worker:
         except BaseException:
             self.arena.close()
             raise
-        self.channel, self.beat = self.process.channel, self.process.heartbeat
+        self.channel, self.heartbeat = self.process.channel, self.process.heartbeat
         self.channel.send(launch.frame, launch.payload)
         self._loaded = False
         self._since = self._moved = time.monotonic()
-        self._overdue: Loss | None = None
-        self._seen = self.beat.look()
-        self._patience = Patience(self.process.pid)
+        self._overdue: WorkerLoss | None = None
+        self._last_beat = self.heartbeat.look()
+        self._patience = ProgressTimeout(self.process.pid)
 
     def ready(self) -> None:
         """It has unpickled the source."""
@@ -235,11 +239,11 @@ class Worker:
             self.state = "ready"
         self.touch()
 
-    def view(self, now_ns: int) -> ReaderView:
-        """Where it stands, by its own word; `now_ns` is `time.monotonic_ns()`."""
-        beat = self.beat.look()
+    def view(self, now_ns: int) -> WorkerView:
+        """Return where it stands, by its own word; `now_ns` is `time.monotonic_ns()`."""
+        beat = self.heartbeat.look()
         seconds = max(0, now_ns - (beat.time_ns or now_ns)) / 1e9
-        return ReaderView(
+        return WorkerView(
             number=self.number,
             stage=beat.stage,
             sample=beat.number,
@@ -248,10 +252,10 @@ class Worker:
         )
 
     def touch(self) -> None:
-        """We have just heard from it or sent it something: its clock starts anew."""
+        """We have just heard from it or sent it something: its clock starts again."""
         self._since = time.monotonic()
 
-    def hand_out(self, works: list[GroupWork], absent: Callable[[GroupWork], list[int]]) -> None:
+    def hand_out(self, works: list[ReadTask], absent: Callable[[ReadTask], list[int]]) -> None:
         """Send an item and remember that it is owed; `absent` names the members that are zeros."""
         for work in works:
             self.work[work.key] = work
@@ -267,14 +271,14 @@ class Worker:
             self.channel.send({"kind": "free", "slot": slot})
             self.touch()
 
-    def delivered(self, key: int) -> GroupWork | None:
-        """A group has come whole; None if it was not owed."""
+    def delivered(self, key: int) -> ReadTask | None:
+        """Note that a group has come completely and return it; None if it was not owed."""
         if self.items and self.items[0] == key:
             self.items.popleft()
         return self.work.pop(key, None)
 
     def deadline(self, timeouts: Timeouts, slots: int) -> float | None:
-        """When to look whether it has moved, in `time.monotonic()` seconds; None while it owes nothing."""
+        """Return when to see if it has moved, in `time.monotonic()` seconds; None while it owes nothing."""
         if self.state in ("dumping", "killed"):
             return self.until
         clock = self._clock(timeouts, slots)
@@ -282,9 +286,9 @@ class Worker:
 
     def _clock(self, timeouts: Timeouts, slots: int) -> tuple[float, float] | None:
         """Since when it has not moved, by its own word, and how long it may stay so."""
-        beat = self.beat.look()
-        if beat != self._seen:  # whatever a page holds that was scribbled over, it cannot have moved later
-            self._seen = beat
+        beat = self.heartbeat.look()
+        if beat != self._last_beat:  # a page that was scribbled over cannot have moved later than now
+            self._last_beat = beat
             self._moved = min(beat.time_ns / 1e9, time.monotonic())
         if self.state == "starting":
             return self._since, timeouts.start
@@ -294,16 +298,16 @@ class Worker:
             return max(self._moved, self._since), timeouts.read
         return None
 
-    def advance(self, timeouts: Timeouts, slots: int, now: float) -> Loss | None:
-        """Take the next step against a reader past its deadline; the loss, at the moment it is killed."""
+    def advance(self, timeouts: Timeouts, slots: int, now: float) -> WorkerLoss | None:
+        """Take the next step against a worker past its timeout; the loss, at the moment it is killed."""
         if self.state in ("starting", "ready"):
             clock = self._clock(timeouts, slots)
             if clock is None or now < self._patience.due(*clock):
                 return None
             if self._patience.overdue(clock[1], now):
-                self._ask_for_stacks(self._seen, clock[1], now)
+                self._ask_for_stacks(self._last_beat, clock[1], now)
         elif self.state == "dumping" and now >= self.until:
-            if self.beat.look() == self._seen and self._overdue is not None:
+            if self.heartbeat.look() == self._last_beat and self._overdue is not None:
                 return self.dismiss(self._overdue)
             self.state = "ready" if self._loaded else "starting"  # slow, not stuck
             self.touch()
@@ -312,42 +316,42 @@ class Worker:
     def _ask_for_stacks(self, beat: Heartbeat, limit_s: float, now: float) -> None:
         stage = "start" if self.state == "starting" else beat.stage
         where = "waiting for work that it was given" if stage == "wait" else f'in stage "{stage}"'
-        self._overdue = Loss(
+        self._overdue = WorkerLoss(
             stage=stage,
             number=beat.number if stage in ("open", "read") else -1,
-            cause=f"reader {self.number} made no progress for {limit_s:g} s {where} "
+            cause=f"worker {self.number} made no progress for {limit_s:g} s {where} "
             f"({self.process.kernel_view()})",
         )
         self.process.request_stacks()
         self.state, self.until = "dumping", now + DUMP_S
 
-    def dismiss(self, loss: Loss | None = None) -> Loss | None:
+    def dismiss(self, loss: WorkerLoss | None = None) -> WorkerLoss | None:
         """Kill it, without waiting; what is left of its clock is the time to vanish."""
         self.process.kill()
         self.state, self.until, self.loss = "killed", time.monotonic() + GRACE_S, loss
         return loss
 
     def reap(self) -> bool:
-        """Whether the process has ended; its exit code is collected then."""
+        """Return whether the process has ended; its exit code is collected then."""
         if self.state != "reaped" and self.process.ended():
             self.state = "reaped"
         return self.state == "reaped"
 
-    def death(self) -> Loss:
-        """The loss of a process that ended by itself, with exit code or signal and the end of its output."""
-        beat = self.beat.look()
+    def death(self) -> WorkerLoss:
+        """Return the loss of a process that ended on its own, with exit code or signal and last output."""
+        beat = self.heartbeat.look()
         busy = beat.stage in ("open", "read")
         where = f' in stage "{beat.stage}"' if busy else ""
         tail = self.process.tail()
-        cause = f"reader {self.number} (process {self.process.pid}) {self.process.exit}{where}"
-        return Loss(
+        cause = f"worker {self.number} (process {self.process.pid}) {self.process.exit}{where}"
+        return WorkerLoss(
             stage=beat.stage,
             number=beat.number if busy else -1,
             cause=cause + (f"; its last output: {tail.splitlines()[-1][:200]}" if tail else ""),
         )
 
     def close(self) -> None:
-        """Let descriptors go; the log stays if the reader was lost."""
+        """Let descriptors go; the log stays if the worker was lost."""
         self.arena.close()
         self.process.discard(keep_log=self.failed)
 
@@ -357,7 +361,7 @@ def _arena(layout: Layout) -> Arena:
         return Arena.create(layout)
     except OSError as error:
         raise ResourceError(
-            f"no descriptor or address is left for a reader's arena: {error}. Use fewer workers, or raise "
+            f"no descriptor or address is left for a worker's arena: {error}. Use fewer workers, or raise "
             "the limits (ulimit -n, ulimit -v)"
         ) from error
 
@@ -374,10 +378,10 @@ _SPARE_AFTER_S = 2.0
 _CLOSE_S = 1.0
 
 
-class Roster:
+class WorkerRoster:
     """Starts workers, and keeps account of them until the kernel says that they are gone."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: WorkerLaunch) -> None:
         self.wanted = 0
         """Workers that are to be at work."""
         self.working: dict[int, Worker] = {}
@@ -399,12 +403,12 @@ class Roster:
 
     @property
     def present(self) -> list[Worker]:
-        """Those that may send something."""
+        """Return those that may send something."""
         return [*self.working.values(), *([self.spare] if self.spare else [])]
 
     @property
     def doomed(self) -> list[Worker]:
-        """Those that will send nothing more."""
+        """Return those that will send nothing more."""
         return [*self.ending, *self.abandoned]
 
     def add(self) -> Worker:
@@ -428,7 +432,7 @@ class Roster:
 
     @property
     def active(self) -> list[Worker]:
-        """Those at work that are not parked."""
+        """Return those at work that are not parked."""
         return [worker for number, worker in self.working.items() if number not in self.parked]
 
     def park(self) -> Worker | None:
@@ -442,7 +446,7 @@ class Roster:
 
     @property
     def all_delivering(self) -> bool:
-        """Every reader has delivered something."""
+        """Every worker has delivered something."""
         return all(worker.delivering for worker in self.working.values())
 
     def keep_spare(self, now: float, *, at_once: bool) -> None:
@@ -455,7 +459,7 @@ class Roster:
             self.spare = self._start()
         except ResourceError as error:
             self._spare_tries = 0
-            log.debug("no reader in reserve: %s", error)
+            log.debug("no worker in reserve: %s", error)
 
     def _start(self) -> Worker:
         self._started += 1
@@ -505,7 +509,7 @@ class Roster:
             )
 
     def close(self) -> None:
-        """End every reader: kill it, and wait a moment for all of them to vanish."""
+        """End every worker: kill it, and wait a moment for all of them to vanish."""
         workers = [*self.present, *self.doomed]
         self.working, self.spare, self.ending, self.abandoned = {}, None, [], []
         for worker in workers:
@@ -519,7 +523,7 @@ class Roster:
                 poller.poll(max(1, int((limit - time.monotonic()) * 1000)))
             if not worker.reap():
                 log.warning(
-                    "reader %d (%s) cannot be ended; left behind", worker.number, worker.process.kernel_view()
+                    "worker %d (%s) cannot be ended; left behind", worker.number, worker.process.kernel_view()
                 )
             worker.close()
         self._launch.drain.close()
@@ -531,23 +535,51 @@ _MAX_START_FAILURES = 3
 _ITEMS_AHEAD = 2
 
 
+@dataclass(slots=True)
+class PieceAssembly:
+    """Puts one group together from pieces (mode `pieces`)."""
+
+    layout: Layout
+    arrays: Sample = field(default_factory=dict[str, Any])
+
+    def add(self, slot: memoryview, chunk: list[Any]) -> None:
+        """Copy one run of bytes: `[field, member, offset, size, length]`, length -1 for a fixed shape."""
+        name, member, offset, size, length = chunk
+        if name not in self.arrays:
+            self.arrays |= self._allocate(name, length)
+        row = self.arrays[name][member : member + 1]
+        row.reshape(-1).view(np.uint8)[offset : offset + size] = np.frombuffer(slot[:size], np.uint8)
+
+    def finish(self) -> Sample:
+        """Return the whole group; fields of which nothing came (all members absent or failing) are zeros."""
+        for name in self.layout.schema:
+            if name not in self.arrays:
+                self.arrays |= self._allocate(name, 0)
+        return {name: self.arrays[name] for name in self.layout.schema}
+
+    def _allocate(self, name: str, length: int) -> Sample:
+        spec = self.layout.schema[name]
+        shape = (self.layout.samples, *((length, *spec.shape[1:]) if spec.ragged else spec.shape))
+        return private_arrays(self.layout.schema, {name: shape})
+
+
 @dataclass(slots=True, kw_only=True)
-class _Incoming:
+class _PartialBatch:
     """What a worker in mode `pieces` has sent of the group in progress."""
 
-    assembly: Assembly
+    assembly: PieceAssembly
     waiting: list[Frame]
     unreleased: int = 0
 
 
 class Supervisor:
-    """A `Feed` over worker processes."""
+    """A `SampleFeed` over worker processes."""
 
     def __init__(
         self,
-        launch: Launch,
+        launch: WorkerLaunch,
         queue: WorkQueue,
-        ledger: Ledger,
+        ledger: SampleLedger,
         *,
         settings: PrecomputeSettings,
         parts: PartNames,
@@ -558,12 +590,12 @@ class Supervisor:
         self._timeouts = settings.timeouts
         self._limits = LossLimits(settings.max_quarantined)
         self._parts = parts
-        self._roster = Roster(launch)
-        self._incoming: dict[int, _Incoming] = {}
-        self._ready: list[Parcel] = []
+        self._roster = WorkerRoster(launch)
+        self._incoming: dict[int, _PartialBatch] = {}
+        self._ready: list[LoadedBatch] = []
         self._start_failures = 0
         self.given_up = False
-        """A reader could not be started, and the run goes on without it."""
+        """A worker could not be started, and the run continues without it."""
         self.wake_fd = -1
         """A descriptor whose readiness ends a poll early (signals)."""
 
@@ -574,7 +606,7 @@ class Supervisor:
 
     @property
     def idle(self) -> int:
-        """Workers that cannot go on because the caller has not taken what they read."""
+        """Workers that cannot continue because the caller has not taken what they read."""
         return sum(worker.held >= self._layout.slots for worker in self._roster.working.values())
 
     @property
@@ -594,12 +626,12 @@ class Supervisor:
 
     @property
     def _works(self) -> bool:
-        """Some reader has delivered something, so that the run can end without those that do not start."""
+        """Some worker has delivered something, so that the run can end without those that do not start."""
         return any(worker.delivering for worker in self._roster.working.values())
 
     @property
     def all_delivering(self) -> bool:
-        """Every reader has delivered something, so that waiting is no longer for their start."""
+        """Every worker has delivered something, so that waiting is no longer for their start."""
         return self._roster.all_delivering
 
     def start(self, workers: int) -> None:
@@ -613,7 +645,7 @@ class Supervisor:
             self._add()
 
     def park(self) -> None:
-        """Give one reader no more work; what it has in hand it still delivers."""
+        """Give one worker no more work; what it has in hand it still delivers."""
         if worker := self._roster.park():
             self._queue.leave(worker.number)
 
@@ -626,22 +658,22 @@ class Supervisor:
             self._do_without(str(error))
 
     def _do_without(self, why: str) -> None:
-        """Go on with one reader fewer: those that work are enough to end the run."""
+        """Go on with one worker fewer: those that work are enough to end the run."""
         self._roster.wanted -= 1
         self.given_up = True
-        log.warning("another reader cannot be started; going on with %d: %s", self._roster.wanted, why)
+        log.warning("another worker cannot be started; continuing with %d: %s", self._roster.wanted, why)
 
     def _keep_spare(self, now: float) -> None:
-        """Have a reader in reserve once one was lost, or the run goes on for more than a moment."""
+        """Have a worker in reserve once one was lost, or the run takes longer than a moment."""
         if self._limits.read and not self._queue.finished:
             self._roster.keep_spare(now, at_once=self.losses > 0)
 
-    def poll(self, timeout_s: float) -> list[Parcel]:
-        """See `Feed.poll`. Timeouts are enforced here, after what has arrived was taken in.
+    def poll(self, timeout_s: float) -> list[LoadedBatch]:
+        """See `SampleFeed.poll`. Timeouts are enforced here, after what has arrived was taken in.
 
         Raises:
             WorkerError: Workers cannot start, or are lost one after another.
-            SourceError: The source cannot be loaded in a reader; holds the first traceback.
+            SourceError: The source cannot be loaded in a worker; holds the first traceback.
         """
         self._hand_out()
         limit = time.monotonic() + timeout_s
@@ -653,14 +685,14 @@ class Supervisor:
             self._hand_out()
             self._keep_spare(now)
             if self._ready or self.finished or time.monotonic() >= limit or self._woken():
-                parcels, self._ready = self._ready, []
-                return parcels
+                batches, self._ready = self._ready, []
+                return batches
 
-    def release(self, parcel: Parcel) -> None:
-        """See `Feed.release`."""
-        if parcel.last:
+    def release(self, batch: LoadedBatch) -> None:
+        """See `SampleFeed.release`."""
+        if batch.last:
             self._queue.done()
-        number, slot = parcel.origin
+        number, slot = batch.origin
         worker = self._roster.working.get(number)
         if worker is None:
             return
@@ -673,13 +705,13 @@ class Supervisor:
             for frame in frames:
                 self._piece(worker, frame)
 
-    def views(self) -> list[ReaderView]:
-        """See `Feed.views`."""
+    def views(self) -> list[WorkerView]:
+        """See `SampleFeed.views`."""
         now = time.monotonic_ns()
         return [worker.view(now) for _, worker in sorted(self._roster.working.items())]
 
     def close(self) -> None:
-        """End every reader: close its socket, kill it, and wait a moment for it to vanish."""
+        """End every worker: close its socket, kill it, and wait a moment for it to vanish."""
         self._roster.close()
         self._ready = []
 
@@ -715,7 +747,7 @@ class Supervisor:
                     worker.touch()
                     self._frame(worker, frame)
             except WorkerError as error:
-                worker.dismiss(Loss(stage="wait", number=-1, cause=f"reader {worker.number}: {error}"))
+                worker.dismiss(WorkerLoss(stage="wait", number=-1, cause=f"worker {worker.number}: {error}"))
             if ended:
                 self._lose(worker, worker.death())
             elif worker.loss is not None:
@@ -732,11 +764,11 @@ class Supervisor:
         self._queue.on_hold = frozenset(self._parts.index(number) for number in lost if number >= 0)
 
     def _abandon(self, worker: Worker) -> None:
-        """Note a reader that SIGKILL does not end, and stop reading a part that holds a second one."""
+        """Note a worker that SIGKILL does not end, and stop reading a part that holds a second one."""
         number = -1 if worker.loss is None else worker.loss.number
         where = f"{self._place(number)}{worker.process.kernel_view()}"
         log.warning(
-            "reader %d was not gone %g s after SIGKILL and is left behind: %s", worker.number, GRACE_S, where
+            "worker %d was not gone %g s after SIGKILL and is left behind: %s", worker.number, GRACE_S, where
         )
         part = self._parts.index(number)
         if number >= 0 and self._ledger.part_holds_workers(part):
@@ -745,7 +777,7 @@ class Supervisor:
         self._roster.check_abandoned(where)
 
     def _place(self, number: int) -> str:
-        """Path, sample and attempt, as a prefix; nothing for a reader that had no sample in hand."""
+        """Path, sample and attempt, as a prefix; nothing for a worker that had no sample in hand."""
         if number < 0:
             return ""
         tries = self._ledger.attempts(number)
@@ -758,14 +790,14 @@ class Supervisor:
             said = f"the source cannot be loaded in a worker process:\n{frame['error'].rstrip()}"
             if not self._works:
                 raise SourceError(f"{said}\nFix that, or read in this process with {arg('workers', 0)}")
-            log.warning("reader %d: %s", worker.number, said)
+            log.warning("worker %d: %s", worker.number, said)
             return
         if kind == "ready":
             worker.ready()
             self._start_failures = 0
             return
         worker.held += frame["slot"] >= 0
-        if kind == "parcel":
+        if kind == "batch":
             self._group(worker, frame, worker.arena.arrays(frame["slot"]))
         else:
             self._piece(worker, frame)
@@ -773,9 +805,9 @@ class Supervisor:
     def _piece(self, worker: Worker, frame: Frame) -> None:
         incoming = self._incoming.get(worker.number)
         if incoming is None:
-            incoming = _Incoming(assembly=Assembly(self._layout), waiting=[])
+            incoming = _PartialBatch(assembly=PieceAssembly(self._layout), waiting=[])
             self._incoming[worker.number] = incoming
-        if incoming.unreleased:  # one whole group in the caller's hands is enough; the reader's slots fill up
+        if incoming.unreleased:  # one whole group in the caller's hands is enough; the worker's slots fill up
             incoming.waiting.append(frame)
             return
         for chunk in frame["chunks"]:
@@ -784,7 +816,7 @@ class Supervisor:
             worker.free(frame["slot"])
         if frame["last"]:
             arrays = incoming.assembly.finish()
-            incoming.assembly = Assembly(self._layout)
+            incoming.assembly = PieceAssembly(self._layout)
             incoming.unreleased += self._group(worker, frame | {"start": 0}, arrays)
 
     def _group(self, worker: Worker, frame: Frame, arrays: Sample) -> bool:
@@ -807,21 +839,21 @@ class Supervisor:
             if slot >= 0:
                 worker.free(slot)
             if frame["start"]:
-                self._ready.append(Parcel.end(work))
+                self._ready.append(LoadedBatch.end(work))
             return False
         origin = (worker.number, slot)
         owned = self._layout.mode == "pieces"
         self._ready.append(
-            Parcel(work=work, arrays=arrays, start=frame["start"], last=last, owned=owned, origin=origin)
+            LoadedBatch(work=work, arrays=arrays, start=frame["start"], last=last, owned=owned, origin=origin)
         )
         return True
 
-    def _lose(self, worker: Worker, loss: Loss) -> None:
-        """Take back what a lost reader owes, note who is to blame, and put another in its place."""
+    def _lose(self, worker: Worker, loss: WorkerLoss) -> None:
+        """Take back what a lost worker owes, note who is to blame, and put another in its place."""
         spare = worker is self._roster.spare
         self._incoming.pop(worker.number, None)
         if self._layout.mode == "steps":
-            self._ready += [Parcel.end(work) for work in worker.work.values()]
+            self._ready += [LoadedBatch.end(work) for work in worker.work.values()]
         worker.failed = True
         self._queue.leave(worker.number)
         self._blame(worker, loss)
@@ -836,11 +868,11 @@ class Supervisor:
         self._limits.check(self._roster.wanted, len(self._ledger.failures), said)
         self._add()
 
-    def _fail_start(self, worker: Worker, loss: Loss) -> bool:
-        """Count a reader that could not start; True when it is not to be replaced.
+    def _fail_start(self, worker: Worker, loss: WorkerLoss) -> bool:
+        """Count a worker that could not start; True when it is not to be replaced.
 
         Raises:
-            WorkerError: Several in a row, and no other reader works.
+            WorkerError: Several in a row, and no other worker works.
         """
         self._start_failures += 1
         if self._start_failures < _MAX_START_FAILURES:
@@ -857,7 +889,7 @@ class Supervisor:
             f"({arg('workers', 0)}) may show more"
         )
 
-    def _blame(self, worker: Worker, loss: Loss) -> None:
+    def _blame(self, worker: Worker, loss: WorkerLoss) -> None:
         """Give back what it owes; the sample in hand has failed once more, and its part may be dead."""
         for work in reversed(list(worker.work.values())):
             if loss.number not in work.numbers:

@@ -37,7 +37,7 @@ from stoker.precompute import (
     begin_precompute,
     run_precompute,
 )
-from stoker.precompute.share import Engine
+from stoker.precompute.settings import Engine
 from stoker.run.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.run.caches import (
     find_without_source,

@@ -24,8 +24,8 @@ from stoker.monitor.gpu import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S
+from stoker.precompute.engine import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
-from stoker.precompute.space import check_space, needed_bytes
 from stoker.run.build import CacheJob, build_jobs
 from stoker.run.caches import Located, locate, locate_job, nearest_differences
 from stoker.run.context import Run, encode_devices, no_operator, windows_in

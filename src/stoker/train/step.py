@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.errors import DivergedError
-from stoker.precompute.share import TOGETHER_S, takes
+from stoker.runtime.signals import TOGETHER_S, takes
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import Schedule
 

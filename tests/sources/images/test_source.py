@@ -11,7 +11,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError
-from stoker.precompute.reading import ChangedError, Unchanged, digested_files
+from stoker.precompute.worker import ChangedError, ChangeGuard, digested_files
 from stoker.store import make_recipe
 from stoker.testing import check_source
 from tests.sources.images.pictures import encoded, square, write_coco, write_list, write_voc
@@ -328,7 +328,7 @@ def test_an_image_that_changes_after_it_was_digested_ends_the_run(voc: Path, tmp
     """Its own file is looked at after each read, however many others its part has."""
     own = source(voc, "voc")
     recipe = make_recipe(own, None)
-    reads = Unchanged(own, digested_files(recipe.refs, recipe.files), [0])
+    reads = ChangeGuard(own, digested_files(recipe.refs, recipe.files), [0])
     reads.read(3)
 
     path = voc / "JPEGImages/image_07.jpg"

@@ -17,7 +17,7 @@ from typing import Any, cast
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.extras.ray.settings import RaySettings
 from stoker.plan.resources import probe
-from stoker.precompute.share import Interrupts
+from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import start_thread
 from stoker.units import MIB
 

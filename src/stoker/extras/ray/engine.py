@@ -28,10 +28,9 @@ from stoker.extras.ray.cluster import RayCluster, ray, whoami
 from stoker.extras.ray.settings import RaySettings
 from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked, process_state, versions
 from stoker.plan.resources import automatic_device
-from stoker.precompute.heartbeat import EncodeClock
-from stoker.precompute.progress import ProgressSink, Rate, Snapshot
-from stoker.precompute.queue import ReaderView
-from stoker.precompute.share import Done, Share
+from stoker.precompute.encode import EncodeClock
+from stoker.precompute.progress import ProgressSink, Rate, Snapshot, WorkerView
+from stoker.precompute.settings import EncodeShare, ShareOutcome
 from stoker.scale.slices import Slice, Slices
 from stoker.sources.protocol import Proving
 from stoker.sources.travel import packed
@@ -64,7 +63,7 @@ class View:
 class RoundProgress:
     """Shows a round."""
 
-    def __init__(self, share: Share, sink: ProgressSink | None, *, device: str) -> None:
+    def __init__(self, share: EncodeShare, sink: ProgressSink | None, *, device: str) -> None:
         self._share, self._sink, self._device = share, sink, device
         self._begun = time.monotonic()
         self._shown = 0.0
@@ -110,7 +109,7 @@ class RoundProgress:
             rate=self._rate(now, encoded),
             written_bytes=int(encoded * self._record_bytes),
             workers=tuple(
-                ReaderView(number=i + 1, stage=view.stage, sample=view.sample, seconds=0.0, name=view.node)
+                WorkerView(number=i + 1, stage=view.stage, sample=view.sample, seconds=0.0, name=view.node)
                 for i, view in enumerate(views)
             ),
             device=f"{self._device}, {len(views)} tasks on {nodes} nodes",
@@ -236,7 +235,7 @@ class Site:
 class Round:
     """Drives a share of work to its end."""
 
-    def __init__(self, share: Share, sink: ProgressSink | None, site: Site) -> None:
+    def __init__(self, share: EncodeShare, sink: ProgressSink | None, site: Site) -> None:
         self._share, self._site = share, site
         self._interrupts = share.interrupts
         self._begun = time.monotonic()
@@ -269,7 +268,7 @@ class Round:
         """What the board is to answer."""
         self._run = secrets.token_hex(8)
 
-    def go(self) -> Done:
+    def go(self) -> ShareOutcome:
         """Encode everything, or stop in order at a signal.
 
         Raises:
@@ -296,7 +295,7 @@ class Round:
             self._wait_for_sight()
         self._hear_out()
         self._show(last=True)
-        return Done(
+        return ShareOutcome(
             finished=finished,
             encoded=self._encoded,
             encode_seconds=self._encode_s,
@@ -548,7 +547,7 @@ class RayEngine:
         self.settings = replace(settings or RaySettings(), **changed)
         self._cluster = RayCluster(self.settings)
 
-    def __call__(self, share: Share, sink: ProgressSink | None) -> Done:
+    def __call__(self, share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
         """See `Engine`.
 
         Raises:
@@ -587,9 +586,9 @@ class RayEngine:
         self.close()
 
     @staticmethod
-    def _packed(share: Share) -> bytes:
+    def _packed(share: EncodeShare) -> bytes:
         settings = replace(
-            share.settings, progress=None, part=(0, 1), devices=(), on_hang="exit", overwrite=False
+            share.settings, progress=None, part=(0, 1), devices=(), always_in_child=True, overwrite=False
         )
         load = TaskLoad(
             source=share.source,

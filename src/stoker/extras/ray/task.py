@@ -31,11 +31,10 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, DeviceError, FormatError, SourceError, StokerError
 from stoker.plan.resources import probe
 from stoker.precompute.progress import Snapshot
-from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.share import Interrupts, Share
-from stoker.precompute.stages import encode_here
+from stoker.precompute.run import encode_here
+from stoker.precompute.settings import EncodeShare, PrecomputeSettings
 from stoker.runtime.disk import explain_disk_errors
-from stoker.runtime.libc import keep_freed_memory
+from stoker.runtime.signals import Interrupts
 from stoker.sources.files import confine_sources, confined_sources, stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
@@ -165,7 +164,7 @@ class _Kept:
     load: TaskLoad
     folder: Folder
     compared: bool = False
-    """The encoder's first call has been compared with a second (`Share.compare_first`)."""
+    """The encoder's first call has been compared with a second (`EncodeShare.compare_first`)."""
 
 
 _kept: dict[str, _Kept] = {}
@@ -314,7 +313,6 @@ def _load(payload: list[Any]) -> TaskLoad:
 
 
 def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, Any]:
-    keep_freed_memory()
     torch.set_num_threads(order["threads"])  # what the driver would have encoded with; bits depend on it
     machine = probe()
     beside = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))
@@ -328,7 +326,7 @@ def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, An
     )
     with Interrupts(patient=True) as interrupts:
         done = encode_here(
-            Share(
+            EncodeShare(
                 source=kept.load.source,
                 encoder=kept.load.encoder,
                 folder=kept.folder,

@@ -216,7 +216,7 @@ def _count(path: Path) -> int | None:
 
 StartMethod = Literal["fork", "spawn"]
 
-LIGHT = ("cloudpickle", "numpy", "h5py", "stoker.precompute.reader")
+LIGHT = ("cloudpickle", "numpy", "h5py", "stoker.precompute.worker")
 """Modules for children that need no torch: workers of most sources."""
 TORCH = (
     *LIGHT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -14,11 +13,12 @@ import torch
 
 import stoker
 from stoker.errors import Interrupted, StalledError
-from stoker.precompute import PrecomputeSettings, Timeouts, heartbeat, in_process, run_precompute, stages
+from stoker.precompute import PrecomputeSettings, Timeouts, in_process, run_precompute
+from stoker.precompute import run as run_module
 from stoker.precompute.background import recipe_of
-from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.encode import BatchEncoder
+from stoker.runtime import guard
 from stoker.runtime.processes.heartbeat import HeartbeatPage
-from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
@@ -70,7 +70,7 @@ def test_a_hanging_encoder_ends_the_run_and_a_second_run_resumes(tmp_path, hangi
 
     (stack,) = (tmp_path / ".workers").glob("encoder-*.txt")
     assert str(stack) in str(raised.value)
-    assert "test_watchdog.py" in stack.read_text()
+    assert "test_hanging_encoder.py" in stack.read_text()
     report = run_precompute(source, hanging, tmp_path, name="c", settings=settings(workers, encode=60.0))
     assert (report.reused, report.encoded) == (8, 8)
     fresh = run_precompute(source, FakeEncoder(), tmp_path / "b", name="c", settings=settings(encode=60.0))
@@ -79,8 +79,10 @@ def test_a_hanging_encoder_ends_the_run_and_a_second_run_resumes(tmp_path, hangi
 
 def test_an_encoder_that_is_stuck_is_not_moved(tmp_path, hanging, monkeypatch):
     """It would be changed under the call that is still at it, or hang the caller as well."""
-    monkeypatch.setattr(stages, "resolve_device", lambda _: "meta")  # as if it was a GPU, with nothing on it
-    monkeypatch.setattr(GroupEncoder, "_output", lambda self, batch: self._encoder.encode(batch))
+    monkeypatch.setattr(
+        run_module, "resolve_device", lambda _: "meta"
+    )  # as if it was a GPU, with nothing on it
+    monkeypatch.setattr(BatchEncoder, "_output", lambda self, batch: self._encoder.encode(batch))
     monkeypatch.setattr(FakeEncoder, "to", lambda *_: None)
     monkeypatch.setattr(in_process, "GRACE_S", 0.2)
     signal_when(hanging.stuck, signal.SIGTERM)
@@ -155,26 +157,6 @@ def test_a_call_that_ends_soon_after_a_signal_is_kept(tmp_path):
         run_precompute(FakeSource((16,)), Slow(), tmp_path, name="c", settings=settings(encode=60.0))
 
 
-PROGRAM = """
-from stoker.precompute import Timeouts, PrecomputeSettings, run_precompute
-from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import FakeSource
-settings = PrecomputeSettings(workers=1, progress=None, timeouts=Timeouts(encode=0.5), on_hang="exit")
-run_precompute(FakeSource((4,)), FakeEncoder(sleep_s=60), {folder!r}, name="c", settings=settings)
-"""
-
-
-def test_on_hang_exit_ends_the_process_with_the_code_for_a_stall(tmp_path, pytestconfig):
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(folder=str(tmp_path))],
-        cwd=pytestconfig.rootpath,
-        timeout=60,
-        capture_output=True,
-    )
-    assert result.returncode == 5
-    assert b"on_hang=exit" in result.stderr
-
-
 def test_the_encoder_computes_as_in_the_thread_of_its_caller(tmp_path):
     """Torch and numpy keep some settings for each thread, and the bits of a record may depend on them."""
 
@@ -191,7 +173,7 @@ def test_the_encoder_computes_as_in_the_thread_of_its_caller(tmp_path):
         )
 
     def both():
-        return look(), in_process.EncodeWatchdog.of_settings(settings(), tmp_path).run(look)
+        return look(), in_process.ask_encoder(look, timeout_s=60.0, logs=tmp_path)
 
     plain, found = both()
     assert found == plain
@@ -262,7 +244,7 @@ def test_a_guardian_is_told_the_deadline_of_an_encoder_that_is_tried_for_the_rec
             limits.append(page.look().limit_s)
             return super().schema(sample_schema)
 
-    monkeypatch.setattr(heartbeat, "_page", page)
+    monkeypatch.setattr(guard, "_page", page)
 
     recipe_of(FakeSource(), Noting(), tmp_path, settings(encode=7.0))
 

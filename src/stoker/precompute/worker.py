@@ -1,25 +1,36 @@
-"""Read samples out of a source into arrays, with every error wrapped by sample and stage.
+"""Read samples into arrays; and the worker process, a child that does so.
 
-Used by worker processes, and by the calling process when there are none: both read the same way. This module
-does not import torch.
+Reading in the calling process goes through the same classes, so that both read the same way, with every error
+wrapped by sample and stage.
+
+The worker unpickles the source that comes over its private socketpair, reads the batches it is given into
+free slots of its arena, and says so. It decides nothing: retries, quarantine and timeouts are the caller's.
+It ends at end of file on the socket, or with its parent. Torch is imported only if unpickling the source
+imports it, so this module does not import torch.
 """
 
 from __future__ import annotations
 
 import os
+import traceback
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import DecodeError, RecordError, SourceError
-from stoker.precompute.arena import PIECE_BYTES, time_length
+from stoker.precompute.arena import PIECE_BYTES, Arena, layout_from_json, time_length
+from stoker.runtime.processes.entry import Connection, use_one_thread
+from stoker.runtime.processes.heartbeat import HeartbeatPage
+from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import FLOATS, Sample, Schema, check_sample
-from stoker.sources.files import stamp_of
+from stoker.sources.files import confine_sources, stamp_of
 from stoker.sources.protocol import FileRef, Locating, ReadsMany
 
 if TYPE_CHECKING:
@@ -43,7 +54,7 @@ LOOKED_AT = 64
 """Files looked at after a read; a part of more has its turn of others each time."""
 
 
-class Reads(Protocol):
+class SampleSource(Protocol):
     """The part of a `Source` that reads."""
 
     def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -55,8 +66,8 @@ class ChangedError(SourceError):
     """A file is not what was digested any more."""
 
 
-class Digested(NamedTuple):
-    """One file as the recipe knows it: plain values, quick to send, and taken by a reader without torch."""
+class DigestedFile(NamedTuple):
+    """One file as the recipe knows it: plain values, quick to send, and taken by a worker without torch."""
 
     name: str
     path: str
@@ -66,7 +77,7 @@ class Digested(NamedTuple):
     stamp: tuple[int, ...]
 
 
-class Unchanged:
+class ChangeGuard:
     """Reads from a source as long as its files are those of the recipe.
 
     Args:
@@ -75,7 +86,9 @@ class Unchanged:
         offsets: First number of each part.
     """
 
-    def __init__(self, source: Reads, files: Sequence[Sequence[Digested]], offsets: Sequence[int]) -> None:
+    def __init__(
+        self, source: SampleSource, files: Sequence[Sequence[DigestedFile]], offsets: Sequence[int]
+    ) -> None:
         self._source = source
         self._files = [list(own) for own in files]
         self._offsets = list(offsets)
@@ -113,7 +126,7 @@ class Unchanged:
                 self._places[part] = {file.name: n for n, file in enumerate(files)}
             known = self._places[part]
             for name in self._names_of(number):
-                if name in known:  # what is missing has no digest, and its sample fails by itself
+                if name in known:  # what is missing has no digest, and its sample fails on its own
                     self._compare(files, known[name], number)
             return
         first = self._turn if len(files) > LOOKED_AT else 0
@@ -122,7 +135,7 @@ class Unchanged:
         self._turn = first + LOOKED_AT
 
     @staticmethod
-    def _compare(files: list[Digested], place: int, number: int) -> None:
+    def _compare(files: list[DigestedFile], place: int, number: int) -> None:
         known = files[place]
         path = known.path
         try:
@@ -151,12 +164,14 @@ class Unchanged:
         files[place] = known._replace(stamp=now.stamp)
 
 
-def digested_files(refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]) -> list[list[Digested]]:
-    """The files of each part with their digests, which come in the same order."""
+def digested_files(
+    refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]
+) -> list[list[DigestedFile]]:
+    """Return the files of each part with their digests, which come in the same order."""
     by_name = {digest.name: digest for digest in known}
     return [
         [
-            Digested(ref.name, str(ref.path), d.bytes, d.digest, sampled=d.sampled, stamp=d.stamp)
+            DigestedFile(ref.name, str(ref.path), d.bytes, d.digest, sampled=d.sampled, stamp=d.stamp)
             for ref in own
             if (d := by_name.get(ref.name)) is not None
         ]
@@ -169,15 +184,15 @@ CHANGED = "changed"
 """The stage of a fault that is no sample's: see `SampleFault.stage`."""
 
 
-class Pulse(Protocol):
-    """Where progress is written; a `HeartbeatPage` in a reader."""
+class HeartbeatWriter(Protocol):
+    """Where progress is written; a `HeartbeatPage` in a worker."""
 
     def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
-        """A new stage or sample begins."""
+        """Say that a new stage or sample begins."""
         ...
 
     def progress(self, done: int) -> None:
-        """The sample in hand is `done` bytes further."""
+        """Say that the sample in hand is `done` bytes further."""
         ...
 
 
@@ -190,7 +205,7 @@ class SampleFault:
     stage: str
     """`open`, `read`, `decode`, `check` or `encode`; `CHANGED`: the source is another, the run must end."""
     error: str
-    """Type and message, at most 600 characters; the `Ledger` adds where the sample is."""
+    """Type and message, at most 600 characters; the `SampleLedger` adds where the sample is."""
     kind: Literal["sample", "transient"]
     """`sample`: the sample's own fault; `transient`: may pass (input/output, memory, a hang)."""
     retry: bool
@@ -198,12 +213,12 @@ class SampleFault:
 
 
 def passing_fault(number: int, stage: str, error: str) -> SampleFault:
-    """A failure that another reader, or another day, may not meet."""
+    """Return a failure that another worker, or another day, may not meet."""
     return SampleFault(number=number, stage=stage, error=error[:600], kind="transient", retry=True)
 
 
 class SampleFaultError(Exception):
-    """Carries a `SampleFault` to whoever decides about it; never leaves this package."""
+    """Carries a `SampleFault` to the code that decides about it; never leaves this package."""
 
     def __init__(self, fault: SampleFault) -> None:
         super().__init__(fault.error)
@@ -222,20 +237,20 @@ class PartNames:
     """What knows more of a sample than its part."""
 
     def index(self, number: int) -> int:
-        """The part that holds `number`."""
+        """Return the part that holds `number`."""
         return part_index(self.offsets, number)
 
     def name(self, number: int) -> str:
-        """The name of the part that holds `number`."""
+        """Return the name of the part that holds `number`."""
         return self.names[self.index(number)]
 
     def place(self, number: int) -> str:
-        """Where a user finds a sample: as the source says, else its part."""
+        """Return where a user finds a sample: as the source says, else its part."""
         return self.name(number) if self.source is None else self.source.locate(number)
 
 
 def part_index(offsets: Sequence[int], number: int) -> int:
-    """The part that holds `number`, of parts with these first numbers."""
+    """Return the part that holds `number`, of parts with these first numbers."""
     return bisect_right(offsets, number) - 1
 
 
@@ -243,12 +258,18 @@ class SampleReader:
     """One source, read sample by sample; says where it stands and checks what comes."""
 
     def __init__(
-        self, source: Reads, schema: Schema, offsets: Sequence[int], *, pulse: Pulse, nan: str
+        self,
+        source: SampleSource,
+        schema: Schema,
+        offsets: Sequence[int],
+        *,
+        heartbeat: HeartbeatWriter,
+        nan: str,
     ) -> None:
         self._source = source
         self._schema = schema
         self._offsets = offsets
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._reject_nan = nan == "reject"
         self._opened: set[int] = set()
         self._length = time_length(schema)
@@ -274,7 +295,7 @@ class SampleReader:
         """Put samples `numbers` into the first rows of `arrays` by one read; False: do it one by one."""
         if self._piece or len(numbers) < 2 or not isinstance(self._source, ReadsMany):
             return False
-        self._pulse.write("read", numbers.start)
+        self._heartbeat.write("read", numbers.start)
         try:
             samples = self._source.read_many(numbers)
         except Exception:  # noqa: BLE001  met again, and named, one by one
@@ -283,7 +304,7 @@ class SampleReader:
             return False
         for name, array in samples.items():
             arrays[name][: len(numbers)] = array
-        self._pulse.progress(sum(array.nbytes for array in samples.values()))
+        self._heartbeat.progress(sum(array.nbytes for array in samples.values()))
         return True
 
     def _sound(self, samples: Sample, count: int) -> bool:
@@ -310,7 +331,7 @@ class SampleReader:
                 arrays[name][member] = array
 
     def pieces(self, number: int) -> Iterator[tuple[Sample, int]]:
-        """A sample as (values, first row along time), in one piece unless it is long.
+        """Return a sample as (values, first row along time), in one piece unless it is long.
 
         Fields without time come with the first piece only.
 
@@ -332,7 +353,7 @@ class SampleReader:
         """
         part = part_index(self._offsets, number)
         stage = "read" if part in self._opened else "open"
-        self._pulse.write(stage, number)
+        self._heartbeat.write(stage, number)
         try:
             sample = self._source.read(number) if start is None else self._source.read(number, start, stop)
         except Exception as error:
@@ -344,7 +365,7 @@ class SampleReader:
                 _reject_nan(sample, self._schema)
         except RecordError as error:
             raise self._fault(number, "check", error) from error
-        self._pulse.progress(sum(array.nbytes for array in sample.values()))
+        self._heartbeat.progress(sum(array.nbytes for array in sample.values()))
         return sample
 
     def _expected(self, start: int | None, stop: int | None) -> Schema:
@@ -376,7 +397,7 @@ class SampleReader:
 
 
 def _from_the_system(error: BaseException) -> bool:
-    """Whether storage failed behind an error: sources wrap what the system said, with the path."""
+    """Return whether storage failed behind an error: sources wrap what the system said, with the path."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -399,7 +420,7 @@ def pad_steps(arrays: Sample, schema: Schema, rows: int) -> None:
 
 
 def fill_group(
-    reader: SampleReader, arrays: Sample, numbers: range, absent: Callable[[int], bool]
+    samples: SampleReader, arrays: Sample, numbers: range, absent: Callable[[int], bool]
 ) -> list[SampleFault]:
     """Fill all rows of `arrays` with `numbers`; members absent, failing or past the end become zeros.
 
@@ -408,13 +429,13 @@ def fill_group(
     """
     faults: list[SampleFault] = []
     rows = next(iter(arrays.values())).shape[0] if arrays else 0
-    at_once = not any(map(absent, numbers)) and reader.fill_many(arrays, numbers)
+    at_once = not any(map(absent, numbers)) and samples.fill_many(arrays, numbers)
     for member in range(len(numbers) if at_once else 0, rows):
         if member >= len(numbers) or absent(numbers[member]):
             zero(arrays, member)
             continue
         try:
-            reader.fill(arrays, member, numbers[member])
+            samples.fill(arrays, member, numbers[member])
         except SampleFaultError as error:
             faults.append(error.fault)
             zero(arrays, member)
@@ -428,7 +449,7 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
 
 
 def all_finite(array: NDArray[Any], dtype: str) -> bool:
-    """Whether a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
+    """Return whether a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
 
     >>> all_finite(np.array([1.0, np.nan], np.float32), "float32")
     False
@@ -442,3 +463,166 @@ def all_finite(array: NDArray[Any], dtype: str) -> bool:
         if np.isfinite(array.sum(dtype=np.float64 if dtype == "float64" else np.float32)):
             return True
     return bool(np.isfinite(array).all())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The worker process.
+
+
+class SlotFiller:
+    """Takes work and room from the socket, and fills slots."""
+
+    def __init__(self, channel: WorkerChannel, heartbeat: HeartbeatPage, arena: Arena) -> None:
+        self._channel = channel
+        self._heartbeat = heartbeat
+        self._arena = arena
+        self._layout = arena.layout
+        self._free = deque(range(arena.layout.slots))
+        self._work: deque[list[Any]] = deque()
+
+    def run(self, samples: SampleReader) -> None:
+        """Work until the caller closes its end."""
+        while self._wait_for(self._work):
+            key, first, count, absent = self._work.popleft()
+            numbers = range(first, first + count)
+            if self._layout.mode == "group":
+                going = self._send_group(samples, key, numbers, frozenset(absent))
+            elif self._layout.mode == "steps":
+                going = self._send_steps(samples, key, first)
+            else:
+                going = self._send_pieces(samples, key, numbers, frozenset(absent))
+            if not going:
+                return
+
+    def _wait_for(self, queue: deque[Any]) -> bool:
+        """Take frames until `queue` holds something; False once the caller is gone."""
+        if not queue:
+            self._heartbeat.write("wait")
+        while not queue:
+            frame = self._channel.next()
+            if frame is None:
+                return False
+            if frame["kind"] == "work":
+                self._work.extend(frame["groups"])
+            else:
+                self._free.append(frame["slot"])
+        return True
+
+    def _send(self, frame: Frame) -> None:
+        self._heartbeat.write("wait")  # a full socket is the caller's pace, not a read that hangs
+        self._channel.send(frame)
+
+    def _send_group(self, samples: SampleReader, key: int, numbers: range, absent: frozenset[int]) -> bool:
+        if not self._wait_for(self._free):
+            return False
+        slot = self._free.popleft()
+        faults = fill_group(samples, self._arena.arrays(slot), numbers, absent.__contains__)
+        self._send(
+            {"kind": "batch", "key": key, "slot": slot, "start": 0, "last": True, "faults": _plain(faults)}
+        )
+        return True
+
+    def _send_steps(self, samples: SampleReader, key: int, number: int) -> bool:
+        length = max(field.shape[0] for field in self._layout.schema.values() if field.time)
+        for start in range(0, length, self._layout.steps):
+            if not self._wait_for(self._free):
+                return False
+            slot = self._free.popleft()
+            stop = min(start + self._layout.steps, length)
+            arrays = self._arena.arrays(slot)
+            faults: list[SampleFault] = []
+            try:
+                samples.fill_steps(arrays, (0, 0), number, (start, stop))
+                pad_steps(arrays, self._layout.schema, stop - start)
+            except SampleFaultError as error:
+                faults = [error.fault]
+            last = bool(faults) or stop == length
+            self._send(
+                {
+                    "kind": "batch",
+                    "key": key,
+                    "slot": slot,
+                    "start": start,
+                    "last": last,
+                    "faults": _plain(faults),
+                }
+            )
+            if faults:
+                break
+        return True
+
+    def _send_pieces(self, samples: SampleReader, key: int, numbers: range, absent: frozenset[int]) -> bool:
+        """Send members one after another as runs of bytes; then an empty piece that closes the group."""
+        faults: list[SampleFault] = []
+        for member, number in enumerate(numbers):
+            if number in absent:
+                continue
+            try:
+                for sample, row in samples.pieces(number):
+                    if not self._send_sample(key, member, sample, row):
+                        return False
+            except SampleFaultError as error:
+                faults.append(error.fault)
+        self._send(
+            {"kind": "piece", "key": key, "slot": -1, "chunks": [], "last": True, "faults": _plain(faults)}
+        )
+        return True
+
+    def _send_sample(self, key: int, member: int, sample: Sample, row: int) -> bool:
+        """Send one sample, or rows of it from `row` on, through as many slots as it takes."""
+        for name, array in sample.items():
+            field = self._layout.schema[name]
+            data: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+            base = row * field.row_bytes if field.time and not field.ragged else 0
+            length = array.shape[0] if field.ragged else -1
+            for begin in range(0, max(len(data), 1), self._layout.slot_bytes):
+                if not self._wait_for(self._free):
+                    return False
+                slot = self._free.popleft()
+                part = data[begin : begin + self._layout.slot_bytes]
+                np.frombuffer(self._arena.slot(slot), np.uint8)[: len(part)] = part
+                chunk = [name, member, base + begin, len(part), length]
+                self._send(
+                    {
+                        "kind": "piece",
+                        "key": key,
+                        "slot": slot,
+                        "chunks": [chunk],
+                        "last": False,
+                        "faults": [],
+                    }
+                )
+        return True
+
+
+def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
+    return [asdict(fault) for fault in faults]
+
+
+def serve(connection: Connection) -> int:
+    """Run one worker, until the caller is gone.
+
+    Torch, whenever the source imports it, begins with one thread, as `InProcess` reads: workers share the
+    cores with the encoder. Numpy has read its own settings by now and keeps its threads.
+    """
+    use_one_thread()
+    channel, heartbeat = WorkerChannel(connection.socket), connection.heartbeat
+    (arena_fd,) = connection.shared
+    try:
+        start = channel.next()
+        if start is None:
+            return 0
+        heartbeat.write("start")
+        confine_sources(start["confined"])
+        layout = layout_from_json(start["layout"])
+        source = cloudpickle.loads(start["payload"])
+        samples = SampleReader(source, layout.schema, start["offsets"], heartbeat=heartbeat, nan=start["nan"])
+    except Exception:  # noqa: BLE001  a process edge: the caller raises this with the traceback
+        channel.send({"kind": "fatal", "error": traceback.format_exc()})
+        return 1
+    channel.send({"kind": "ready"})
+    try:
+        SlotFiller(channel, heartbeat, Arena(arena_fd, layout)).run(samples)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the caller is gone, and so is the reason to read
+    return 0

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from stoker.precompute.workers import MOST_DEADLINES, Patience
+from stoker.precompute.workers import MOST_DEADLINES, ProgressTimeout
 
 
 @pytest.fixture
 def judged(monkeypatch):
     """A judge of a process whose bytes the test decides: `judged.bytes`."""
-    monkeypatch.setattr(Patience, "_count", lambda self: self.bytes)
-    patience = Patience(1)
+    monkeypatch.setattr(ProgressTimeout, "_count", lambda self: self.bytes)
+    patience = ProgressTimeout(1)
     patience.bytes = 100
     return patience
 
@@ -59,8 +59,8 @@ def test_looked_at_late_it_still_gets_a_moment_to_show_that_it_moves(judged):
 
 def test_the_kernel_counts_what_a_process_reads(tmp_path):
     (tmp_path / "file").write_bytes(bytes(10_000))
-    patience = Patience(os.getpid())
+    patience = ProgressTimeout(os.getpid())
     before = patience._count()
     (tmp_path / "file").read_bytes()
     assert patience._count() >= before + 10_000
-    assert Patience(2**22 + 1)._count() == 0
+    assert ProgressTimeout(2**22 + 1)._count() == 0
