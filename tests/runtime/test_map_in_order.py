@@ -121,7 +121,7 @@ def test_an_index_made_by_many_threads_is_that_of_one(
     fill(folder, source, [3, 4, 45], group=1, shard_bytes=1)  # stored twice
     (folder.path / "shard-ffffffffffff-000000.safetensors").write_bytes(b"damaged" * 1000)
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.store.index.FEW_SHARDS", 1000)
+        patch.setattr("stoker.store.shard.FEW_SHARDS", 1000)
         folder.finish()
     one = (folder.path / "index.json").read_bytes()
     (folder.path / "index.json").unlink()

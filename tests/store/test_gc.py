@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError, FormatError
-from stoker.store import Cache, load_recipe, make_recipe, open_cache, open_folder
+from stoker.store import Cache, Recipe, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.gc import GcPolicy, GcReport, collect
 from stoker.store.maintain import compact, repair
 from stoker.store.storage import Storage
@@ -311,7 +311,7 @@ def test_weights_go_with_the_last_recipe_that_names_them(tmp_path: Path) -> None
         (tmp_path / "encoders" / f"{name}.safetensors").write_bytes(b"w" * 100)
     (tmp_path / "encoders" / f".gone-{names[paths[1]]}.safetensors").write_bytes(b"w" * 100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.store.gc._weights_of", lambda recipe: recipe.fingerprint * 4)
+        patch.setattr(Recipe, "weights", property(lambda recipe: recipe.fingerprint * 4))
 
         report = collect(tmp_path, GcPolicy(keep=1))
 
@@ -380,7 +380,7 @@ def test_weights_count_before_another_recipe_goes_for_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = make_fingerprints(tmp_path, 3)
-    monkeypatch.setattr("stoker.store.gc._weights_of", lambda recipe: recipe.fingerprint * 4)
+    monkeypatch.setattr(Recipe, "weights", property(lambda recipe: recipe.fingerprint * 4))
     (tmp_path / "encoders").mkdir()
     weights = tmp_path / "encoders" / f"{paths[0].name * 4}.safetensors"
     weights.write_bytes(bytes(100_000))

@@ -156,7 +156,12 @@ def test_a_mirror_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rank": 1}, {"rank": 2, "world": 2}, {"rank": 0, "world": 2, "records": (0, 1)}, {"records": (3, 3)}],
+    [
+        {"rank": 1},
+        {"rank": 2, "world_size": 2},
+        {"rank": 0, "world_size": 2, "records": (0, 1)},
+        {"records": (3, 3)},
+    ],
 )
 def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -166,7 +171,7 @@ def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 def test_a_pull_of_records_that_are_not_there_is_refused(tmp_path: Path) -> None:
     url = pushed(tmp_path)
 
-    with pytest.raises(IncompleteError, match=f"{url}/[0-9a-f]+ has no record of the samples 100 to 199"):
+    with pytest.raises(IncompleteError, match=f"{url}/[0-9a-f]+ has no record of samples 100 to 199"):
         pull(url, tmp_path / "b", wanted=RecordSelection(records=(100, 200)))
 
     assert not (tmp_path / "b" / "x").exists()
