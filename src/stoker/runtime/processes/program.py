@@ -37,7 +37,7 @@ class SpawnedProcess:
     """
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(words, **options)
+        self._process = subprocess.Popen[bytes](words, **options)
         self.pid = self._process.pid
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self.pidfd = -1
