@@ -159,13 +159,13 @@ class TransferError(SourceError):
 
     Args:
         message: What happened.
-        passing: Whether trying again may help.
+        transient: Whether trying again may help.
         wait_s: How long the other side asked to wait first.
     """
 
-    def __init__(self, message: str = "", *, passing: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, message: str = "", *, transient: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.passing = passing
+        self.transient = transient
         self.wait_s = wait_s
 
 
@@ -173,7 +173,7 @@ class DigestError(TransferError):
     """What was fetched is complete and is not what was declared; fetching it again may help once."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(message, passing=True)
+        super().__init__(message, transient=True)
 
 
 class PathRefusedError(SourceError):

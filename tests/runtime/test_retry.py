@@ -67,10 +67,10 @@ def test_jitter_takes_a_part_of_a_pause_away() -> None:
 
 def test_a_field_of_the_error_decides_and_not_its_text(pauses: list[float]) -> None:
     same_text = "connection reset by peer"
-    passes = lambda error: isinstance(error, TransferError) and error.passing  # noqa: E731
+    passes = lambda error: isinstance(error, TransferError) and error.transient  # noqa: E731
 
-    assert retry(Fails(1, TransferError(same_text, passing=True)), passes, RetryPolicy(first_s=1)) == 2
-    once = Fails(1, TransferError(same_text, passing=False))
+    assert retry(Fails(1, TransferError(same_text, transient=True)), passes, RetryPolicy(first_s=1)) == 2
+    once = Fails(1, TransferError(same_text, transient=False))
     with pytest.raises(TransferError):
         retry(once, passes, RetryPolicy(first_s=1))
     assert once.calls == 1
@@ -94,7 +94,7 @@ def test_limits_of_attempts_and_time_raise_the_last_error_or_one_that_says_more(
 
 
 def test_a_pause_that_the_other_side_asked_for_is_made(pauses: list[float]) -> None:
-    error = TransferError("busy", passing=True, wait_s=7)
+    error = TransferError("busy", transient=True, wait_s=7)
 
     retry(Fails(2, error), TransferError, RetryPolicy(first_s=1), asked_pause_s=lambda one: one.wait_s)
 

@@ -57,7 +57,7 @@ class FailedAttempt:
 
 def retry(
     operation: Callable[[], T],
-    passing: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
+    transient: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
     policy: RetryPolicy,
     *,
     asked_pause_s: Callable[[Exception], float] = lambda _: 0.0,
@@ -68,7 +68,7 @@ def retry(
 
     Args:
         operation: One attempt; what it has achieved when it fails may stay.
-        passing: Errors after which another attempt may help: types, or a predicate over type and fields.
+        transient: Errors after which another attempt may help: types, or a predicate over type and fields.
             Every other error is raised at once.
         policy: Pauses and limits.
         asked_pause_s: The least pause, as far as an error states one, such as a Retry-After.
@@ -81,8 +81,10 @@ def retry(
         try:
             return operation()
         except Exception as error:
-            passes = isinstance(error, passing) if isinstance(passing, type | tuple) else passing(error)
-            if not passes:
+            retries = (
+                isinstance(error, transient) if isinstance(transient, type | tuple) else transient(error)
+            )
+            if not retries:
                 raise
             failures += 1
             spent_s = time.monotonic() - began

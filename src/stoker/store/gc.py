@@ -712,7 +712,7 @@ def _ranked(folders: Sequence[ScannedFolder]) -> dict[str, list[ScannedFolder]]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Clean up a mirror: copies here; at the address only when asked, and only what serves nothing.
+# Clean up a mirror: copies here; at the URL only when asked, and only what serves nothing.
 
 
 def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bool = False) -> GcReport:
@@ -722,11 +722,11 @@ def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bo
         root: The mirror.
         policy: `max_bytes` and `older_than_s` are of copies; with neither, none go.
         dry_run: Only list.
-        at_address: Also remove shards at the address that serve nothing in the index there. Nobody can tell
+        at_address: Also remove shards at the URL that serve nothing in the index there. Nobody can tell
             whether another machine has an earlier index open, so run it when none has.
     Raises:
         ConfigError: The policy is for complete caches.
-        StokerError: The address does not answer, or may not be written.
+        StokerError: The URL does not answer, or may not be written.
     """
     if policy.keep is not None or policy.force:
         raise ConfigError("--keep and --force are for folders of caches; here are copies of an address")

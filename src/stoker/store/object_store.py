@@ -83,7 +83,7 @@ class _Begun:
 
 
 class ObjectRemote:
-    """Objects below an address in a bucket. See `Remote`."""
+    """Objects below a URL in a bucket. See `Remote`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -109,7 +109,7 @@ class ObjectRemote:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Its URL."""
         return self._url
 
     def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:
@@ -271,6 +271,6 @@ class ObjectRemote:
 
 
 def _plain(error: object) -> str:
-    """Return what went wrong on the way, without addresses and what a server wrote."""
+    """Return what went wrong on the way, without URLs and what a server wrote."""
     text = str(error).lower()
     return next((said for sign, said in _REASONS if sign in text), "it could not be reached")

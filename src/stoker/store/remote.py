@@ -1,8 +1,7 @@
-"""Where caches lie that are not on this machine: object stores and folders on shared storage.
+"""Where caches are that are not on this machine: what a mirror asks of such a place, and their URLs.
 
-protocol.py    what a mirror asks of such a place; addresses
-objects.py     S3, Google, Azure (the extra `objects`); folder.py shared storage
-retries.py     repeats what may pass, until a deadline
+`FolderRemote` is a folder on shared storage; `object_store.py` has S3, Google and Azure (the extra `objects`).
+Each makes one attempt a call: `Retries` repeats what may pass, until a timeout.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ if TYPE_CHECKING:
     from stoker.store.format import Buffer
 
 # ----------------------------------------------------------------------------------------------------------
-# What a mirror asks of the place that its caches lie in, and the addresses of such places.
-#
-# Implemented for object stores by `objects.py` and for folders on shared storage by `folder.py`. Both make
-# one attempt a call: `retries.py` repeats what may pass.
+# What a mirror asks of the place that its caches are in, and the URLs of such places.
 
 
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,3}|$)")
 _MEANT = re.compile(rf"({'|'.join(SCHEMES)}):(/|$)|[A-Za-z][A-Za-z0-9+.-]*://")
-"""How a text begins that is no local path; of an address that went through a `Path`, one slash is left."""
+"""How a text begins that is no local path; of a URL that went through a `Path`, one slash is left."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,254}")
 _PART = re.compile(r"[\w.+=@ -]{1,255}")
 
@@ -50,7 +46,7 @@ Expected: TypeAlias = "str | Literal['anything'] | None"
 
 
 class TransientError(Exception):
-    """One attempt failed in a way that may pass: a cut, a time-out, a busy server. Never leaves `retries`."""
+    """One attempt failed in a way that may pass: a cut, a time-out, a busy server. Never leaves `Retries`."""
 
 
 class ReplacedError(Exception):
@@ -59,7 +55,7 @@ class ReplacedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteObject:
-    """One object, by its name below the address of its `Remote`."""
+    """One object, by its name below the URL of its `Remote`."""
 
     name: str
     bytes: int
@@ -81,7 +77,7 @@ class Remote(Protocol):
 
     @property
     def url(self) -> str:
-        """Its address; holds no secrets."""
+        """Its URL; holds no secrets."""
         ...
 
     def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:
@@ -133,7 +129,7 @@ def local_path(place: str | Path, what: str) -> Path:
         place: What was given.
         what: What it is for; begins the message.
     Raises:
-        ConfigError: It is an address.
+        ConfigError: It is a URL.
     """
     if is_url(place):
         raise ConfigError(
@@ -144,7 +140,7 @@ def local_path(place: str | Path, what: str) -> Path:
 
 
 def parse_url(place: str | Path) -> str:
-    """Return the one way to write an address: no slash at the end, no empty parts.
+    """Return the one way to write a URL: no slash at the end, no empty parts.
 
     >>> parse_url("s3://bucket/caches//burgers/")
     's3://bucket/caches/burgers'
@@ -185,7 +181,7 @@ def parse_url(place: str | Path) -> str:
 
 
 def masked(text: str) -> str:
-    """Return an address without what may be secret in it, for messages."""
+    """Return a URL without what may be secret in it, for messages."""
     try:
         split = urlsplit(text)
     except ValueError:
@@ -195,7 +191,7 @@ def masked(text: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Repeat what may pass, with growing pauses, until a deadline.
+# Repeat what may pass, with growing pauses, until a timeout.
 
 
 T = TypeVar("T")
@@ -225,7 +221,7 @@ class Retries:
             what: For messages, as `get s3://bucket/x`.
             timeout_s: Seconds from now after which no further attempt begins.
         Raises:
-            StalledError: The deadline passed; names the last failure and the number of attempts. Or the
+            StalledError: The timeout passed; names the last failure and the number of attempts. Or the
                 process ends.
         """
         say_at = 0.0
@@ -292,7 +288,7 @@ class FolderRemote:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Its URL."""
         return self._url
 
     def list(self, folder: str = "") -> tuple[list[str], list[RemoteObject]]:

@@ -166,7 +166,7 @@ def _folder_of(task: str, bucket: str, listed: List) -> tuple[str, dict[str, Lis
         try:
             files = {one.name: one for one in listed(place)}
         except TransferError as error:
-            if error.passing:
+            if error.transient:
                 raise
             continue  # this folder is not there
         if any(name.startswith(f"{task}_train") for name in files):

@@ -179,7 +179,7 @@ class FileStream:
         try:
             piece = os.pread(self._fd, PIECE_BYTES, self._at)
         except OSError as error:
-            raise TransferError(f"{self._path}: {error.strerror}", passing=True) from error
+            raise TransferError(f"{self._path}: {error.strerror}", transient=True) from error
         self._at += len(piece)
         return piece
 
@@ -195,7 +195,7 @@ class FileStream:
 # Files of web servers: a range only where the server promises the same content, and answers with it.
 
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may be gone the next time."""
 RANGE_NOT_SATISFIABLE = 416
 _RANGE = re.compile(r"^bytes (\d+)-(\d+)/(\d+|\*)$")
@@ -245,12 +245,14 @@ class HttpOrigin:
                 f"{self._shown} sends the file {error.reason}-encoded although identity was asked for. Fetch "
                 "it from another address, or by hand"
             )
-        return TransferError(f"{self._shown}: {error.reason}", passing=error.kind is not FailureKind.REFUSED)
+        return TransferError(
+            f"{self._shown}: {error.reason}", transient=error.kind is not FailureKind.REFUSED
+        )
 
     def _refused(self, answer: HttpStream) -> TransferError:
         return TransferError(
             f"{self._shown} answers {answer.status} {responses.get(answer.status, '')}",
-            passing=answer.status in PASSING,
+            transient=answer.status in TRANSIENT_STATUSES,
             wait_s=retry_after_s(answer.headers),
         )
 
@@ -287,7 +289,7 @@ def _placed(answer: HttpStream, offset: int) -> tuple[int, int | None]:
         found = _RANGE.match(answer.headers.get("Content-Range") or "")
         if found is None or int(found[1]) != offset:
             raise TransferError(
-                f"the server answered another range than the one from {offset:,} on", passing=True
+                f"the server answered another range than the one from {offset:,} on", transient=True
             )
         return offset, None if found[3] == "*" else int(found[3])
     if answer.status != 200:
@@ -331,7 +333,7 @@ class RcloneOrigin:
             found = json.loads(output)
             return found if isinstance(found, dict) and isinstance(found.get("Size"), int) else {}["Size"]
         except (ValueError, KeyError):
-            raise TransferError(f"{self._source}: rclone's answer cannot be read", passing=True) from None
+            raise TransferError(f"{self._source}: rclone's answer cannot be read", transient=True) from None
 
 
 def list_remote(source: str, deadline_s: float) -> list[Listed]:
@@ -342,7 +344,7 @@ def list_remote(source: str, deadline_s: float) -> list[Listed]:
     try:
         return [_listed(one) for one in json.loads(output)]
     except (ValueError, KeyError, TypeError):
-        raise TransferError(f"{source}: rclone's list cannot be read", passing=True) from None
+        raise TransferError(f"{source}: rclone's list cannot be read", transient=True) from None
 
 
 def _listed(entry: dict[str, Any]) -> Listed:
@@ -395,8 +397,8 @@ def failure(source: str, code: int, said: bytes) -> TransferError:
     """What rclone's exit code and last words mean."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     last = _TIME.sub("", lines[-1].strip()) if lines else "it said nothing"
-    passing = code not in (*MISSING, FATAL) and UNKNOWN_REMOTE not in last
-    return TransferError(f"{source}: rclone ended with exit code {code}: {last}", passing=passing)
+    transient = code not in (*MISSING, FATAL) and UNKNOWN_REMOTE not in last
+    return TransferError(f"{source}: rclone ended with exit code {code}: {last}", transient=transient)
 
 
 def _base(stall_s: float) -> list[str]:
@@ -416,9 +418,9 @@ def _rclone_errors(source: str) -> Generator[None]:
             "rclone is not installed, which remotes need. Install it: apt-get install rclone, or rclone.org"
         ) from None
     except OSError as error:
-        raise TransferError(f"rclone cannot be started: {error.strerror}", passing=True) from error
+        raise TransferError(f"rclone cannot be started: {error.strerror}", transient=True) from error
     except StalledError as error:
-        raise TransferError(f"{source}: {error}", passing=True) from None
+        raise TransferError(f"{source}: {error}", transient=True) from None
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -459,15 +461,15 @@ def expand(
 def _listed_files(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[WantedFile]:
     return retry(
         lambda: _checked(one, _list(one.source, base)),
-        is_passing,
+        is_transient,
         RetryPolicy(first_s=pause_s, attempts=tries),
         on_retry=lambda failure: tell(f"{one.name}: {failure.error}; trying again"),
     )
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Return whether another try may help after an error."""
-    return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
+    return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.transient)
 
 
 def _checked(one: WantedFolder, found: list[Listed]) -> list[WantedFile]:
@@ -532,7 +534,7 @@ def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[Listed]:
         raise TransferError(f"{top} is no folder")
 
     def fail(error: OSError) -> None:
-        raise TransferError(f"{error.filename}: {error.strerror}", passing=True) from error
+        raise TransferError(f"{error.filename}: {error.strerror}", transient=True) from error
 
     for number, (folder, _, names) in enumerate(os.walk(top, onerror=fail)):
         begin(number)

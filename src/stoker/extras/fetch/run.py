@@ -27,7 +27,7 @@ from stoker.errors import (
     StokerError,
     TransferError,
 )
-from stoker.extras.fetch.origins import Origin, Stream, expand, is_passing, origin_of, shown_source
+from stoker.extras.fetch.origins import Origin, Stream, expand, is_transient, origin_of, shown_source
 from stoker.extras.fetch.wanted import WantedFile, WantedFolder
 from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import make_folder, replace_atomically
@@ -248,7 +248,7 @@ class FetchAttempt:
             stream.close()
         if self.total is not None and partial.at != self.total:
             raise TransferError(
-                f"ended after {partial.at:,} of {self.total:,} bytes", passing=partial.at < self.total
+                f"ended after {partial.at:,} of {self.total:,} bytes", transient=partial.at < self.total
             )
 
     def _agree(self, stream: Stream, partial: PartialFile) -> None:
@@ -565,7 +565,7 @@ class _Run:
     def _again(self, job: _Job, error: StokerError, *, free: bool) -> None:
         """Try a file again, unless that is of no use."""
         job.wrong += isinstance(error, DigestError)
-        if not is_passing(error) or not free or job.wrong > 1 or job.idle >= self._settings.tries:
+        if not is_transient(error) or not free or job.wrong > 1 or job.idle >= self._settings.tries:
             self._fail(job, error)
             return
         policy = RetryPolicy(first_s=self._settings.pause_s, jitter=0.5)

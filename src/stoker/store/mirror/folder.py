@@ -147,7 +147,7 @@ class MirrorRoot:
 
 
 def read_marker(root: Path) -> tuple[str, int | None]:
-    """Return the address that a folder stands for, and its limit."""
+    """Return the URL that a folder stands for, and its limit."""
     where = root / MARKER
     with RegularFile(where) as file:
         if file.size > MIB:
@@ -160,7 +160,7 @@ def read_marker(root: Path) -> tuple[str, int | None]:
 
 
 def open_remote(url: str) -> Remote:
-    """Return the place at an address; asks it nothing yet.
+    """Return the place at a URL; asks it nothing yet.
 
     Raises:
         ConfigError: It is not a URL, or the extra that it needs is not installed.
@@ -344,7 +344,7 @@ class MirrorFolder:
         return f"{self.url}/{name}"
 
     def key(self, name: str) -> str:
-        """Return the name of a file below the mirror's address."""
+        """Return the name of a file below the mirror's URL."""
         return f"{self.name}/{name}"
 
     def ask(

@@ -30,7 +30,7 @@ def mirror_limit(folder: Path) -> int | None:
 
 
 def mirror_url(folder: Path) -> str | None:
-    """Return the address that a mirror, or a folder in one, stands for; None: it is a plain folder."""
+    """Return the URL that a mirror, or a folder in one, stands for; None: it is a plain folder."""
     folder = folder.absolute()
     if (folder / MARKER).exists():
         return read_marker(folder)[0]
@@ -39,15 +39,15 @@ def mirror_url(folder: Path) -> str | None:
 
 
 def display_path(folder: Path) -> str:
-    """Return a folder for messages: its address where it has one, else its path."""
+    """Return a folder for messages: its URL where it has one, else its path."""
     return mirror_url(folder) or str(folder)
 
 
 def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
-    """Make a folder stand for an address, or change its limit.
+    """Make a folder stand for a URL, or change its limit.
 
     Raises:
-        FormatError: It stands for another address.
+        FormatError: It stands for another URL.
         ConfigError: A limit cannot be kept there.
         ReadOnlyError: The folder cannot be made.
     """
@@ -67,11 +67,11 @@ def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
 
 
 def resolve_local(place: str | Path, *, must_exist: bool = True) -> Path:
-    """Return the local path of a place: of an address that of its mirror, of a path itself.
+    """Return the local path of a place: of a URL that of its mirror, of a path itself.
 
     Raises:
         ConfigError: It is no place at all: empty, or not text.
-        FormatError: There is nothing at the address, and `must_exist`.
+        FormatError: There is nothing at the URL, and `must_exist`.
         StokerError: As `attach_mirror`.
     """
     text = str(place) if isinstance(cast("object", place), str | Path) else ""
@@ -87,14 +87,14 @@ def attach_mirror(
     *,
     must_exist: bool = False,
 ) -> Path:
-    """Return the local folder that stands for an address, with recipes and indexes as they are there now.
+    """Return the local folder that stands for a URL, with recipes and indexes as they are there now.
 
     Args:
         url: Of a folder of caches, of one cache (its folders by fingerprint), or of one fingerprint.
         mirror_dir: Where mirrors are kept, each in a folder of its own.
         limit_bytes: Bytes of shards that are kept here; None: as many as fit; by default as it was, and at
             first None.
-        must_exist: Refuse an address at which there is nothing.
+        must_exist: Refuse a URL at which there is nothing.
     Raises:
         ConfigError: It is not a URL, or a package is missing; or the limit cannot be kept there.
         FormatError: There is nothing.
@@ -139,7 +139,7 @@ def _depth(folders: list[str], objects: list[RemoteObject]) -> int:
 
 
 def _split(url: str, depth: int) -> tuple[str, str]:
-    """Return the address of the folder that holds caches by name, and what is below it."""
+    """Return the URL of the folder that holds caches by name, and what is below it."""
     top, inside = url, ""
     for _ in range(depth):
         top, _, last = top.rpartition("/")
@@ -150,7 +150,7 @@ def _split(url: str, depth: int) -> tuple[str, str]:
 
 
 def _folder_name(url: str) -> str:
-    """Return a folder's name that says which address it stands for, and differs for each."""
+    """Return a folder's name that says which URL it stands for, and differs for each."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-60:].strip("-")
     return f"{plain}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 

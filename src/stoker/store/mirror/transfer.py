@@ -156,7 +156,7 @@ Listen: TypeAlias = Callable[[TransferProgress], None]
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Bring a cache from an address here, as a folder of its own that needs the address no more.
+# Bring a cache from a URL here, as a folder of its own that needs the URL no more.
 #
 # A shard comes in parts to a hidden mirror next to its place, is read against every sum, and then moves to
 # its place. So what is there is sound, and a pull that was stopped resumes. The index is written last.
@@ -176,7 +176,7 @@ def pull(
     """Bring a cache, or the shards of it that hold what is wanted, to `<cache_dir>/<name>/<fingerprint>`.
 
     Stopped at any moment, the same call resumes. What is there already is kept if it is what the index at the
-    address says; a later pull of more adds to it.
+    URL says; a later pull of more adds to it.
 
     Args:
         url: A cache, `s3://bucket/caches/name`, then its newest complete one; or one fingerprint's folder.
@@ -184,7 +184,7 @@ def pull(
         wanted: Which records; None: all.
         listen: Is told how far it is.
     Raises:
-        CorruptError: A shard does not match its sums at the address either; names it.
+        CorruptError: A shard does not match its sums at the URL either; names it.
         FormatError, IncompleteError: There is no complete cache, or none of the records asked for.
         StalledError: Another process has been pulling to the same folder, or writing its index, for a minute.
         StokerError: As `attach_mirror`.
@@ -312,7 +312,7 @@ def _write_index(source: Cache, target: Path) -> tuple[int, bool]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Bring a cache from here to an address, each shard as one object, the index last.
+# Bring a cache from here to a URL, each shard as one object, the index last.
 
 
 def push(
@@ -329,13 +329,13 @@ def push(
 
     Args:
         path: The cache: a fingerprint's folder, or `<cache_dir>/<name>`.
-        url: The folder of caches at the address, `s3://bucket/caches`.
-        mirror_dir: Where the address has its mirror; little is kept there.
+        url: The folder of caches at the URL, `s3://bucket/caches`.
+        mirror_dir: Where the URL has its mirror; little is kept there.
         listen: Is told how far it is.
     Raises:
         CorruptError: A shard here is damaged; names it.
         IncompleteError, FormatError: It is no complete cache, or its records lie in other files.
-        ReadOnlyError: The address may not be written.
+        ReadOnlyError: The URL may not be written.
         StalledError: Another process of this machine wrote the index there for a minute.
         StokerError: As `attach_mirror`.
     """
