@@ -1,6 +1,6 @@
 """Where caches are that are not on this machine: what a mirror asks of such a place, and their URLs.
 
-`FolderRemote` is a folder on shared storage; `object_store.py` has S3, Google and Azure (the extra `objects`).
+`FolderRemote` is a folder on shared storage; `object_store.py` (extra `objects`) has S3, Google and Azure.
 Each makes one attempt a call: `Retries` repeats what may pass, until a timeout.
 """
 
