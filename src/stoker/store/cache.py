@@ -202,7 +202,7 @@ class Cache:
 
     @cached_property
     def segments(self) -> Segments:
-        """Where records lie, as runs."""
+        """Where records are, as runs."""
         return segments_of(self.index.shards, self.recipe)
 
     @cached_property

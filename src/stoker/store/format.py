@@ -1,4 +1,4 @@
-"""The format of a cache: names of its files, where columns lie in a shard, and the header of a shard.
+"""The format of a cache: names of its files, where columns are in a shard, and the header of a shard.
 
 docs/format.md describes it. Nothing here opens a file: `OpenFile` and `PendingWrite` are what the store asks
 of one, wherever its bytes are.
@@ -159,7 +159,7 @@ class LocalFile(RegularFile):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Where columns lie in a shard: pure arithmetic.
+# Where columns are in a shard: pure arithmetic.
 #
 # Every column starts on a page, so that shards can be mapped one after another into one range of addresses.
 # The largest fixed column comes first: a shard that is committed early then moves only its smaller columns.
@@ -438,7 +438,7 @@ CONTENTS = "__contents__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Where one field of a shard, or the scales of a packed one, lies."""
+    """Where one field of a shard, or the scales of a packed one, is."""
 
     field: Field
     offset: int
@@ -474,7 +474,7 @@ def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]
 
 
 def columns_in(header: Header, schema: Schema, rows: int, name: str) -> dict[str, Column]:
-    """Return where each field lies.
+    """Return where each field is.
 
     Raises:
         FormatError: A tensor is missing, unknown, or not where and what the schema says.

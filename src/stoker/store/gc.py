@@ -74,7 +74,7 @@ class ScannedFolder:
 
     path: Path
     linked: bool
-    """It lies behind a symbolic link, so it is not ours to remove."""
+    """It is behind a symbolic link, so it is not ours to remove."""
     files: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes by name of every regular file in it."""
     inodes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])

@@ -38,7 +38,7 @@ READ_DEADLINE_S = 120.0
 
 
 def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache:
-    """Return a cache that serves the samples of `source` from the files they lie in.
+    """Return a cache that serves the samples of `source` from the files they are in.
 
     Reads every byte once, for the sums that reading is checked with from then on; what is written is about a
     2000th of that. Run again over the same files, it reads nothing; over files that were moved, it notes
@@ -50,7 +50,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
         cache_dir, name: The index is made in `<cache_dir>/<name>/<fingerprint>`.
 
     Raises:
-        SourceError: The files cannot be served from where they lie; says why, and what to do instead.
+        SourceError: The files cannot be served from where they are; says why, and what to do instead.
         ConfigError: The source has no files of its own.
         StalledError: A file could not be read in time, or another process indexes it.
     """
@@ -152,7 +152,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
                 ColumnPlaces(field=field, file=listed.index(one.path), runs=_runs(part, field, own))
                 for field, one in part.fields.items()
             ]
-            # Where columns lie is known before the shard has its name: its holes are never read.
+            # Where columns are is known before the shard has its name: its holes are never read.
             storage.put(f"{places_name(spec.name)}", dump_places([*users.values()], columns))
             shard = OpenShard(storage, spec, capacity=len(own), absent=frozenset(part.fields))
             try:

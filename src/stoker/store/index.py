@@ -46,7 +46,7 @@ MAX_INDEX_BYTES = 1024 * MIB
 START = b'{"complete":'
 """How every index begins; a huge file that is not one is refused after one small read."""
 LISTED_SEGMENTS = 16
-"""Segments of a shard listed as JSON; more are packed, so that opening stays quick however numbers lie."""
+"""Segments of a shard listed as JSON; more are packed, so that opening stays quick however numbers are."""
 INDEX_TRIES = 20
 """Times that an index is made while other machines replace it; each of them makes progress meanwhile."""
 
@@ -136,7 +136,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Where records lie: int64 arrays, one entry per run of consecutive numbers in consecutive rows.
+    """Where records are: int64 arrays, one entry per run of consecutive numbers in consecutive rows.
 
     Sorted by `first`; no number is in two runs.
     """

@@ -2,7 +2,7 @@
 encoding.
 
 A record is found in the table by its sample number, by an integer that it holds, or by its source's key.
-The values lie in memory once, by sample number; a loader adds those of a batch on the batch's device.
+The values are in memory once, by sample number; a loader adds those of a batch on the batch's device.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class _Repair:
             if self._storage.mirror is not None:
                 return  # an object is not changed in place, and nothing is read from there
             zero_ranges(path, shard.padding)
-        except OSError as error:  # a bad sector where no record lies
+        except OSError as error:  # a bad sector where no record is
             self._report.unread.append(UnusedShard(path.name, str(error)))
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
@@ -273,7 +273,7 @@ class CompactReport(JsonResult):
 
     path: str
     address: str | None = None
-    """Where it lies, if that is not this machine."""
+    """Where it is, if that is not this machine."""
     generation: int = 0
     """Of the index, afterwards."""
     shards_before: int = 0

@@ -40,7 +40,7 @@ class UserFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnPlaces:
-    """Where one column lies: runs of bytes that follow one another in the column."""
+    """Where one column is: runs of bytes that follow one another in the column."""
 
     field: str
     file: int
@@ -176,7 +176,7 @@ class PlacedFile:
         return self._own.size
 
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
-        """Fill `out` from `offset`, from wherever the bytes lie."""
+        """Fill `out` from `offset`, from wherever the bytes are."""
         at = 0
         while at < len(out):
             file, place, room = self._place(offset + at)
@@ -199,7 +199,7 @@ class PlacedFile:
         return False
 
     def fileno(self) -> int:
-        """None: the bytes are in several files, and lie on no pages."""
+        """None: the bytes are in several files, and are on no pages."""
         return -1
 
     def close(self) -> None:

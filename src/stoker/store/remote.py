@@ -255,7 +255,7 @@ class Retries:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A folder on shared storage as the place that caches lie in: `file:///mnt/share/caches`.
+# A folder on shared storage as the place that caches are in: `file:///mnt/share/caches`.
 
 
 Tell: TypeAlias = Callable[[bytes], None]

@@ -38,7 +38,7 @@ from stoker.store.values import match, record_seeds, schema_seed
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
-# Blocks of one field of a shard: where its records' steps lie, and whether bytes match their sums.
+# Blocks of one field of a shard: where its records' steps are, and whether bytes match their sums.
 #
 # Everything here runs for each record that is served from disk, and holds the interpreter's lock while it
 # does. So sums and seeds are looked up as plain integers in the arrays that the shard came with: a check
@@ -172,7 +172,7 @@ class ShardFile:
 
     Args:
         file: The open file.
-        path: Where it lies.
+        path: Where it is.
         numbers: Part-local number of each row's sample.
         offset: Global number of the part's first sample.
     """
@@ -272,7 +272,7 @@ class FieldReader:
         return self._blocks.place(row, low), (high - low) * self._blocks.step_bytes
 
     def _fill(self, row: int, low: int, outs: Sequence[memoryview[Any]], verify: Verify, wait: bool) -> bool:
-        """Fill `outs` with what lies together from step `low` of `row` on: complete blocks where sums are
+        """Fill `outs` with what is together from step `low` of `row` on: complete blocks where sums are
         wanted, a buffer for each record. Each is checked while it is still in the core's cache.
         """
         blocks, file = self._blocks, self._file
@@ -370,7 +370,7 @@ def read_facts(file: OpenFile, schema: Schema, name: str) -> ShardFacts:
     Args:
         file: The open file.
         schema: The stored schema that the shard must have.
-        name: Where it lies, for messages.
+        name: Where it is, for messages.
     Raises:
         CorruptError, FormatError: Header, numbers, offsets or sums are damaged, foreign or contradictory.
     """
@@ -462,7 +462,7 @@ class Shard:
 
     Args:
         file: The open file; the shard takes it over.
-        path: Where it lies, for messages.
+        path: Where it is, for messages.
         schema: The stored schema that the shard must have.
         offset: Global number of its part's first sample, so that messages name global numbers.
         known: What it said of itself when it was open before: taken over if its header is still the same.

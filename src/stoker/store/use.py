@@ -86,7 +86,7 @@ def preserve_times(folder: Path) -> Generator[None]:
 
 
 def idle_seconds(folder: Path) -> float:
-    """Return the seconds since a folder was last opened or written to; 0 when its times lie in the future."""
+    """Return the seconds since a folder was last opened or written to; 0 when its times are in the future."""
     times = [folder.stat().st_mtime]
     with suppress(FileNotFoundError):
         times.append((folder / RECIPE_FILE).lstat().st_mtime)

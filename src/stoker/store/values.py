@@ -221,7 +221,7 @@ def _finite_only(name: str, exact: Tensor, stored: Tensor, numbers: Sequence[int
 # A block of 128 elements (the last one of an axis may be shorter) is divided by its scale, `max|x|` over
 # the largest number of the dtype, and rounded to nearest, ties to even. Decoding is one float32 product,
 # rounded once, so it gives the same bits on every device and for any shape of a batch. The scales are
-# float32 and lie in a column of their own, `<field>.scale`, with digest and block sums like any other.
+# float32 and are in a column of their own, `<field>.scale`, with digest and block sums like any other.
 
 
 LARGEST: Mapping[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -615,7 +615,7 @@ def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int
 
 
 def block_sums(field: Field, data: memoryview[Any], sizes: Sequence[int], seeds: Sequence[int]) -> list[int]:
-    """Return the sums of records that lie one after another in `data`.
+    """Return the sums of records that are one after another in `data`.
 
     Args:
         field: Gives the bytes of a block.

@@ -548,7 +548,7 @@ class MirrorFolder:
         return False
 
     def _fetch_run(self, copy: BlockFile, first: int, last: int, deadline: float) -> None:
-        if time.monotonic() >= deadline:  # it waited in line until nobody waits for it any more
+        if time.monotonic() >= deadline:  # the caller has given up meanwhile
             raise StalledError(f"a part of {self.url_of(copy.name)} was not begun in time")
         with self._alone(copy, first, last, deadline) as absent:
             if not absent:

@@ -334,7 +334,7 @@ def push(
         listen: Is told how far it is.
     Raises:
         CorruptError: A shard here is damaged; names it.
-        IncompleteError, FormatError: It is no complete cache, or its records lie in other files.
+        IncompleteError, FormatError: It is no complete cache, or its records are in other files.
         ReadOnlyError: The URL may not be written.
         StalledError: Another process of this machine wrote the index there for a minute.
         StokerError: As `attach_mirror`.
