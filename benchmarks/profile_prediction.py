@@ -124,7 +124,7 @@ def of_a_loader(make: type, folder: Path) -> tuple[Callable[[], Profile], dict[s
     data, step = make(folder), make_step()
     loaders = {
         tier: stoker.cached(
-            Held(data), cache_dir=folder / "cache", batch_size=BATCH, tier=tier, identity="held",
+            Held(data), cache_dir=folder / "cache", batch_size=BATCH, tier=tier, version="held",
             precompute={"workers": 0},
         )
         for tier in ("host", "disk")

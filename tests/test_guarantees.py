@@ -188,7 +188,7 @@ def shared_and_private_bytes(pid: int, folder: Path) -> tuple[int, int]:
 def test_one_copy_of_the_cached_bytes_per_node(tmp_path: Path) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(6000, 16, 256))
     cache = stoker.precompute(
-        stoker.TorchSource(dataset, identity="random"), None, tmp_path, name="r", workers=0
+        stoker.TorchSource(dataset, version="random"), None, tmp_path, name="r", workers=0
     )
     size = 6000 * 16 * 256 * 4
     children = [

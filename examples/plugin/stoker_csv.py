@@ -44,9 +44,11 @@ class CsvSource:
         """Number of samples."""
         return len(self._files)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one trajectory, or some of its steps."""
-        file = self._files[number]
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} does not exist: this source has {len(self)}")
+        file = self._files[index]
         try:
             table = np.loadtxt(file, np.float32, delimiter=self._delimiter, ndmin=2)
         except ValueError as error:
@@ -55,7 +57,7 @@ class CsvSource:
 
     def runs(self) -> Sequence[range]:
         """Each file is read alone."""
-        return [range(number, number + 1) for number in range(len(self))]
+        return [range(index, index + 1) for index in range(len(self))]
 
     def keys(self) -> Sequence[str]:
         """The names of files decide which split a trajectory is in."""

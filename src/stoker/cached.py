@@ -59,7 +59,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     device: str | torch.device = "auto",
     precompute: Mapping[str, Any] | None = None,
     wait: bool = True,
-    identity: str | None = None,
+    version: str | None = None,
     random: Literal["refuse", "freeze"] = "refuse",
     text: Mapping[str, Rule] | None = None,
     time: Sequence[str] = (),
@@ -80,7 +80,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
             `max_quarantined`, `retry_quarantined`, `timeouts`, `max_error`, `compression`, `dtype` (of
             storage), ...
         wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
-        identity, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
+        version, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
 
     Raises:
@@ -93,7 +93,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     if encoding["device"] is not None:  # None: where the encoder's weights are
         encode_on(encoding["device"])
     _check_loader(batch_size, loader)
-    own: dict[str, Any] = {"identity": identity, "random": random, "text": text, "time": time}
+    own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
     if cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists():
         _preload(source, encoding)  # while items are probed here

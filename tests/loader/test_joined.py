@@ -36,7 +36,7 @@ class Items:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
-    source = stoker.TorchSource(Items(), identity="items")
+    source = stoker.TorchSource(Items(), version="items")
     return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="items", workers=0)
 
 
@@ -229,7 +229,7 @@ class Others(Items):
 
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Cache:
-    source = stoker.TorchSource(Others(), identity="five")
+    source = stoker.TorchSource(Others(), version="five")
     return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="five", workers=0)
 
 

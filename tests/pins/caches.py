@@ -22,7 +22,7 @@ TIMED = ("latent", "flow", "time")
 
 def trajectories(count: int = 14, **more: Any) -> Any:
     """Return a source of trajectories."""
-    return TorchSource(Trajectories(count, **more), identity=f"trajectories {count} {more}", time=TIMED)
+    return TorchSource(Trajectories(count, **more), version=f"trajectories {count} {more}", time=TIMED)
 
 
 def exact(output: str = "latent") -> Any:
@@ -33,7 +33,7 @@ def exact(output: str = "latent") -> Any:
 MAKERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "trajectories": lambda: (trajectories(), None, {}),
     "others": lambda: (trajectories(6), None, {}),
-    "narrow": lambda: (TorchSource(Narrow(), identity="narrow", time=("latent",)), None, {}),
+    "narrow": lambda: (TorchSource(Narrow(), version="narrow", time=("latent",)), None, {}),
     "float16": lambda: (trajectories(), None, {"dtype": {"latent": "float16", "flow": "bfloat16"}}),
     "int8": lambda: (trajectories(dim=64), None, {"dtype": {"latent": "int8"}}),
     "float8": lambda: (trajectories(dim=64), None, {"dtype": {"latent": "float8_e4m3fn"}}),
@@ -41,7 +41,7 @@ MAKERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "lz4": lambda: (trajectories(dim=64), None, {"compression": "lz4"}),
     "encoded": lambda: (trajectories(), exact(), {"dtype": {"latent": "float16"}}),
     "kept": lambda: (trajectories(), exact("code"), {"keep": "latent"}),
-    "pictures": lambda: (TorchSource(Pictures(), identity="pictures"), None, {}),
+    "pictures": lambda: (TorchSource(Pictures(), version="pictures"), None, {}),
     "files": lambda: (SOURCES["images/encoded"](), None, {}),
     "simulations": lambda: (SOURCES["hdf5/pdebench 1d, two files"](), None, {}),
     "ragged": lambda: (SOURCES["arrays/groups"](), None, {}),
@@ -50,7 +50,7 @@ MAKERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "rows": lambda: (SOURCES["sql/rules"](), None, {}),
     **{
         f"numbers {count}": lambda count=count: (
-            TorchSource(Numbers(count), identity=f"numbers {count}"),
+            TorchSource(Numbers(count), version=f"numbers {count}"),
             None,
             {},
         )

@@ -122,16 +122,16 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "tables/tar": lambda: TarSource(TABLES),
     "tables/tar, members": lambda: TarSource(sorted(TABLES.glob("*.tar")), fields=["npy", "cls"]),
     "torch/tensors": lambda: TorchSource(
-        TensorDataset(torch.arange(24.0).reshape(6, 4), torch.arange(6)), identity="tensors 1"
+        TensorDataset(torch.arange(24.0).reshape(6, 4), torch.arange(6)), version="tensors 1"
     ),
     "torch/tensor": lambda: TorchSource(Held("tensor")),
-    "torch/tuple": lambda: TorchSource(Held("tuple"), identity="v1"),
+    "torch/tuple": lambda: TorchSource(Held("tuple"), version="v1"),
     "torch/nested": lambda: TorchSource(Held("nested")),
     "torch/ragged": lambda: TorchSource(Held("ragged"), ragged=("x",)),
     "torch/text": lambda: TorchSource(Held("text"), text={"kind": ["even", "odd"], "note": "bytes"}),
     "torch/time": lambda: TorchSource(Held("time"), time=("x",), keys=[f"k{i}" for i in range(8)]),
-    "torch/wide": lambda: TorchSource(TensorDataset(torch.arange(256.0).reshape(4, 64)), identity="wide"),
-    "torch/random": lambda: TorchSource(Drawn(), random="freeze", identity="drawn"),
+    "torch/wide": lambda: TorchSource(TensorDataset(torch.arange(256.0).reshape(4, 64)), version="wide"),
+    "torch/random": lambda: TorchSource(Drawn(), random="freeze", version="drawn"),
     "torch/files": lambda: TorchSource(Files(str(ARRAYS))),
     "any/split": lambda: SplitOf(ArraySource(ARRAYS / "rows.h5"), "train", splits=HALVES, seed=5),
     "any/first samples": lambda: Subset(declared(), 4),

@@ -88,7 +88,7 @@ def test_an_encoder_that_changes_its_input_is_taken(tmp_path: Path, workers: int
     values = torch.arange(1.0, 65.0).reshape(8, 8)
     encoder = ModuleEncoder(lambda x: x.sub_(3).div_(2), field="0", version="1")
     cache = stoker.precompute(
-        stoker.TorchSource(TensorDataset(values), identity="a"), encoder, tmp_path, name="c", workers=workers
+        stoker.TorchSource(TensorDataset(values), version="a"), encoder, tmp_path, name="c", workers=workers
     )
 
     assert torch.equal(torch.stack([cache[n]["latent"] for n in range(8)]), (values - 3) / 2)

@@ -344,7 +344,7 @@ class Picky(torch.utils.data.Dataset):
 @pytest.mark.parametrize(("way", "workers"), [("split", 1), ("subset", 0)])
 def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, workers):
     if way == "split":
-        source = SplitOf(TorchSource(Picky(), identity="1"), "val", splits={"train": 0.5, "val": 0.5})
+        source = SplitOf(TorchSource(Picky(), version="1"), "val", splits={"train": 0.5, "val": 0.5})
         own = [int(key) for key in source.keys()]  # noqa: SIM118 - not a dictionary
     else:
         own = list(range(99, 39, -1))

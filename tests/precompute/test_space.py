@@ -70,7 +70,7 @@ def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said
 
     monkeypatch.setattr(run_module, "probe", low)
     monkeypatch.setattr(run_module, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
-    monkeypatch.setattr(stoker.TorchSource, "prove", lambda _: pytest.fail("a copy was made"))
+    monkeypatch.setattr(stoker.TorchSource, "check_in_child", lambda _: pytest.fail("a copy was made"))
 
     with caplog.at_level(logging.WARNING, "stoker"):
         report = engine.run_precompute(

@@ -139,7 +139,7 @@ while not Path("measured").exists() and time.monotonic() < until:
 def test_two_ranks_on_one_node_hold_one_copy_of_the_cached_bytes(tmp_path: Path) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(2048, 16, 256))
     size = 2048 * 16 * 256 * 4
-    source = stoker.TorchSource(dataset, identity="random")
+    source = stoker.TorchSource(dataset, version="random")
     cache = stoker.precompute(source, None, tmp_path / "cache", name="r", workers=0)
     (tmp_path / "holder.py").write_text(HOLDER)
     notes = [tmp_path / f"ready-{rank}" for rank in range(2)]

@@ -146,7 +146,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def cached_rows(folder: Path, name: str, factor: int = 1) -> str:
     """A small cache in a folder of caches; its fingerprint."""
-    source = stoker.TorchSource(Rows(factor), identity=f"rows {factor}")
+    source = stoker.TorchSource(Rows(factor), version=f"rows {factor}")
     return stoker.precompute(source, None, folder, name=name, workers=0).fingerprint
 
 

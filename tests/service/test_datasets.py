@@ -18,7 +18,7 @@ from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
 from stoker.service.security import DataAccess
-from stoker.sources.sql.query import parse_address, sqlite_url
+from stoker.sources.sql.query import parse_database_url, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
 
@@ -368,7 +368,7 @@ def test_a_database_file_is_opened_by_the_path_that_was_checked(
     made = datasets.register(registration(kind="radio", name="lab", url=sqlite_url(path), set=there["id"]))
 
     assert made.facts["samples"] == 300
-    assert parse_address(made.spec["url"]).target == str(path)
+    assert parse_database_url(made.spec["url"]).target == str(path)
 
 
 def nothing(*_: object, **__: object) -> Any:

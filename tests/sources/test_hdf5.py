@@ -18,7 +18,7 @@ from stoker.schema import Field
 from stoker.sources import hdf5_open
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.hdf5_layout import arrange, parse_axes
+from stoker.sources.hdf5_fields import arrange, parse_axes
 from stoker.testing import check_source
 
 

@@ -6,7 +6,7 @@ import pytest
 from stoker.errors import SourceError
 from stoker.sources import hdf5_open
 from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.hdf5_layout import Piece
+from stoker.sources.hdf5_fields import Piece
 from stoker.sources.hdf5_open import BLOCK_LIMIT_BYTES, plan_block
 from stoker.units import MIB
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.sources.travel import held_bytes
+from stoker.sources.pickling import estimate_pickle_bytes
 
 ARRAY = np.zeros(250_000)
 TENSOR = torch.zeros(500_000)
@@ -36,7 +36,7 @@ class Holder:
 def test_it_is_near_the_size_of_the_pickle(value: object) -> None:
     pickled = len(cloudpickle.dumps(value))
 
-    assert pickled / 2 < held_bytes(value) < pickled * 2
+    assert pickled / 2 < estimate_pickle_bytes(value) < pickled * 2
 
 
 def test_what_a_source_leaves_out_of_its_pickle_does_not_count() -> None:
@@ -47,5 +47,5 @@ def test_what_a_source_leaves_out_of_its_pickle_does_not_count() -> None:
         def __getstate__(self) -> dict[str, Any]:
             return {"opened": None}
 
-    assert held_bytes(Lazy()) < 1000
-    assert held_bytes(stoker.TorchSource(torch.utils.data.TensorDataset(TENSOR))) > TENSOR.nbytes
+    assert estimate_pickle_bytes(Lazy()) < 1000
+    assert estimate_pickle_bytes(stoker.TorchSource(torch.utils.data.TensorDataset(TENSOR))) > TENSOR.nbytes

@@ -255,7 +255,7 @@ def test_what_is_no_map_style_dataset() -> None:
             yield torch.ones(1)
 
     for wrong in (Stream(), object()):
-        with pytest.raises(SourceError, match="has no length and items by number"):
+        with pytest.raises(SourceError, match="has no length and items by index"):
             TorchSource(wrong)
     with pytest.raises(SourceError, match="is empty"):
         TorchSource(Items(lambda i: i, count=0))
@@ -331,13 +331,13 @@ def test_identity_of_held_files_is_free_of_their_place(tmp_path: Path) -> None:
 
 
 def test_a_given_identity_is_the_users_word() -> None:
-    one, two = (TorchSource(Items(lambda i, k=k: torch.ones(2) * i * k), identity="v1") for k in (1, 2))
+    one, two = (TorchSource(Items(lambda i, k=k: torch.ones(2) * i * k), version="v1") for k in (1, 2))
 
     assert one.identity() == two.identity()
     assert not one.identity().sampled
-    assert one.identity() != TorchSource(Items(lambda i: i), identity="v2").identity()
+    assert one.identity() != TorchSource(Items(lambda i: i), version="v2").identity()
     with pytest.raises(SourceError, match="changes when it is read again"):
-        TorchSource(Items(lambda i: torch.rand(1)), identity="v1").schema()
+        TorchSource(Items(lambda i: torch.rand(1)), version="v1").schema()
 
 
 def test_handles_opened_while_probing_stay_behind(tmp_path: Path) -> None:

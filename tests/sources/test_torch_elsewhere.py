@@ -46,7 +46,7 @@ class Items:
 )
 def test_what_another_process_would_not_give_alike_is_refused(make, message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        TorchSource(Items(make)).prove()
+        TorchSource(Items(make)).check_in_child()
 
 
 def test_an_item_that_does_not_come_there_is_named() -> None:
@@ -54,7 +54,7 @@ def test_an_item_that_does_not_come_there_is_named() -> None:
     source.probe_deadline_s = 0.5
 
     with pytest.raises(StalledError, match=r"in a second process, item 0 took more than 0\.5 s"):
-        source.prove()
+        source.check_in_child()
 
 
 def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_sample_that_fails_here_is_left_to_quarantine_and_the_others_are_compared() -> None:
     failing = TorchSource(Items(lambda i: 1 / (i - 19)))
-    assert 19 not in failing.probed_numbers()
+    assert 19 not in failing.probed_indices()
 
-    Subset(failing, 20).prove()
+    Subset(failing, 20).check_in_child()
 
     with pytest.raises(SourceError, match="is another in a second process"):
-        Subset(TorchSource(Items(lambda i: torch.tensor([os.getpid() + 1 // (i - 19)]))), 20).prove()
+        Subset(TorchSource(Items(lambda i: torch.tensor([os.getpid() + 1 // (i - 19)]))), 20).check_in_child()
 
 
 class Noisy:
@@ -210,7 +210,7 @@ class Caching(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     source = TorchSource(Caching())
-    source.prove()
+    source.check_in_child()
     print({name: array.tolist() for name, array in source.read(3).items()})
 """
 
@@ -260,9 +260,9 @@ def test_what_was_read_ahead_in_another_process_is_not_read_there_again(tmp_path
     counted = tmp_path / "counted"
     source = TorchSource(Stored(counted))
     source.schema()
-    source.prove()
+    source.check_in_child()
 
-    assert len(counted.read_text()) == len(source.probed_numbers())
+    assert len(counted.read_text()) == len(source.probed_indices())
 
 
 class Stored(Items):

@@ -259,7 +259,7 @@ def test_what_was_not_looked_at_is_said_once(caplog, tmp_path: Path) -> None:
     assert record.levelno == logging.WARNING
     assert f"folder {tmp_path} by names and sizes alone" in record.message
     assert "held is a numpy.random._generator.Generator" in record.message
-    assert "stoker.TorchSource(dataset, identity='v1')" in record.message
+    assert "stoker.TorchSource(dataset, version='v1')" in record.message
 
 
 def test_labels_stay_with_their_files_wherever_they_are(tmp_path: Path) -> None:

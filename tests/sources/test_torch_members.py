@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import Subset
 
 from stoker.errors import SourceError
+from stoker.sources.pickling import pickle_for_process
 from stoker.sources.torch_dataset import TorchSource
 from stoker.sources.torch_identity import obstacles, random_members
-from stoker.sources.travel import packed
 
 
 class Holds:
@@ -74,7 +74,7 @@ def test_a_handle_is_named_with_its_path(tmp_path: Path, kind: str) -> None:
     dataset = Subset(Holds(files=[1, {"last": Slotted(handle)}]), [0, 1])
 
     with pytest.raises(SourceError) as caught:
-        packed(TorchSource(dataset))
+        pickle_for_process(TorchSource(dataset))
 
     said = str(caught.value)
     assert f"dataset.dataset.files[1]['last'].inner is {called}" in said
@@ -90,14 +90,14 @@ def test_several_are_named_together() -> None:
     held = {f"lock{i}": threading.Lock() for i in range(7)}
 
     with pytest.raises(SourceError, match=r"dataset\.lock0 .*dataset\.lock4 .*and 2 more") as caught:
-        packed(TorchSource(Holds(**held)))
+        pickle_for_process(TorchSource(Holds(**held)))
 
     assert str(caught.value).count("leave it out of the state") == 1
 
 
 def test_what_is_left_out_of_the_state_is_no_obstacle(tmp_path: Path) -> None:
     with open(tmp_path / "a", "w") as handle:
-        copied = cloudpickle.loads(packed(TorchSource(Careful(handle=handle))))
+        copied = cloudpickle.loads(pickle_for_process(TorchSource(Careful(handle=handle))))
 
     assert copied.read(2)["data"].tolist() == [2, 2]
 
@@ -119,7 +119,7 @@ def test_what_is_left_out_of_the_state_is_no_obstacle(tmp_path: Path) -> None:
 )
 def test_what_can_be_pickled_is_let_through(held) -> None:
     assert obstacles(Holds(held=held), "dataset") == []
-    packed(TorchSource(Holds(held=held)))
+    pickle_for_process(TorchSource(Holds(held=held)))
 
 
 def test_a_tensor_elsewhere_than_on_the_cpu_is_an_obstacle() -> None:
@@ -144,7 +144,7 @@ def test_an_object_that_refuses_to_be_pickled_is_named() -> None:
     with pytest.raises(
         SourceError, match=r"dataset\.deep\['it'\] \(Refuses\) cannot be sent .*no copies of me"
     ):
-        packed(TorchSource(Holds(deep={"it": Refuses(), "other": 1})))
+        pickle_for_process(TorchSource(Holds(deep={"it": Refuses(), "other": 1})))
 
 
 class Lazy:
@@ -169,9 +169,9 @@ def test_a_lazy_dataset_that_was_tried_out_is_told_to_be_made_again(tmp_path: Pa
     tried[0]
 
     with pytest.raises(SourceError, match=r"dataset\.file is an open HDF5 file.*new object"):
-        packed(TorchSource(tried))
+        pickle_for_process(TorchSource(tried))
 
-    copied = cloudpickle.loads(packed(TorchSource(Lazy(tmp_path / "a.h5"))))
+    copied = cloudpickle.loads(pickle_for_process(TorchSource(Lazy(tmp_path / "a.h5"))))
     assert copied.read(2)["data"].tolist() == [4.0, 5.0]
 
 

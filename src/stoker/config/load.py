@@ -42,6 +42,7 @@ RENAMED: Mapping[str, str] = {
     "training.learning_rate": "training.lr",
     "training.max_grad_norm": "training.grad_clip",
     "precompute.identity": "identity",
+    "data.torch.identity": "data.torch.version",
 }
 """Earlier name to today's, with the same values."""
 

@@ -110,7 +110,7 @@ class TorchConfig(SettingsSection):
 
     arguments: dict[str, JsonValue] | None = None
     """What it is called with; `split` is added where it takes one."""
-    identity: str | None = None
+    version: str | None = None
     """Names its content; null: what can be seen of code, values and files."""
     time: tuple[str, ...] = ()
     """Fields whose axis 0 is time."""

@@ -26,7 +26,7 @@ from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.order import Ids, Order, OrderKind, apportion
 from stoker.loader.outputs import OutputSpec
 from stoker.loader.state import VERSION, EpochIterable, EpochPlace
-from stoker.sources.given import shown
+from stoker.sources.arguments import format_value
 from stoker.splitmix import Salt, stream
 from stoker.store import Cache
 from stoker.store.joint import JointCache, same_fields, served_schema
@@ -389,7 +389,7 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
     members = cast("Collection[object]", given) if several else ()
     if not members:
         raise ConfigError(
-            f"a mixture is of caches or Loaders, got {shown(given)}. Give a list of them, each as "
+            f"a mixture is of caches or Loaders, got {format_value(given)}. Give a list of them, each as "
             "stoker.open_cache(path) opens it"
         )
     for one in members:

@@ -18,7 +18,7 @@ from stoker.errors import ConfigError, arg
 from stoker.loader.order import RankShare, check_ranks
 from stoker.loader.windows import Windows
 from stoker.plan.resources import resolve_device
-from stoker.sources.given import shown
+from stoker.sources.arguments import format_value
 from stoker.store import Cache
 from stoker.store.shard import Verify
 
@@ -197,7 +197,7 @@ def check_cache(cache: object, what: str = "the cache") -> None:
         hint = f"For a cache by its path give stoker.open_cache({str(cache)!r})"
     else:
         hint = "For a Dataset use stoker.cached(dataset, ...), which gives a Loader"
-    raise ConfigError(f"{what} is {shown(cache)}. Expected a stoker.Cache. {hint}")
+    raise ConfigError(f"{what} is {format_value(cache)}. Expected a stoker.Cache. {hint}")
 
 
 def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:

@@ -47,8 +47,8 @@ from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confine_sources, confined_sources
+from stoker.sources.pickling import pickle_for_process
 from stoker.sources.protocol import Source
-from stoker.sources.travel import packed
 from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
 from stoker.store.cache import GrowingCache
 from stoker.units import format_count
@@ -204,7 +204,7 @@ class BackgroundFill:
 def _pickled(task: FillTask) -> bytes:
     """Return the task, with the encoder on the CPU: the child brings its own to the device."""
     with nullcontext() if task.encoder is None else moved(task.encoder, torch.device("cpu")):
-        return packed(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
+        return pickle_for_process(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
 def _stop_child(child: LoggedChild, drain: Drain, owner: int) -> None:

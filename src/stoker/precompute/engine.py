@@ -39,7 +39,7 @@ from stoker.runtime.guard import first_time
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Schema, columns_of
-from stoker.sources.given import check_source
+from stoker.sources.arguments import check_source
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression

@@ -54,8 +54,8 @@ from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
-from stoker.sources.protocol import Locating, Proving, Source
-from stoker.sources.travel import held_bytes, packed
+from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
+from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
@@ -433,7 +433,7 @@ class StageBuilder:
                 str(of[0].path) if len(of) == 1 else part.name
                 for part, of in zip(recipe.parts, refs, strict=True)
             ],
-            source=source if isinstance(source, Locating) else None,
+            source=source if isinstance(source, LocatableSource) else None,
         )
         self.ledger = SampleLedger(
             self.quarantined,
@@ -516,7 +516,7 @@ class StageBuilder:
         return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER))
 
     def _launch(self) -> WorkerLaunch:
-        payload = packed(self._reading)
+        payload = pickle_for_process(self._reading)
         frame = {
             "kind": "start",
             "confined": confined_sources(),
@@ -622,7 +622,7 @@ class StageBuilder:
         hint = "Or encode on one device" if several else _MAKE_LATE_HINT
         try:
             with moved(self._encoder, torch.device("cpu")):
-                payload = packed(task, "encoder", otherwise=hint)
+                payload = pickle_for_process(task, "encoder", otherwise=hint)
         except SourceError as error:
             if several:
                 raise
@@ -718,9 +718,9 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     source, folder = share.source, share.folder
     share = replace(share, settings=_on_device(share, sink))
     settings, copies = _with_copies(source, share.settings)
-    if settings.workers != 0 and isinstance(source, Proving):
+    if settings.workers != 0 and isinstance(source, SelfCheckingSource):
         with share.interrupts.raising():
-            source.prove()
+            source.check_in_child()
     resources = probe(path=folder.path)
     settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
     most = max(1, min(most, copies, _useful(resources)))
@@ -750,7 +750,7 @@ def _on_device(share: EncodeShare, sink: ProgressSink | None) -> PrecomputeSetti
 
 def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
     """Return the settings, and how many workers may have a copy of what the source holds (`fit_copies`)."""
-    held = 0 if settings.workers == 0 else held_bytes(source)
+    held = 0 if settings.workers == 0 else estimate_pickle_bytes(source)
     if held < _SMALL_SOURCE_BYTES:
         return settings, sys.maxsize
     resources = probe()

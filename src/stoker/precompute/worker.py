@@ -31,7 +31,7 @@ from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import FLOATS, Sample, Schema, check_sample
 from stoker.sources.files import confine_sources, stamp_of
-from stoker.sources.protocol import FileRef, Locating, ReadsMany
+from stoker.sources.protocol import BatchSource, FileRef, LocatableSource
 
 if TYPE_CHECKING:
     from stoker.store.recipe import FileDigest
@@ -113,8 +113,8 @@ class ChangeGuard:
         return sample
 
     def read_many(self, numbers: range) -> Sample | None:
-        """As `ReadsMany.read_many`; None where the source has no such way, or files to look at."""
-        if any(self._files) or not isinstance(self._source, ReadsMany):
+        """As `BatchSource.read_many`; None where the source has no such way, or files to look at."""
+        if any(self._files) or not isinstance(self._source, BatchSource):
             return None
         return self._source.read_many(numbers)
 
@@ -233,7 +233,7 @@ class PartNames:
     """First number of each part, ascending."""
     names: Sequence[str]
     """Path or name of each part."""
-    source: Locating | None = None
+    source: LocatableSource | None = None
     """What knows more of a sample than its part."""
 
     def index(self, number: int) -> int:
@@ -293,7 +293,7 @@ class SampleReader:
 
     def fill_many(self, arrays: Sample, numbers: range) -> bool:
         """Put samples `numbers` into the first rows of `arrays` by one read; False: do it one by one."""
-        if self._piece or len(numbers) < 2 or not isinstance(self._source, ReadsMany):
+        if self._piece or len(numbers) < 2 or not isinstance(self._source, BatchSource):
             return False
         self._heartbeat.write("read", numbers.start)
         try:

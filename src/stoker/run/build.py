@@ -37,7 +37,7 @@ from stoker.schema import Schema, as_json, canonical_json, digest_json
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.meshes import MeshLayout, MeshSource
-from stoker.sources.protocol import Source, Splitting
+from stoker.sources.protocol import Source, SplittableSource
 from stoker.sources.splits import SplitOf, Subset
 from stoker.store import Digests, load_recipe, make_recipe
 from stoker.store.cache import peek_cache
@@ -283,7 +283,7 @@ def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
     make: Builder = find_plugin("stoker.sources", data.kind, "data.kind").load()
     shared: Source | None = None
     for split in splits:
-        if isinstance(shared, Splitting):
+        if isinstance(shared, SplittableSource):
             source = shared.for_split(split)
         else:
             source = shared = make(data, run.task, split)

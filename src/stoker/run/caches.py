@@ -20,7 +20,7 @@ from stoker.run.user_code import user_encoder
 from stoker.runtime.jsonio import as_object
 from stoker.schema import Json, JsonResult, Schema
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
-from stoker.sources.hdf5_layouts import declared_fields
+from stoker.sources.hdf5_declared import declared_fields
 from stoker.sources.splits import DEFAULT_SPLITS, RULE
 from stoker.store import (
     Cache,

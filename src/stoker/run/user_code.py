@@ -201,7 +201,7 @@ def torch_source(data: DataConfig, task: str, split: str) -> Source:
         if isinstance(dataset, Source)
         else TorchSource(
             dataset,
-            identity=settings.identity,
+            version=settings.version,
             time=settings.time,
             text=cast("Any", settings.text),
             random=settings.random,

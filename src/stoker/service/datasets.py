@@ -20,7 +20,7 @@ from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
 from stoker.service.security import DataAccess
-from stoker.sources.sql.query import has_password, parse_address, sqlite_url
+from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
 # ----------------------------------------------------------------------------------------------------------
 # What a data set is registered or generated with.
@@ -316,7 +316,7 @@ class Datasets:
                 "the database's URL holds a password, which is not kept here. Put it in ~/.pgpass of the "
                 "service's user"
             )
-        address = parse_address(url)
+        address = parse_database_url(url)
         if address.kind == "sqlite":
             return sqlite_url(self._check_path(address.target))
         self._access.check_server(url)

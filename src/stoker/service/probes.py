@@ -36,7 +36,7 @@ from stoker.sources.files import confine_sources, find_files, split_of
 from stoker.sources.protocol import Source
 from stoker.sources.splits import DEFAULT_SPLITS
 from stoker.sources.sql.databases import connect_read_only
-from stoker.sources.sql.query import parse_address
+from stoker.sources.sql.query import parse_database_url
 from stoker.units import format_count
 
 TIMEOUT_S = 60.0
@@ -114,7 +114,7 @@ def _answer_of(child: Child, until: float) -> bytes | None:
 
 
 def _shown(spec: Mapping[str, Any]) -> str:
-    return parse_address(str(spec["url"])).shown if "url" in spec else str(spec.get("path", ""))
+    return parse_database_url(str(spec["url"])).shown if "url" in spec else str(spec.get("path", ""))
 
 
 def serve(connection: Connection) -> None:
@@ -235,11 +235,11 @@ class RadioSet:
 
     @property
     def _is_sqlite(self) -> bool:
-        return parse_address(self.url).kind == "sqlite"
+        return parse_database_url(self.url).kind == "sqlite"
 
     @property
     def _where(self) -> str:
-        return parse_address(self.url).shown
+        return parse_database_url(self.url).shown
 
     def _id_type(self) -> sa.types.TypeEngine[Any]:
         return sa.Text() if self._is_sqlite else sa.Uuid()
@@ -260,7 +260,7 @@ class RadioSet:
     @contextmanager
     def _connected(self) -> Generator[sa.Connection]:
         """A connection that reads only, for one look."""
-        address = parse_address(self.url)
+        address = parse_database_url(self.url)
         if address.kind == "sqlite":
             path = Path(address.target).absolute()
             if not path.is_file():

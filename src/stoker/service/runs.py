@@ -39,7 +39,7 @@ from stoker.service.folders import JobFile, Journal
 from stoker.service.probes import RadioSet
 from stoker.service.training_config import TrainingConfig, splits_of
 from stoker.sources.protocol import Source
-from stoker.sources.sql.query import parse_address
+from stoker.sources.sql.query import parse_database_url
 from stoker.sources.sql.source import SQLSource
 from stoker.train.config import TrainConfig
 from stoker.train.run import own_folder
@@ -486,7 +486,7 @@ def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
 
 def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
     radio = load_extension("service.radio")
-    wanted, path = radio.RadioSpec(**spec["make"]), Path(parse_address(str(spec["url"])).target)
+    wanted, path = radio.RadioSpec(**spec["make"]), Path(parse_database_url(str(spec["url"])).target)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with lock_folder(path.parent, "generate") as free:
         if not free:

@@ -48,7 +48,7 @@ from stoker.errors import ConfigError, PathRefusedError, StokerError
 from stoker.runtime.files import create_file, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.service.traffic import RequestTraffic
-from stoker.sources.sql.query import parse_address
+from stoker.sources.sql.query import parse_database_url
 
 # ----------------------------------------------------------------------------------------------------------
 # Bodies of requests: read whole within a size and a time, and JSON that no part behind this has to fear.
@@ -653,7 +653,7 @@ class DataAccess:
             return
         path = str(spec.get("path", ""))
         if "url" in spec:
-            address = parse_address(str(spec["url"]))
+            address = parse_database_url(str(spec["url"]))
             if address.kind != "sqlite":
                 self.check_server(str(spec["url"]))
                 return
@@ -843,7 +843,7 @@ def data_paths(specs: Iterable[Mapping[str, Any]]) -> list[str]:
     for spec in specs:
         path = str(spec.get("path", ""))
         if "url" in spec:
-            address = parse_address(str(spec["url"]))
+            address = parse_database_url(str(spec["url"]))
             path = address.target if address.kind == "sqlite" else ""
         if "make" in spec:  # in the state folder, which only the service writes to; it may be behind links
             path = os.path.realpath(path)

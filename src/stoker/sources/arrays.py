@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
-import os
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, StokerError, arg
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.containers import Container, Opened, find_containers, open_container
-from stoker.sources.files import Paths, refuse_together, require_listable
-from stoker.sources.hdf5_layout import Piece, arrange, piece_field
-from stoker.sources.hdf5_layouts import declared_fields, say_left_out
-from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of
-from stoker.sources.placed import PlacedField, PlacedPart, check_order, offset_of, plain_dtype, row_places
+from stoker.sources.containers import Container, ContainerReader, find_containers, open_container
+from stoker.sources.files import FoundT, OpenFiles, Paths, describe_each, require_listable, source_errors
+from stoker.sources.hdf5_declared import declared_fields, say_left_out
+from stoker.sources.hdf5_fields import Piece, arrange, piece_field
+from stoker.sources.in_place import (
+    FieldLocations,
+    PartLocations,
+    check_order,
+    offset_of,
+    plain_dtype,
+    row_places,
+)
+from stoker.sources.parts import PartedSource, PartT
 from stoker.sources.protocol import Part, SourceIdentity, read_as, read_dtype
 from stoker.units import MIB
 
@@ -48,7 +51,7 @@ class ArrayField:
     axes: tuple[str, ...] | None
     """Words of the axes of one sample, as stored; None: as it is, axis 0 first."""
     per_step: bool
-    """With `offsets`: it lies along the steps; else one row per sample. Elsewhere True."""
+    """With `offsets`: it has one row per step; else one row per sample. Elsewhere True."""
     field: Field
     """As served."""
 
@@ -64,8 +67,8 @@ class ArrayField:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """What one container holds."""
+class ContainerSamples:
+    """The samples of one container."""
 
     container: Container
     layout: Layout
@@ -76,14 +79,14 @@ class Described:
     """With `offsets`: first step of each sample, and the total."""
 
     def place(self, row: int) -> str:
-        """Where a sample is, for messages."""
+        """Return the place of a sample, for messages."""
         inside = f"group {self.groups[row]!r}" if self.groups else f"row {row}"
         return f"{self.container.path}: {inside}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the user said about arrays."""
+class ArrayOptions:
+    """The user's settings for arrays."""
 
     layout: Layout | None
     fields: Mapping[str, str] | None
@@ -91,9 +94,9 @@ class Wanted:
     attributes: tuple[str, ...]
 
 
-def describe(
-    container: Container, opened: Opened, wanted: Wanted
-) -> tuple[Described, tuple[ArrayField, ...]]:
+def describe_container(
+    container: Container, opened: ContainerReader, options: ArrayOptions
+) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
     """Samples and fields of one container.
 
     Raises:
@@ -101,18 +104,18 @@ def describe(
     """
     where = str(container.path)
     groups = [name for name in opened.groups() if opened.arrays(name)]
-    if wanted.layout == "groups" or (wanted.layout is None and groups):
+    if options.layout == "groups" or (options.layout is None and groups):
         if not groups:
             raise SourceError(
                 f"{where} has no groups with arrays, so no trajectories. Use {arg('layout', 'rows')}"
             )
         known = set(groups)
         say_left_out([name for name in opened.groups() if name not in known], (), where=where)
-        return _groups(container, opened, groups, wanted)
+        return _groups(container, opened, groups, options)
     arrays = {name: array for name, array in opened.arrays("").items() if "/" not in name or not groups}
-    offsets = wanted.offsets or next((name for name in OFFSET_NAMES if name in arrays), None)
-    layout = wanted.layout or ("offsets" if offsets in arrays else "rows")
-    if wanted.attributes:
+    offsets = options.offsets or next((name for name in OFFSET_NAMES if name in arrays), None)
+    layout = options.layout or ("offsets" if offsets in arrays else "rows")
+    if options.attributes:
         raise ConfigError(
             f"{arg('attributes')} are read from the groups of samples, and {where} is read by {layout}"
         )
@@ -126,22 +129,22 @@ def describe(
         require_listable(length, f"{where}: {offsets!r}")
         if absent := opened.absent(offsets, 0, length):
             raise SourceError(f"{where}: {offsets!r}: chunk {absent} is not there. Copy or write it again")
-        return _offsets(container, {name: opened.array(name) for name in arrays}, offsets, wanted)
-    return _rows(container, {name: opened.array(name) for name in arrays}, wanted)
+        return _offsets(container, {name: opened.array(name) for name in arrays}, offsets, options)
+    return _rows(container, {name: opened.array(name) for name in arrays}, options)
 
 
-def _wanted_fields(
-    wanted: Wanted, arrays: Mapping[str, Any], where: str
+def _choose_fields(
+    options: ArrayOptions, arrays: Mapping[str, Any], where: str
 ) -> dict[str, tuple[str, tuple[str, ...] | None]]:
     """Field name to array and declared axes: those named, or every array of numbers."""
-    if wanted.fields is None:
+    if options.fields is None:
         return {
             name.replace("/", "."): (name, None)
             for name, array in arrays.items()
             if array.dtype.kind in "biuf"
         }
     found: dict[str, tuple[str, tuple[str, ...] | None]] = {}
-    for key, text in wanted.fields.items():
+    for key, text in options.fields.items():
         plain = key.strip("/").replace("/", ".")
         if ":" in text or " " in text.strip() or (text and text not in arrays):
             (array, axes) = declared_fields({key: text})[plain]
@@ -173,12 +176,12 @@ def _make_field(
 
 
 def _rows(
-    container: Container, arrays: Mapping[str, Any], wanted: Wanted
-) -> tuple[Described, tuple[ArrayField, ...]]:
+    container: Container, arrays: Mapping[str, Any], options: ArrayOptions
+) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
     where = str(container.path)
     fields: list[ArrayField] = []
     counts: dict[str, int] = {}
-    for name, (path, axes) in _wanted_fields(wanted, arrays, where).items():
+    for name, (path, axes) in _choose_fields(options, arrays, where).items():
         array = arrays[path]
         if axes is not None and (axes[0] != "n" or len(axes) != array.ndim):
             raise SourceError(
@@ -198,15 +201,16 @@ def _rows(
             f"{where}: arrays have different numbers of samples along axis 0: {listed}. "
             f"Name those that belong together with {arg('fields')}"
         )
-    return Described(container=container, layout="rows", count=next(iter(counts.values()))), tuple(fields)
+    found = ContainerSamples(container=container, layout="rows", count=next(iter(counts.values())))
+    return found, tuple(fields)
 
 
 def _offsets(
-    container: Container, arrays: Mapping[str, Any], offsets: str, wanted: Wanted
-) -> tuple[Described, tuple[ArrayField, ...]]:
+    container: Container, arrays: Mapping[str, Any], offsets: str, options: ArrayOptions
+) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
     where = str(container.path)
     rest = {name: array for name, array in arrays.items() if name != offsets and array.ndim}
-    chosen = _wanted_fields(wanted, rest, where)
+    chosen = _choose_fields(options, rest, where)
     starts = np.asarray(arrays[offsets][...])
     count = len(starts) - 1
     if starts.ndim != 1 or starts.dtype.kind not in "iu" or count < 1 or starts[0] != 0:
@@ -231,21 +235,21 @@ def _offsets(
         named = f"{where}: array {path!r}"
         field = _make_field(named, array, axes, shape, ragged=per_step, time=per_step)
         fields.append(ArrayField(name=name, array=path, axes=axes, per_step=per_step, field=field))
-    found = Described(container=container, layout="offsets", count=count, starts=starts)
+    found = ContainerSamples(container=container, layout="offsets", count=count, starts=starts)
     return found, tuple(fields)
 
 
 def _groups(
-    container: Container, opened: Opened, groups: list[str], wanted: Wanted
-) -> tuple[Described, tuple[ArrayField, ...]]:
+    container: Container, opened: ContainerReader, groups: list[str], options: ArrayOptions
+) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
     where = str(container.path)
     first = opened.arrays(groups[0])
-    chosen = _wanted_fields(wanted, first, f"{where}: group {groups[0]!r}")
+    chosen = _choose_fields(options, first, f"{where}: group {groups[0]!r}")
     shapes: dict[str, set[int]] = {name: set() for name in chosen}
     steps: list[tuple[int, ...]] = []
     for group in groups:
         arrays = opened.arrays(group)
-        # What a group lacks is said when it is read, so that one bad trajectory is no end of all.
+        # What a group lacks is reported when it is read, so that one bad trajectory does not stop the others.
         sizes = {n: int(arrays[p].shape[0]) for n, (p, _) in chosen.items() if p in arrays and arrays[p].ndim}
         for name, size in sizes.items():
             shapes[name].add(size)
@@ -262,21 +266,23 @@ def _groups(
         field = _make_field(named, array, axes, array.shape, ragged=ragged, time=ragged and alike)
         fields.append(ArrayField(name=name, array=path, axes=axes, per_step=True, field=field))
     scalar = Field(shape=(), dtype="float32")
-    for name in wanted.attributes:
+    for name in options.attributes:
         fields.append(ArrayField(name=name, array="", axes=None, per_step=True, field=scalar))
-    found = Described(container=container, layout="groups", count=len(groups), groups=tuple(groups))
+    found = ContainerSamples(container=container, layout="groups", count=len(groups), groups=tuple(groups))
     return found, tuple(fields)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Where the samples of named arrays lie in their files.
+# Find the bytes of samples in files with named arrays.
 
 
-def placed_arrays(one: Described, opened: Opened, fields: Sequence[ArrayField]) -> PlacedPart:
+def placed_arrays(
+    one: ContainerSamples, opened: ContainerReader, fields: Sequence[ArrayField]
+) -> PartLocations:
     """The samples of one container.
 
     Raises:
-        SourceError: They cannot be served from where they lie.
+        SourceError: They cannot be served in place.
     """
     path = one.container.path
     if one.container.kind == "zarr":
@@ -288,15 +294,11 @@ def placed_arrays(one: Described, opened: Opened, fields: Sequence[ArrayField]) 
         raise SourceError(
             f"{path}: attributes are not served in place. Leave {arg('attributes')} out, or precompute"
         )
-    try:
-        return PlacedPart(count=one.count, fields={f.name: _placed_field(one, opened, f) for f in fields})
-    except FOREIGN_ERRORS as error:
-        if isinstance(error, SourceError):
-            raise
-        raise SourceError(f"{path} cannot be read ({error}). Copy it again") from error
+    with source_errors(f"{path} cannot be read", "Copy it again"):
+        return PartLocations(count=one.count, fields={f.name: _placed_field(one, opened, f) for f in fields})
 
 
-def _placed_field(one: Described, opened: Opened, field: ArrayField) -> PlacedField:
+def _placed_field(one: ContainerSamples, opened: ContainerReader, field: ArrayField) -> FieldLocations:
     where = f"{one.container.path}: array {field.array!r}"
     check_order(field.axes or (), where=where)
     lengths: Any = None
@@ -315,7 +317,7 @@ def _placed_field(one: Described, opened: Opened, field: ArrayField) -> PlacedFi
             rows, lengths = one.starts[:-1], np.diff(one.starts)
         at = row_places(first, rows, where=where)
     served = dataclasses.replace(field.field, dtype=plain_dtype(first.dtype, where=where))
-    return PlacedField(
+    return FieldLocations(
         field=served, path=one.container.path, at=at, lengths=lengths if served.ragged else None
     )
 
@@ -327,7 +329,154 @@ BLOCK_BYTES = 64 * MIB
 """Whole chunks of an array that are kept while samples are read from them, at most."""
 
 
-class ArraySource:
+class ArrayReader:
+    """Open containers of one process, and the last chunks read from them."""
+
+    def __init__(self, *, fill_missing: bool) -> None:
+        self._fill_missing = fill_missing
+        self._files: OpenFiles[Container, tuple[ContainerReader, dict[str, Any]]] = OpenFiles(
+            lambda container: (open_container(container), {}), lambda one: one[0].close(), OPEN_CONTAINERS
+        )
+        self._blocks: dict[tuple[str, str], tuple[int, NDArray[Any]]] = {}
+
+    def opened(self, container: Container) -> ContainerReader:
+        """Return the container, open in this process."""
+        return self._files.get(container)[0]
+
+    def close(self) -> None:
+        """Close all."""
+        self._files.close()
+        self._blocks = {}
+
+    def chunk_rows(self, one: ContainerSamples, field: ArrayField) -> int:
+        """Return the rows along axis 0 of one chunk; 1 where the array is not chunked."""
+        chunks = getattr(self._array(one, field.array), "chunks", None)
+        return int(chunks[0]) if chunks else 1
+
+    def _array(self, one: ContainerSamples, name: str) -> Any:
+        opened, known = self._files.get(one.container)
+        if one.layout == "groups":  # too many to keep
+            return opened.array(name)
+        if name not in known:
+            known[name] = opened.array(name)
+        return known[name]
+
+    def read(
+        self, one: ContainerSamples, field: ArrayField, row: int, span: tuple[int | None, int | None]
+    ) -> NDArray[Any]:
+        """One field of one sample, as served.
+
+        Raises:
+            SourceError: It cannot be read; names container, array and sample.
+        """
+        group = one.groups[row] if one.groups else ""
+        where = f"{one.place(row)}: array {field.array!r}"
+        with source_errors(
+            f"{where} cannot be read", "Copy or write the file again, or leave the sample out"
+        ):
+            if group and not field.array:
+                return _number(self.opened(one.container).attributes(group).get(field.name), field, where)
+            raw = self._raw(one, field, row, span, where)
+            found = field.arranged(raw, where)
+        if field.field.time and not _time_first(field):
+            found = np.array(found[slice(*span)], order="C")
+        return found
+
+    def _raw(
+        self,
+        one: ContainerSamples,
+        field: ArrayField,
+        row: int,
+        span: tuple[int | None, int | None],
+        where: str,
+    ) -> NDArray[Any]:
+        cut = slice(*span) if field.field.time and _time_first(field) else slice(None)
+        if one.layout == "groups":
+            array = self._array(one, f"{one.groups[row]}/{field.array}")
+            if not array.ndim:
+                self._require_stored(one, f"{one.groups[row]}/{field.array}", (0, 1), where)
+                return np.asarray(array[()])
+            low, high, _ = cut.indices(array.shape[0])
+            return self._rows(one, f"{one.groups[row]}/{field.array}", array, (low, max(low, high)), where)
+        array = self._array(one, field.array)
+        if one.starts is not None and field.per_step:
+            begin, end = one.starts[row : row + 2].tolist()
+            low, high, _ = cut.indices(end - begin)
+            return self._rows(one, field.array, array, (begin + low, begin + max(low, high)), where)
+        found = self._rows(one, field.array, array, (row, row + 1), where)[0]
+        return found[cut if array.ndim > 1 else ()]
+
+    def _require_stored(self, one: ContainerSamples, name: str, rows: tuple[int, int], where: str) -> None:
+        if not self._fill_missing and (absent := self.opened(one.container).absent(name, *rows)):
+            raise SourceError(
+                f"{where}: chunk {absent} is not there. Copy or write it again; if it was left out because "
+                f"it holds nothing but the fill value, give {arg('fill_missing', True)}"
+            )
+
+    def _rows(
+        self, one: ContainerSamples, name: str, array: Any, rows: tuple[int, int], where: str
+    ) -> NDArray[Any]:
+        """Rows along axis 0, through the chunks that were read last."""
+        low, high = rows
+        if low == high:
+            return np.empty((0, *array.shape[1:]), array.dtype)
+        self._require_stored(one, name, rows, where)
+        chunks = getattr(array, "chunks", None)
+        size = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+        if not chunks or one.layout == "groups" or chunks[0] * size > BLOCK_BYTES:
+            return np.asarray(array[low:high])
+        key = (str(one.container.path), name)
+        begin, end = low // chunks[0] * chunks[0], min(-(-high // chunks[0]) * chunks[0], array.shape[0])
+        first, block = self._blocks.get(key, (0, np.empty(0)))
+        if not (first <= low and high <= first + len(block)):
+            first, block = begin, np.asarray(array[begin:end])
+            if block.nbytes <= BLOCK_BYTES:
+                self._blocks[key] = (first, block)
+        return block[low - first : high - first]
+
+
+class ContainerSource(PartedSource[PartT]):
+    """Samples in files and folders with named arrays: what `ArraySource` and `MeshSource` share."""
+
+    def __init__(self, path: Paths, *, fill_missing: bool) -> None:
+        self._fill_missing = fill_missing
+        self._containers = find_containers(path)
+        self._reader = ArrayReader(fill_missing=fill_missing)
+
+    def __repr__(self) -> str:
+        """The first file, and how many there are."""
+        return f"{type(self).__name__}({str(self._containers[0].path)!r}, {len(self._containers)} in all)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and description travel; open files stay."""
+        return {name: value for name, value in self.__dict__.items() if name != "_reader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reader = ArrayReader(fill_missing=self._fill_missing)
+
+    def close(self) -> None:
+        """Close files; the next read opens them again."""
+        self._reader.close()
+
+    def _describe_each(self, describe: Callable[[Container], FoundT]) -> list[FoundT]:
+        """Return what `describe` says of each file.
+
+        Raises:
+            SourceError: Names all files that cannot be used.
+        """
+
+        def checked(container: Container) -> FoundT:
+            with source_errors(
+                f"{container.path}: the description of its arrays is damaged",
+                "Copy or write the file again",
+            ):
+                return describe(container)
+
+        return describe_each(self._containers, checked, str(self._containers[0].path.parent))
+
+
+class ArraySource(ContainerSource[ContainerSamples]):
     """Trajectories or rows in HDF5 files, Zarr folders (format 2 and 3) or `.npy` files.
 
     Args:
@@ -361,95 +510,60 @@ class ArraySource:
     ) -> None:
         if layout not in (None, "rows", "groups", "offsets"):
             raise ConfigError(f"layout {layout!r} is unknown. Expected rows, groups, offsets or None")
-        self._wanted = Wanted(
+        self._options = ArrayOptions(
             layout=layout,
             fields=None if fields is None else dict(fields),
             offsets=offsets,
             attributes=tuple(attributes),
         )
-        self._fill_missing = fill_missing
-        self._containers = find_containers(path)
-        self._scanned: tuple[tuple[Described, ...], tuple[ArrayField, ...]] | None = None
-        self._reader = ArrayReader(fill_missing=fill_missing)
-
-    def __repr__(self) -> str:
-        """The first file, and how many there are."""
-        return f"ArraySource({str(self._containers[0].path)!r}, {len(self._containers)} in all)"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Settings and description travel; open files stay."""
-        return {name: value for name, value in self.__dict__.items() if name != "_reader"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reader = ArrayReader(fill_missing=self._fill_missing)
-
-    def __len__(self) -> int:
-        """Samples in all containers."""
-        return sum(one.count for one in self._scan()[0])
-
-    def close(self) -> None:
-        """Close files; the next read opens them again."""
-        self._reader.close()
+        super().__init__(path, fill_missing=fill_missing)
+        self._described: tuple[tuple[ContainerSamples, ...], tuple[ArrayField, ...]] | None = None
 
     def schema(self) -> Schema:
         """Fields of every sample."""
-        return {field.name: field.field for field in self._scan()[1]}
+        return {field.name: field.field for field in self._describe()[1]}
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one sample; `start:stop` cuts fields that have time.
 
         Raises:
             SourceError: Damaged or missing data; names container, array and sample.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        one, row = self._find(number)
-        return {field.name: self._reader.read(one, field, row, (start, stop)) for field in self._scan()[1]}
+        one, row = self._find(index)
+        fields = self._describe()[1]
+        return {field.name: self._reader.read(one, field, row, (start, stop)) for field in fields}
 
-    def locate(self, number: int) -> str:
-        """File or folder, and row or group."""
-        one, row = self._find(number)
+    def locate(self, index: int) -> str:
+        """Return file or folder, and row or group."""
+        one, row = self._find(index)
         return one.place(row)
 
-    def _find(self, number: int) -> tuple[Described, int]:
-        described, _ = self._scan()
-        firsts = list(itertools.accumulate((one.count for one in described), initial=0))
-        if not 0 <= number < firsts[-1]:
-            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
-        place = bisect.bisect_right(firsts, number) - 1
-        return described[place], number - firsts[place]
+    def _parts(self) -> Sequence[ContainerSamples]:
+        return self._describe()[0]
 
-    def runs(self) -> Sequence[range]:
-        """Samples whose data lie in the same chunks, else a few at a time; never across containers."""
-        found: list[range] = []
-        first = 0
-        for one in self._scan()[0]:
-            edges = self._edges(one)
-            found += [range(first + low, first + high) for low, high in itertools.pairwise(edges)]
-            first += one.count
-        return found
-
-    def _edges(self, one: Described) -> list[int]:
-        if one.layout == "groups":
-            return [*range(one.count + 1)]
-        rows = [self._reader.chunk_rows(one, field) for field in self._scan()[1] if field.per_step]
+    def _edges(self, part: ContainerSamples) -> Sequence[int]:
+        """Samples in the same chunks are read together, else a few at a time."""
+        if part.layout == "groups":
+            return range(part.count + 1)
+        rows = [self._reader.chunk_rows(part, field) for field in self._describe()[1] if field.per_step]
         step = max([1, *rows])
-        if one.starts is None:
-            return [*range(0, one.count, step), one.count]
-        cuts = np.flatnonzero(np.diff(one.starts[:-1] // step)) + 1
-        return [0, *cuts.tolist(), one.count]
+        if part.starts is None:
+            return [*range(0, part.count, step), part.count]
+        cuts = np.flatnonzero(np.diff(part.starts[:-1] // step)) + 1
+        return [0, *cuts.tolist(), part.count]
 
     def keys(self) -> Sequence[str]:
         """Container and group, or row."""
         return [
             f"{one.container.key}:{one.groups[row] if one.groups else row}"
-            for one in self._scan()[0]
+            for one in self._parts()
             for row in range(one.count)
         ]
 
     def identity(self) -> SourceIdentity:
         """One part per container, with all its files, and how they are read."""
-        described, fields = self._scan()
+        described, fields = self._describe()
         parts = tuple(
             Part(name=one.container.name, count=one.count, files=one.container.files()) for one in described
         )
@@ -460,62 +574,48 @@ class ArraySource:
         settings: dict[str, Json] = {
             "layout": described[0].layout,
             "fields": read,
-            "offsets": self._wanted.offsets,
+            "offsets": self._options.offsets,
             "fill_missing": self._fill_missing,
         }
         return SourceIdentity(kind=f"arrays/{VERSION}", parts=parts, settings=settings)
 
-    def places(self) -> Sequence[PlacedPart]:
-        """Where samples lie in the files, for `stoker.index_in_place`.
+    def places(self) -> Sequence[PartLocations]:
+        """Return where samples are in the files, for `stoker.index_in_place`.
 
         Raises:
             SourceError: Zarr, chunked, compressed, or stored otherwise than served.
         """
-        described, fields = self._scan()
+        described, fields = self._describe()
         return [placed_arrays(one, self._reader.opened(one.container), fields) for one in described]
 
-    def _scan(self) -> tuple[tuple[Described, ...], tuple[ArrayField, ...]]:
-        if self._scanned is None:
-            found: list[tuple[Described, tuple[ArrayField, ...]]] = []
-            bad: list[SourceError] = []
-            for one in self._containers:
-                try:
-                    found.append(self._described(one))
-                except SourceError as error:
-                    bad.append(error)
-            refuse_together(bad, len(self._containers), f"{self._containers[0].path.parent}")
+    def _describe(self) -> tuple[tuple[ContainerSamples, ...], tuple[ArrayField, ...]]:
+        if self._described is None:
+            found = self._describe_each(self._describe_one)
             require_listable(sum(one.count for one, _ in found), f"{self._containers[0].path.parent}")
-            self._scanned = tuple(one for one, _ in found), _common([fields for _, fields in found], found)
-        return self._scanned
+            self._described = tuple(one for one, _ in found), _common_fields(found)
+        return self._described
 
-    def _described(self, container: Container) -> tuple[Described, tuple[ArrayField, ...]]:
-        try:
-            found = describe(container, self._reader.opened(container), self._wanted)
-            if not found[0].count:
-                raise SourceError(f"{container.path} holds no sample: its arrays are empty. Leave it out")
-            require_listable(found[0].count, str(container.path))
-            if container.kind == "hdf5" and found[0].layout != "groups" and not self._fill_missing:
-                for field in found[1]:  # refuses an array of which next to nothing was written
-                    self._reader.opened(container).absent(field.array, 0, 1)
-            return found
-        except StokerError:
-            raise
-        except FOREIGN_ERRORS as error:
-            raise SourceError(
-                f"{container.path}: the description of its arrays is damaged ({type(error).__name__}: "
-                f"{error}). Copy or write the file again"
-            ) from cause_of(error)
+    def _describe_one(self, container: Container) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
+        opened = self._reader.opened(container)
+        found, fields = describe_container(container, opened, self._options)
+        if not found.count:
+            raise SourceError(f"{container.path} holds no sample: its arrays are empty. Leave it out")
+        require_listable(found.count, str(container.path))
+        if container.kind == "hdf5" and found.layout != "groups" and not self._fill_missing:
+            for field in fields:  # refuses an array of which next to nothing was written
+                opened.absent(field.array, 0, 1)
+        return found, fields
 
 
-def _common(
-    each: Sequence[tuple[ArrayField, ...]], found: Sequence[tuple[Described, tuple[ArrayField, ...]]]
+def _common_fields(
+    found: Sequence[tuple[ContainerSamples, tuple[ArrayField, ...]]],
 ) -> tuple[ArrayField, ...]:
     """The fields of all containers; what is ragged in one, or has other lengths in another, is ragged in all.
 
     Raises:
         SourceError: Containers have other fields or layouts than the first.
     """
-    first = {field.name: field for field in each[0]}
+    first = {field.name: field for field in found[0][1]}
     for described, fields in found:
         other = {field.name: field for field in fields}
         if other.keys() != first.keys() or described.layout != found[0][0].layout:
@@ -529,7 +629,7 @@ def _common(
     return tuple(first.values())
 
 
-def _merged(one: ArrayField, other: ArrayField, described: Described) -> ArrayField:
+def _merged(one: ArrayField, other: ArrayField, described: ContainerSamples) -> ArrayField:
     a, b = one.field, other.field
     if a == b:
         return one
@@ -542,128 +642,6 @@ def _merged(one: ArrayField, other: ArrayField, described: Described) -> ArrayFi
 
     field = dataclasses.replace(a, shape=(-1, *a.shape[1:]), ragged=True, time=a.time or b.time)
     return dataclasses.replace(one, field=field)
-
-
-class ArrayReader:
-    """Open containers of one process, and the last chunks read from them."""
-
-    def __init__(self, *, fill_missing: bool) -> None:
-        self._fill_missing = fill_missing
-        self._owner = os.getpid()
-        self._open: OrderedDict[str, Opened] = OrderedDict()
-        self._blocks: dict[tuple[str, str], tuple[int, NDArray[Any]]] = {}
-        self._arrays: dict[tuple[str, str], Any] = {}
-
-    def opened(self, container: Container) -> Opened:
-        """The container, open in this process."""
-        if self._owner != os.getpid():  # handles of before a fork are a copy of the parent's: not closed
-            self._owner, self._open = os.getpid(), OrderedDict()
-            self._blocks, self._arrays = {}, {}
-        key = str(container.path)
-        if key not in self._open:
-            while len(self._open) >= OPEN_CONTAINERS:
-                old, one = self._open.popitem(last=False)
-                self._arrays = {pair: array for pair, array in self._arrays.items() if pair[0] != old}
-                one.close()
-            self._open[key] = open_container(container)
-        self._open.move_to_end(key)
-        return self._open[key]
-
-    def close(self) -> None:
-        """Close all."""
-        for one in self._open.values() if self._owner == os.getpid() else ():
-            one.close()
-        self._open.clear()
-        self._blocks, self._arrays = {}, {}
-
-    def chunk_rows(self, one: Described, field: ArrayField) -> int:
-        """Rows along axis 0 of one chunk; 1 where the array is not chunked."""
-        chunks = getattr(self._array(one, field.array), "chunks", None)
-        return int(chunks[0]) if chunks else 1
-
-    def _array(self, one: Described, name: str) -> Any:
-        key = (str(one.container.path), name)
-        opened = self.opened(one.container)
-        if one.layout == "groups":  # too many to keep
-            return opened.array(name)
-        if key not in self._arrays:
-            self._arrays[key] = opened.array(name)
-        return self._arrays[key]
-
-    def read(
-        self, one: Described, field: ArrayField, row: int, span: tuple[int | None, int | None]
-    ) -> NDArray[Any]:
-        """One field of one sample, as served.
-
-        Raises:
-            SourceError: It cannot be read; names container, array and sample.
-        """
-        group = one.groups[row] if one.groups else ""
-        where = f"{one.place(row)}: array {field.array!r}"
-        try:
-            if group and not field.array:
-                return _number(self.opened(one.container).attributes(group).get(field.name), field, where)
-            raw = self._raw(one, field, row, span, where)
-            found = field.arranged(raw, where)
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(
-                f"{where} cannot be read ({type(error).__name__}: {error}). "
-                "Copy or write the file again, or leave the sample out"
-            ) from error
-        if field.field.time and not _time_first(field):
-            found = np.array(found[slice(*span)], order="C")
-        return found
-
-    def _raw(
-        self,
-        one: Described,
-        field: ArrayField,
-        row: int,
-        span: tuple[int | None, int | None],
-        where: str,
-    ) -> NDArray[Any]:
-        cut = slice(*span) if field.field.time and _time_first(field) else slice(None)
-        if one.layout == "groups":
-            array = self._array(one, f"{one.groups[row]}/{field.array}")
-            if not array.ndim:
-                self._require_stored(one, f"{one.groups[row]}/{field.array}", (0, 1), where)
-                return np.asarray(array[()])
-            low, high, _ = cut.indices(array.shape[0])
-            return self._rows(one, f"{one.groups[row]}/{field.array}", array, (low, max(low, high)), where)
-        array = self._array(one, field.array)
-        if one.starts is not None and field.per_step:
-            begin, end = one.starts[row : row + 2].tolist()
-            low, high, _ = cut.indices(end - begin)
-            return self._rows(one, field.array, array, (begin + low, begin + max(low, high)), where)
-        return self._rows(one, field.array, array, (row, row + 1), where)[0][cut if array.ndim > 1 else ()]
-
-    def _require_stored(self, one: Described, name: str, rows: tuple[int, int], where: str) -> None:
-        if not self._fill_missing and (absent := self.opened(one.container).absent(name, *rows)):
-            raise SourceError(
-                f"{where}: chunk {absent} is not there. Copy or write it again; if it was left out because "
-                f"it holds nothing but the fill value, give {arg('fill_missing', True)}"
-            )
-
-    def _rows(self, one: Described, name: str, array: Any, rows: tuple[int, int], where: str) -> NDArray[Any]:
-        """Rows along axis 0, through the chunks that were read last."""
-        low, high = rows
-        if low == high:
-            return np.empty((0, *array.shape[1:]), array.dtype)
-        self._require_stored(one, name, rows, where)
-        chunks = getattr(array, "chunks", None)
-        size = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
-        if not chunks or one.layout == "groups" or chunks[0] * size > BLOCK_BYTES:
-            return np.asarray(array[low:high])
-        key = (str(one.container.path), name)
-        begin, end = low // chunks[0] * chunks[0], min(-(-high // chunks[0]) * chunks[0], array.shape[0])
-        first, block = self._blocks.get(key, (0, np.empty(0)))
-        if not (first <= low and high <= first + len(block)):
-            first, block = begin, np.asarray(array[begin:end])
-            if block.nbytes <= BLOCK_BYTES:
-                self._blocks[key] = (first, block)
-        return block[low - first : high - first]
 
 
 def _time_first(field: ArrayField) -> bool:

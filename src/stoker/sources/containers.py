@@ -27,17 +27,19 @@ from stoker.sources.files import (
     leave_out,
     list_folder,
     natural_key,
+    source_errors,
     usable_files,
     why_unreadable,
 )
-from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
+from stoker.sources.hdf5_open import open_checked, readable_dataset, unwritten_rows
 from stoker.sources.protocol import FileRef
 
 Kind: TypeAlias = Literal["hdf5", "zarr", "npy"]
 ZARR_MARKS = (".zgroup", ".zarray", "zarr.json")
-"""One of these lies in every Zarr folder, of format 2 and 3."""
+"""One of these is in every Zarr folder, of format 2 and 3."""
 ZIPPED = ".zarr.zip"
 """Ends the name of a Zarr folder that was put into one file."""
+_COPY = "Copy or write it again"
 _HOLES = 1000
 """Arrays of an HDF5 file of which is remembered what was not written."""
 
@@ -51,7 +53,7 @@ class Container:
     path: Path
     kind: Kind
     key: str
-    """What it is called in keys of samples: relative to the folder or pattern that it was found by."""
+    """Its name in keys of samples: relative to the folder or pattern that it was found by."""
 
     def files(self) -> tuple[FileRef, ...]:
         """All files whose bytes decide what it holds, in the order of their names."""
@@ -63,7 +65,7 @@ class Container:
         )
 
 
-class Opened(Protocol):
+class ContainerReader(Protocol):
     """An open container. Names are paths with `/`; the root is the empty name."""
 
     def groups(self) -> Sequence[str]:
@@ -92,7 +94,7 @@ class Opened(Protocol):
 
 
 def find_containers(path: Paths) -> list[Container]:
-    """What is behind `path`: a container, a folder of them, a pattern, or a list of these.
+    """Return the containers that `path` names: a container, a folder of them, a pattern, or a list of these.
 
     Raises:
         SourceError: Nothing is there, or one is named twice.
@@ -121,7 +123,7 @@ def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
         return path.parent, [(path, kind)]
     if path.is_dir():
         root, inside = path, list_folder(path)
-        # What is no data does not belong to the source, but data one level down may have been meant.
+        # What is not data does not belong to the source, but data one level down may have been meant.
         known = [one for one in inside if _is_named(one)]
         others = [one for one in inside if one.is_dir() and not _is_named(one)]
         left = {one: "a folder: give a pattern to read it" for one in others if _has_data(one)}
@@ -149,7 +151,7 @@ def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
 
 
 def _has_data(folder: Path) -> bool:
-    """Whether a folder holds data; one that cannot be listed, as `lost+found`, is not known to."""
+    """Return whether a folder holds data; False for one that cannot be listed, such as `lost+found`."""
     try:
         return any(map(kind_of, list_folder(folder)))
     except SourceError:
@@ -157,14 +159,14 @@ def _has_data(folder: Path) -> bool:
 
 
 def _is_named(path: Path) -> bool:
-    """Whether an entry is data by its name, or is a Zarr folder."""
+    """Return whether an entry is data by its name, or is a Zarr folder."""
     if path.is_dir():
         return path.suffix.lower() == ".zarr" or kind_of(path) is not None
     return path.name.lower().endswith((*SUFFIXES, ".npy", ZIPPED))
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What a path holds, by its suffix, or a Zarr folder by what lies in it; None: nothing known."""
+    """Return the kind of a path by its suffix, of a Zarr folder by its entries; None: unknown."""
     if path.is_dir():
         return "zarr" if any(_is_file(path / mark) for mark in ZARR_MARKS) else None
     if not _is_file(path):
@@ -180,7 +182,7 @@ def _is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113
 
 
-def open_container(container: Container) -> Opened:
+def open_container(container: Container) -> ContainerReader:
     """Open it for reading.
 
     Raises:
@@ -188,11 +190,11 @@ def open_container(container: Container) -> Opened:
         ConfigError: It is Zarr, and zarr is not installed.
     """
     if container.kind == "hdf5":
-        return _HDF5(container.path)
-    return _Zarr(container.path) if container.kind == "zarr" else _Npy(container.path)
+        return _HDF5Reader(container.path)
+    return _ZarrReader(container.path) if container.kind == "zarr" else _NpyReader(container.path)
 
 
-class _HDF5:
+class _HDF5Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_checked(path)
@@ -203,24 +205,16 @@ class _HDF5:
         return sorted(names, key=natural_key)
 
     def arrays(self, group: str) -> Mapping[str, Any]:
-        try:
+        with source_errors(f"{self._path}: group {group!r} cannot be read", _COPY):
             found = dict(_datasets_below(self._file[group or "/"]))
-        except FOREIGN_ERRORS as error:
-            raise SourceError(f"{self._path}: group {group!r} cannot be read ({error})") from cause_of(error)
         for name, dataset in found.items():  # the shape of a virtual one would be looked up in other files
             if dataset.chunks is None and dataset.is_virtual:
                 readable_dataset(self._file, f"{group}/{name}" if group else name, self._path)
         return found
 
     def array(self, name: str) -> Any:
-        try:
+        with source_errors(f"{self._path}: dataset {name!r} cannot be opened", _COPY):
             return readable_dataset(self._file, name, self._path)
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(f"{self._path}: dataset {name!r} cannot be opened ({error})") from cause_of(
-                error
-            )
 
     def attributes(self, group: str) -> Mapping[str, Any]:
         return dict((self._file[group] if group else self._file).attrs)
@@ -272,7 +266,7 @@ def _datasets_below(group: Any) -> Iterator[tuple[str, Any]]:
             stack.append(members(f"{name}/", item))
 
 
-class _Zarr:
+class _ZarrReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
@@ -283,12 +277,10 @@ class _Zarr:
             ) from error
         self._names = zipped_names(path) if path.is_file() else None
         self._store: Any = None
-        try:
+        with source_errors(f"{path} is not a readable Zarr folder", _COPY):
             if self._names is not None:
                 self._store = self._zarr.storage.ZipStore(path, mode="r")
             self._root: Any = self._zarr.open(self._store or str(path), mode="r")
-        except FOREIGN_ERRORS as error:
-            raise SourceError(f"{path} is not a readable Zarr folder ({_said(error)})") from error
 
     def _group(self, name: str) -> Any:
         return self._root[name] if name else self._root
@@ -298,10 +290,9 @@ class _Zarr:
         if isinstance(group, self._zarr.Array):
             yield Path(self._path.name.removesuffix(".zip")).stem, group
             return
-        try:
-            yield from group.members()
-        except FOREIGN_ERRORS as error:
-            raise SourceError(f"{self._path}: group {name!r} cannot be read ({_said(error)})") from error
+        with source_errors(f"{self._path}: group {name!r} cannot be read", _COPY):
+            members = list(group.members())
+        yield from members
 
     def groups(self) -> Sequence[str]:
         names = [name for name, item in self._members("") if not isinstance(item, self._zarr.Array)]
@@ -320,10 +311,8 @@ class _Zarr:
     def array(self, name: str) -> Any:
         if isinstance(self._root, self._zarr.Array):
             return self._root
-        try:
+        with source_errors(f"{self._path}: array {name!r} cannot be opened", _COPY):
             return self._root[name]
-        except FOREIGN_ERRORS as error:
-            raise SourceError(f"{self._path}: array {name!r} cannot be opened ({_said(error)})") from error
 
     def attributes(self, group: str) -> Mapping[str, Any]:
         return dict(self._group(group).attrs)
@@ -349,19 +338,17 @@ class _Zarr:
 
 
 def zipped_names(path: Path) -> frozenset[str]:
-    """What lies in a zipped Zarr folder.
+    """Return the names in a zipped Zarr folder.
 
     Raises:
         SourceError: It is damaged, holds a name twice, or no Zarr folder at its root.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except FOREIGN_ERRORS as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise SourceError(
-            f"{path} is not a readable zip file, {size:,} bytes ({error}). Copy it again"
-        ) from error
+    size = path.stat().st_size if path.exists() else 0
+    with (
+        source_errors(f"{path} is not a readable zip file, {size:,} bytes", "Copy it again"),
+        zipfile.ZipFile(path) as archive,
+    ):
+        names = archive.namelist()
     found = frozenset(names)
     if len(found) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -374,13 +361,11 @@ def zipped_names(path: Path) -> frozenset[str]:
     return found
 
 
-class _Npy:
+class _NpyReader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with source_errors(f"{path} is not a readable .npy file", "Write it again"):
             self._array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-        except FOREIGN_ERRORS as error:
-            raise SourceError(f"{path} is not a readable .npy file ({error}). Write it again") from error
 
     def groups(self) -> Sequence[str]:
         return []
@@ -399,7 +384,3 @@ class _Npy:
 
     def close(self) -> None:
         """The map goes with the array."""
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

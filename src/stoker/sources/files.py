@@ -1,4 +1,4 @@
-"""Which files a source is made of, in which order, and what their names say.
+"""Files of a source, their order, and the facts in their names.
 
 Names carry meaning in simulation archives: `burgers1d_train_003.h5` is a shard of a split and
 `1D_Burgers_Sols_Nu0.01.hdf5` holds a parameter. All reading of names happens here, and `open_regular` opens
@@ -13,18 +13,27 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import tokenize
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import NoReturn, TypeAlias, cast
+from typing import Generic, NoReturn, TypeAlias, TypeVar, cast
 
-from stoker.errors import SourceError, SplitError
+from stoker.errors import SourceError, SplitError, StokerError
 from stoker.units import format_bytes
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 """A file, a folder, a glob pattern, or a list of these."""
+
+ItemT = TypeVar("ItemT")
+FoundT = TypeVar("FoundT")
+FileT = TypeVar("FileT")
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC = re.compile(r"[*?\[]")
@@ -32,7 +41,7 @@ _PARAMETER = re.compile(r"([A-Za-z]+)(-?\d+\.\d*(?:[eE][-+]?\d+)?|-?\d+[eE][-+]?
 _RANK = re.compile(r"(?<!\d)([123])[dD](?![A-Za-z0-9])")
 _APPLE_DOUBLE = b"\x00\x05\x16\x07"
 _LISTED_BYTES = 100
-"""What the name of one sample takes in memory."""
+"""Memory that the name of one sample takes."""
 _NAMED = 20
 """Entries that a message names, at most."""
 _confined: tuple[PurePosixPath, ...] | None = None
@@ -131,7 +140,7 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether a path has one of the characters `*?[`.
+    """Return whether a path has one of the characters `*?[`.
 
     >>> is_pattern(Path("runs/*/data.h5")), is_pattern(Path("data.h5"))
     (True, False)
@@ -245,7 +254,7 @@ def usable_files(found: Sequence[Path], where: str) -> list[Path]:
 
 
 def leave_out(where: str, left: Mapping[Path, str]) -> None:
-    """Say which entries are not read, in one warning; nothing where there are none."""
+    """Say which entries are not read, in one warning, if there are any."""
     if left:
         _log.warning("%s: not read (%d): %s", where, len(left), _listed(left))
 
@@ -293,7 +302,7 @@ def _listed(entries: Mapping[Path, str]) -> str:
 
 
 def why_unreadable(path: Path) -> str | None:
-    """Why an entry cannot be read as a file; None where it can, or is a folder."""
+    """Return why an entry cannot be read as a file; None where it can, or is a folder."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -306,7 +315,7 @@ def why_unreadable(path: Path) -> str | None:
 
 
 def _no_data(path: Path) -> str | None:
-    """Why a file holds no data, as far as that is seen without reading it as its format; None: it may."""
+    """Return why a file holds no data, as far as its size and first bytes tell; None: it may."""
     if path.stat().st_size == 0:
         return "empty, 0 bytes"
     if path.name.startswith("._"):
@@ -350,7 +359,7 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
 
     Raises:
         SplitError: The task has files, but none for `split`.
-        SourceError: The task has no file, or a single file and other shards lie side by side.
+        SourceError: The task has no file, or a single file and other shards are in one folder.
     """
     folder = Path(root).expanduser()
     if not folder.is_dir():
@@ -539,3 +548,109 @@ def _is_inside(fd: int) -> bool:
     except OSError:
         return False
     return any(PurePosixPath(name).is_relative_to(allowed) for allowed in _confined or ())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Errors of the libraries that read files, and the files that a source keeps open.
+
+
+FOREIGN_ERRORS = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    SystemError,
+    EOFError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What h5py, zarr of a zip file and numpy (of the header of a .npy file, which it parses as Python) may raise
+for damaged, truncated or locked files: all but a lack of memory."""
+
+
+def cause_of(error: Exception) -> Exception:
+    """The error itself, or an `OSError` with errno where h5py states one (`errno = 5`) in its text alone.
+
+    By errno a failure that passes (a lock, a lost mount) can be told from a damaged file.
+    """
+    stated = re.search(r"\berrno = ([1-9]\d*)", str(error))
+    if stated is None or (isinstance(error, OSError) and error.errno is not None):
+        return error
+    clean = OSError(int(stated[1]), str(error))
+    clean.__cause__ = error
+    return clean
+
+
+@contextmanager
+def source_errors(fact: str, hint: str) -> Generator[None]:
+    """Turn what a library raises for a damaged file into a `SourceError`; errors of ours pass.
+
+    Args:
+        fact: What cannot be done, and where; the library's own text follows in brackets.
+        hint: What to do.
+    """
+    try:
+        yield
+    except StokerError:
+        raise
+    except FOREIGN_ERRORS as error:
+        raise SourceError(f"{fact} ({type(error).__name__}: {error}). {hint}") from cause_of(error)
+
+
+def describe_each(items: Sequence[ItemT], describe: Callable[[ItemT], FoundT], where: str) -> list[FoundT]:
+    """Return what `describe` says of each file.
+
+    Raises:
+        SourceError: Files cannot be used: one error names all of them, so that they are put right at once.
+    """
+    found: list[FoundT] = []
+    bad: list[SourceError] = []
+    for item in items:
+        try:
+            found.append(describe(item))
+        except SourceError as error:
+            bad.append(error)
+    refuse_together(bad, len(items), where)
+    return found
+
+
+class OpenFiles(Generic[KeyT, FileT]):
+    """The few files that a source has open; the least recently used is closed first.
+
+    They belong to one process. After a fork the inherited handles are forgotten, not closed: the state of
+    the library that opened them (HDF5) is a copy of the parent's.
+    """
+
+    def __init__(
+        self, open_one: Callable[[KeyT], FileT], close_one: Callable[[FileT], object], limit: int
+    ) -> None:
+        self._open_one, self._close_one, self._limit = open_one, close_one, limit
+        self._owner = os.getpid()
+        self._open: OrderedDict[KeyT, FileT] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, key: KeyT) -> FileT:
+        """Return the file, opened if it is not open in this process."""
+        if self._owner != os.getpid():
+            self._open, self._owner = OrderedDict(), os.getpid()
+        if key not in self._open:
+            while len(self._open) >= self._limit:
+                self._close_one(self._open.popitem(last=False)[1])
+            self._open[key] = self._open_one(key)
+        self._open.move_to_end(key)
+        return self._open[key]
+
+    def close(self) -> None:
+        """Close every file."""
+        if self._owner == os.getpid():
+            for file in self._open.values():
+                self._close_one(file)
+        self._open.clear()

@@ -1,30 +1,38 @@
 """Samples from HDF5 files: PDEBench, The Well, or datasets named by the user.
 
 Files are described once, in the process that asks first (`len`, `schema`, `identity`); the description
-travels with copies of the source. Data is never read beyond the block that a sample lies in.
+travels with copies of the source. Data is never read beyond the block that a sample is in.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, StokerError, arg
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources import hdf5_formats
-from stoker.sources.files import Paths, family, find_keyed_files, refuse_together, require_listable
-from stoker.sources.given import check_splits
-from stoker.sources.hdf5_layout import (
+from stoker.sources.arguments import check_splits
+from stoker.sources.files import (
+    Paths,
+    describe_each,
+    family,
+    find_keyed_files,
+    require_listable,
+    source_errors,
+)
+from stoker.sources.hdf5_declared import contents, declared_layout
+from stoker.sources.hdf5_fields import (
     SPACE,
     FieldLayout,
     FieldRole,
@@ -37,16 +45,14 @@ from stoker.sources.hdf5_layout import (
     sample_axes,
     stacked_field,
 )
-from stoker.sources.hdf5_layouts import INCLUDABLE, contents, declared_layout, finish, with_included
+from stoker.sources.hdf5_include import INCLUDABLE, finish, with_included
 from stoker.sources.hdf5_open import (
     BLOCK_LIMIT_BYTES,
-    FOREIGN_ERRORS,
     Block,
     BlockReader,
     FilePool,
-    Place,
+    SamplePlace,
     block_bytes,
-    cause_of,
     open_checked,
     plan_block,
     readable_dataset,
@@ -54,7 +60,15 @@ from stoker.sources.hdf5_open import (
     run_length,
     unwritten_rows,
 )
-from stoker.sources.placed import PlacedField, PlacedPart, check_order, offset_of, plain_dtype, row_places
+from stoker.sources.in_place import (
+    FieldLocations,
+    PartLocations,
+    check_order,
+    offset_of,
+    plain_dtype,
+    row_places,
+)
+from stoker.sources.parts import check_index
 from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes, format_count
@@ -70,15 +84,15 @@ _log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the user asked for."""
+class HDF5Options:
+    """The user's settings."""
 
     root: Path
-    """What names are relative to."""
+    """The folder that names are relative to."""
     paths: tuple[Path, ...]
     """All files, before the split."""
     keys: tuple[str, ...]
-    """What each is called in keys of samples."""
+    """The name of each in keys of samples."""
     preset: str | None
     """None: declared by `fields`, else detected."""
     fields: Mapping[str, str] | None
@@ -92,11 +106,11 @@ class Wanted:
     strides: Mapping[str, int]
     """Subsampling by axis word; steps of 1 left out."""
     include: tuple[str, ...]
-    """What to serve in addition to the fields, see `stoker.sources.hdf5_layouts`."""
+    """Further fields to serve, see `stoker.sources.hdf5_include`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScannedFile:
+class DescribedFile:
     """One described file with the rows that are samples of the source."""
 
     path: Path
@@ -104,17 +118,17 @@ class ScannedFile:
     name: str
     """Relative to the root, with `/`."""
     family: str
-    """What files that differ only in a parameter are called in keys of samples."""
+    """The name in keys of samples that files share which differ only in a parameter."""
     layout: FileLayout
-    """What it holds."""
+    """Its fields and samples."""
     blocks: tuple[Block, ...]
-    """How each piece of the layout is read, in order."""
-    rows: NDArray[np.int64] | None
-    """Selected rows, ascending; None: all."""
-    first: int
-    """Number of its first sample."""
+    """The block of each piece of the layout, in order."""
     unwritten: Mapping[str, NDArray[np.bool_]]
     """Rows that lack data which was never written, by the dataset; without datasets that have all."""
+    rows: NDArray[np.int64] | None = None
+    """Selected rows, ascending; None: all."""
+    first: int = 0
+    """Index of its first sample."""
 
     @property
     def count(self) -> int:
@@ -139,7 +153,7 @@ class ScannedFile:
                 )
 
     def place(self, row: int) -> str:
-        """Where a row is, for messages."""
+        """Return the place of a row, for messages."""
         return f"{self.path}: {self.layout.row_place(row)}"
 
     def key(self, local: int) -> str:
@@ -148,12 +162,12 @@ class ScannedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+class HDF5Description:
     """Everything known once the files have been described."""
 
     preset: str
     """The preset used, or `"fields"`."""
-    files: tuple[ScannedFile, ...]
+    files: tuple[DescribedFile, ...]
     """Those with samples, in numbering order."""
     firsts: tuple[int, ...]
     """First number of each file, for bisection."""
@@ -164,13 +178,13 @@ class Scan:
     count: int
     """Samples in all, at least 1."""
 
-    def find(self, number: int) -> tuple[ScannedFile, int]:
+    def find(self, index: int) -> tuple[DescribedFile, int]:
         """The file of a sample, and its row there."""
-        file = self.files[bisect.bisect_right(self.firsts, number) - 1]
-        return file, file.row(number - file.first)
+        file = self.files[bisect.bisect_right(self.firsts, index) - 1]
+        return file, file.row(index - file.first)
 
 
-def scan_files(wanted: Wanted) -> Scan:
+def describe_files(options: HDF5Options) -> HDF5Description:
     """Open each file of the split once and describe it.
 
     Raises:
@@ -178,54 +192,44 @@ def scan_files(wanted: Wanted) -> Scan:
         SplitError: The split does not exist.
         ConfigError: Subsampling names an axis that no file has.
     """
-    names = [path.relative_to(wanted.root).as_posix() for path in wanted.paths]
-    where = str(wanted.root if len(names) > 1 else wanted.paths[0])
-    choice = choose_split(names, split=wanted.split, splits=wanted.splits, seed=wanted.seed, where=where)
-    preset = wanted.preset
-    layouts: list[FileLayout] = []
-    unwritten: list[dict[str, NDArray[np.bool_]]] = []
-    bad: list[SourceError] = []
-    for index in choice.files:
-        try:
-            preset, layout, holes = _layout(wanted, wanted.paths[index], names[index], preset)
-        except SourceError as error:
-            bad.append(error)
-        else:
-            layouts.append(layout)
-            unwritten.append(holes)
-    refuse_together(bad, len(choice.files), where)
-    require_listable(sum(layout.rows for layout in layouts), where)
-    _check_subsampling(wanted.strides, layouts, where)
-    paths = [wanted.paths[index] for index in choice.files]
-    used = [names[index] for index in choice.files]
-    families = [family(wanted.keys[index]) for index in choice.files]
-    schema = _common_schema(paths, layouts, wanted.strides)
-    files: list[ScannedFile] = []
-    count = 0
-    selected = _select(families, layouts, choice, where)
-    described = zip(paths, used, families, layouts, unwritten, selected, strict=True)
-    for path, name, shared, layout, holes, rows in described:
+    names = [path.relative_to(options.root).as_posix() for path in options.paths]
+    where = str(options.root if len(names) > 1 else options.paths[0])
+    choice = choose_split(names, split=options.split, splits=options.splits, seed=options.seed, where=where)
+    preset = options.preset
+
+    def describe(position: int) -> DescribedFile:
+        nonlocal preset  # the first file's is used for all
+        path, name = options.paths[position], names[position]
+        preset, layout, unwritten = _layout(options, path, name, preset)
         limit_bytes = BLOCK_LIMIT_BYTES // len(layout.pieces)
-        blocks = tuple(plan_block(piece, wanted.strides, limit_bytes) for piece in layout.pieces)
-        file = ScannedFile(
+        return DescribedFile(
             path=path,
             name=name,
-            family=shared,
+            family=family(options.keys[position]),
             layout=layout,
-            blocks=blocks,
-            rows=rows,
-            first=count,
-            unwritten=holes,
+            blocks=tuple(plan_block(piece, options.strides, limit_bytes) for piece in layout.pieces),
+            unwritten=unwritten,
         )
-        if file.count:
-            files.append(file)
-            count += file.count
+
+    described = describe_each(choice.files, describe, where)
+    require_listable(sum(file.layout.rows for file in described), where)
+    _check_subsampling(options.strides, [file.layout for file in described], where)
+    schema = _common_schema(described, options.strides)
+    files: list[DescribedFile] = []
+    count = 0
+    for file, rows in zip(described, _select(described, choice, where), strict=True):
+        chosen = replace(file, rows=rows, first=count)
+        if chosen.count:
+            files.append(chosen)
+            count += chosen.count
     if not count:
-        raise SourceError(f"{where}: {len(layouts)} files hold no sample. Check the files and the split")
+        raise SourceError(f"{where}: {len(described)} files hold no sample. Check the files and the split")
     _say_once(files)
     firsts = tuple(file.first for file in files)
     kind = preset or "fields"
-    return Scan(preset=kind, files=tuple(files), firsts=firsts, choice=choice, schema=schema, count=count)
+    return HDF5Description(
+        preset=kind, files=tuple(files), firsts=firsts, choice=choice, schema=schema, count=count
+    )
 
 
 def _check_subsampling(strides: Mapping[str, int], layouts: Sequence[FileLayout], where: str) -> None:
@@ -240,15 +244,17 @@ def _check_subsampling(strides: Mapping[str, int], layouts: Sequence[FileLayout]
 
 
 def _layout(
-    wanted: Wanted, path: Path, name: str, preset: str | None
+    options: HDF5Options, path: Path, name: str, preset: str | None
 ) -> tuple[str | None, FileLayout, dict[str, NDArray[np.bool_]]]:
     """Describe one file; also the preset used, so that all files are read alike, and what was not written."""
-    file = open_checked(path)
-    try:
-        if preset is None and wanted.fields is None:
+    with (
+        closing(open_checked(path)) as file,
+        source_errors(f"{path}: the description of its datasets is damaged", "Copy or download it again"),
+    ):
+        if preset is None and options.fields is None:
             preset = _detect(file, str(path))
-        layout = _described(file, wanted, path, name, preset)
-        layout = with_included(file, layout, wanted.include, where=str(path))
+        layout = _described(file, options, path, name, preset)
+        layout = with_included(file, layout, options.include, where=str(path))
         for parameter, value in layout.values.items():
             if not math.isfinite(value):
                 raise SourceError(
@@ -257,21 +263,13 @@ def _layout(
                     f"{arg('fields')} and leave it out"
                 )
         return preset, layout, _unwritten(file, layout, path)
-    except StokerError:
-        raise
-    except FOREIGN_ERRORS as error:
-        raise SourceError(
-            f"{path}: the description of its datasets is damaged ({error}). Copy or download it again"
-        ) from cause_of(error)
-    finally:
-        file.close()
 
 
 def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[np.bool_]]:
     """Rows that lack data, by dataset; on the way each dataset is checked to be in the file and readable.
 
     Raises:
-        SourceError: A dataset lies elsewhere, needs a plugin, or none of its rows has all its data.
+        SourceError: A dataset is in another file, needs a plugin, or none of its rows has all its data.
     """
     found: dict[str, NDArray[np.bool_]] = {}
     for number, group in enumerate(layout.groups or ("",)):
@@ -295,14 +293,14 @@ def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[n
     return found
 
 
-def _described(file: Any, wanted: Wanted, path: Path, name: str, preset: str | None) -> FileLayout:
+def _described(file: Any, options: HDF5Options, path: Path, name: str, preset: str | None) -> FileLayout:
     if preset == "well":
         return hdf5_formats.well_layout(file, where=str(path))
     if preset == "pdebench":
         if hdf5_formats.is_well(file):
             raise SourceError(f"{path} has The Well's layout, not PDEBench's. Use {arg('preset', 'well')}")
-        return hdf5_formats.pdebench_layout(file, name, where=str(path), fields=wanted.fields)
-    return declared_layout(file, wanted.fields or {}, name, where=str(path))
+        return hdf5_formats.pdebench_layout(file, name, where=str(path), fields=options.fields)
+    return declared_layout(file, options.fields or {}, name, where=str(path))
 
 
 def _detect(file: Any, where: str) -> str:
@@ -316,15 +314,13 @@ def _detect(file: Any, where: str) -> str:
     )
 
 
-def _common_schema(
-    paths: Sequence[Path], layouts: Sequence[FileLayout], strides: Mapping[str, int]
-) -> Schema:
-    """The schema that all files share."""
+def _common_schema(files: Sequence[DescribedFile], strides: Mapping[str, int]) -> Schema:
+    """Return the schema that all files share."""
     first: Schema = {}
-    for path, layout in zip(paths, layouts, strict=True):
-        schema = _file_schema(layout, strides, where=str(path))
+    for file in files:
+        schema = _file_schema(file.layout, strides, where=str(file.path))
         if first and schema != first:
-            raise SourceError(_differences(paths[0], first, path, schema))
+            raise SourceError(_differences(files[0].path, first, file.path, schema))
         first = schema
     return first
 
@@ -355,28 +351,24 @@ def _differences(one: Path, first: Schema, other: Path, second: Schema) -> str:
 
 
 def _select(
-    families: Sequence[str], layouts: Sequence[FileLayout], choice: SplitChoice, where: str
+    files: Sequence[DescribedFile], choice: SplitChoice, where: str
 ) -> list[NDArray[np.int64] | None]:
-    """Rows of each file that belong to the split."""
+    """Return the rows of each file that belong to the split; None: all."""
     if choice.fractions is None:
-        return [None] * len(layouts)
-    keys = [
-        f"{shared}:{layout.row_name(row)}"
-        for shared, layout in zip(families, layouts, strict=True)
-        for row in range(layout.rows)
-    ]
+        return [None] * len(files)
+    keys = [file.key(row) for file in files for row in range(file.layout.rows)]
     numbers = split_numbers(keys, choice.fractions, choice.split or "", choice.seed, where=where)
     chosen: list[NDArray[np.int64] | None] = []
     first = 0
-    for layout in layouts:
-        low, high = np.searchsorted(numbers, [first, first + layout.rows])
+    for file in files:
+        low, high = np.searchsorted(numbers, [first, first + file.layout.rows])
         chosen.append(numbers[low:high] - first)
-        first += layout.rows
+        first += file.layout.rows
     return chosen
 
 
-def _say_once(files: Sequence[ScannedFile]) -> None:
-    """What a user should know about how these files are read, one line each."""
+def _say_once(files: Sequence[DescribedFile]) -> None:
+    """Warn of what a user should know about how these files are read, one line each."""
     pieces = [
         (file, piece, block)
         for file in files
@@ -400,31 +392,27 @@ def _say_once(files: Sequence[ScannedFile]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Where the samples of HDF5 simulations lie in their files.
+# Find the bytes of samples in HDF5 files.
 
 
-def placed_part(file: ScannedFile, pool: FilePool, strides: Mapping[str, int]) -> PlacedPart:
+def placed_part(file: DescribedFile, pool: FilePool, strides: Mapping[str, int]) -> PartLocations:
     """The samples of one described file.
 
     Raises:
-        SourceError: They cannot be served from where they lie.
+        SourceError: They cannot be served in place.
     """
     if strides:
         raise SourceError(
             f"{file.path}: subsample={dict(strides)} changes what is read, and in place files are served as "
             "they are. Leave it out, and thin batches with transforms=[stoker.transforms.Take(...)]"
         )
-    try:
+    with source_errors(f"{file.path} cannot be read", "Copy it again"):
         fields = {layout.name: _placed_field(file, layout, pool) for layout in file.layout.fields}
-    except FOREIGN_ERRORS as error:
-        if isinstance(error, SourceError):
-            raise
-        raise SourceError(f"{file.path} cannot be read ({error}). Copy it again") from cause_of(error)
     values = {name: np.full(file.count, value, np.float32) for name, value in file.layout.values.items()}
-    return PlacedPart(count=file.count, fields=fields, values=values)
+    return PartLocations(count=file.count, fields=fields, values=values)
 
 
-def _placed_field(file: ScannedFile, layout: FieldLayout, pool: FilePool) -> PlacedField:
+def _placed_field(file: DescribedFile, layout: FieldLayout, pool: FilePool) -> FieldLocations:
     where = f"{file.path}: field {layout.name!r}"
     if layout.role is not FieldRole.DATA:
         raise SourceError(
@@ -454,8 +442,8 @@ def _placed_field(file: ScannedFile, layout: FieldLayout, pool: FilePool) -> Pla
         require_inside(first.file, piece.dataset, where=str(file.path))
         whole = "n" not in piece.axes
         at = np.array([offset_of(first, where=where)]) if whole else row_places(first, rows, where=where)
-    field = dataclasses.replace(piece_field(piece, {}), dtype=plain_dtype(first.dtype, where=where))
-    return PlacedField(field=field, path=file.path, at=at)
+    field = replace(piece_field(piece, {}), dtype=plain_dtype(first.dtype, where=where))
+    return FieldLocations(field=field, path=file.path, at=at)
 
 
 VERSION = 1
@@ -512,11 +500,11 @@ class HDF5Source:
         strides = dict(subsample or {})
         if any(axis not in {"t", "x", "y", "z"} or step < 1 for axis, step in strides.items()):
             raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")
-        wanted = {include} if isinstance(include, str) else {*include}
-        if unknown := sorted(wanted - {*INCLUDABLE}):
+        included = {include} if isinstance(include, str) else {*include}
+        if unknown := sorted(included - {*INCLUDABLE}):
             raise ConfigError(f"include names {unknown}. It may name {', '.join(INCLUDABLE)}")
         root, paths, keys = find_keyed_files(path)
-        self._wanted = Wanted(
+        self._options = HDF5Options(
             root=root,
             paths=tuple(paths),
             keys=tuple(keys),
@@ -526,68 +514,68 @@ class HDF5Source:
             splits=None if splits is None else dict(splits),
             seed=seed,
             strides={axis: int(step) for axis, step in sorted(strides.items()) if step > 1},
-            include=tuple(name for name in INCLUDABLE if name in wanted),
+            include=tuple(name for name in INCLUDABLE if name in included),
         )
-        self._scanned: Scan | None = None
+        self._described: HDF5Description | None = None
         self._pool = FilePool()
-        self._reader = BlockReader(self._pool, self._wanted.strides)
+        self._reader = BlockReader(self._pool, self._options.strides)
 
     def __repr__(self) -> str:
-        """Where the data lies and how many files it has, without opening one."""
-        of = f", split={self._wanted.split!r}" if self._wanted.split else ""
-        return f"HDF5Source({str(self._wanted.root)!r}, {format_count(len(self._wanted.paths), 'file')}{of})"
+        """The folder and the number of files, without opening one."""
+        of = f", split={self._options.split!r}" if self._options.split else ""
+        files = format_count(len(self._options.paths), "file")
+        return f"HDF5Source({str(self._options.root)!r}, {files}{of})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and description travel; open files and decoded blocks stay."""
-        return {"_wanted": self._wanted, "_scanned": self._scanned}
+        return {"_options": self._options, "_described": self._described}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._wanted, self._scanned = state["_wanted"], state["_scanned"]
+        self._options, self._described = state["_options"], state["_described"]
         self._pool = FilePool()
-        self._reader = BlockReader(self._pool, self._wanted.strides)
+        self._reader = BlockReader(self._pool, self._options.strides)
 
     def __len__(self) -> int:
         """Samples after selection, at least one."""
-        return self._scan().count
+        return self._describe().count
 
     def close(self) -> None:
         """Close files and drop decoded blocks; the next read opens them again."""
         self._pool.close()
-        self._reader = BlockReader(self._pool, self._wanted.strides)
+        self._reader = BlockReader(self._pool, self._options.strides)
 
     @property
     def channels(self) -> dict[str, tuple[str, ...]]:
         """For each field on a grid the names of its channels, in order."""
-        layout = self._scan().files[0].layout
-        named = {one.name: channel_names(one, self._wanted.strides) for one in layout.fields}
+        layout = self._describe().files[0].layout
+        named = {one.name: channel_names(one, self._options.strides) for one in layout.fields}
         return {name: names for name, names in named.items() if names}
 
     @property
     def buffer_bytes(self) -> int:
         """The most that one copy of this source (one reader) holds in decoded blocks."""
-        strides = self._wanted.strides
+        strides = self._options.strides
         return max(
             sum(block_bytes(*pair, strides) for pair in zip(file.layout.pieces, file.blocks, strict=True))
-            for file in self._scan().files
+            for file in self._describe().files
         )
 
     def schema(self) -> Schema:
         """Fields of every sample."""
-        return dict(self._scan().schema)
+        return dict(self._describe().schema)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one sample; `start:stop` cuts the time axis of fields that have one.
 
         Returns:
             Fresh arrays as in `schema()`.
         Raises:
             SourceError: Damaged or changed data; names file, dataset and sample.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        scan = self._scan()
-        if not 0 <= number < scan.count:
-            raise IndexError(f"sample {number} does not exist: this source has {scan.count}")
-        file, row = scan.find(number)
+        scan = self._describe()
+        check_index(index, scan.count)
+        file, row = scan.find(index)
         file.require_written(row)
         sample: Sample = {}
         slot = 0
@@ -608,7 +596,7 @@ class HDF5Source:
 
     def _read_piece(
         self,
-        file: ScannedFile,
+        file: DescribedFile,
         layout: FieldLayout,
         piece: Piece,
         row: int,
@@ -617,24 +605,24 @@ class HDF5Source:
     ) -> NDArray[Any]:
         """One sample of one dataset, in served order."""
         group = file.layout.groups[row] if file.layout.groups else ""
-        place = Place(path=file.path, row=row, group=group, label=file.place(row), slot=slot)
+        place = SamplePlace(path=file.path, row=row, group=group, label=file.place(row), slot=slot)
         raw = self._reader.read(place, piece, file.blocks[slot], span)
         if layout.role is not FieldRole.DATA:
-            return finish(layout, raw, self._wanted.strides, where=place.label)
+            return finish(layout, raw, self._options.strides, where=place.label)
         axes = sample_axes(piece)
         # Time was thinned while reading; thinning space there would cost HDF5 a call per point.
-        steps = [1 if axis == "t" else self._wanted.strides.get(axis, 1) for axis in axes]
+        steps = [1 if axis == "t" else self._options.strides.get(axis, 1) for axis in axes]
         return arrange(raw[tuple(slice(None, None, step) for step in steps)], axes)
 
-    def locate(self, number: int) -> str:
-        """File and row, or group."""
-        file, row = self._scan().find(number)
+    def locate(self, index: int) -> str:
+        """Return file and row, or group."""
+        file, row = self._describe().find(index)
         return file.place(row)
 
     def runs(self) -> Sequence[range]:
         """Ranges of about 8 MiB, whole rows of chunks, never across files."""
         found: list[range] = []
-        for file in self._scan().files:
+        for file in self._describe().files:
             rows = np.arange(file.layout.rows) if file.rows is None else file.rows
             cuts = np.flatnonzero(np.diff(rows // run_length(file.layout, file.blocks))) + 1
             edges = [file.first, *(file.first + cuts).tolist(), file.first + len(rows)]
@@ -643,11 +631,11 @@ class HDF5Source:
 
     def keys(self) -> Sequence[str]:
         """File and row; rows of files that differ only in a parameter share a key."""
-        return [file.key(local) for file in self._scan().files for local in range(file.count)]
+        return [file.key(local) for file in self._describe().files for local in range(file.count)]
 
     def identity(self) -> SourceIdentity:
         """Files with their parameters and selected rows, and the layout they are read by."""
-        scan = self._scan()
+        scan = self._describe()
         parts = tuple(
             Part(
                 name=file.name,
@@ -664,21 +652,21 @@ class HDF5Source:
             "layout": layout_to_json(scan.files[0].layout),
             "channels": channels,
             "split": scan.choice.to_json(),
-            "subsample": dict(self._wanted.strides),
+            "subsample": dict(self._options.strides),
         }
-        if self._wanted.include:  # said only then: other recipes read as they did before
-            settings["include"] = list(self._wanted.include)
+        if self._options.include:  # said only then: other recipes read as they did before
+            settings["include"] = list(self._options.include)
         return SourceIdentity(kind=f"hdf5/{VERSION}", parts=parts, settings=settings)
 
-    def places(self) -> Sequence[PlacedPart]:
-        """Where samples lie in the files, for `stoker.index_in_place`.
+    def places(self) -> Sequence[PartLocations]:
+        """Return where samples are in the files, for `stoker.index_in_place`.
 
         Raises:
             SourceError: Chunked, compressed, or stored otherwise than served.
         """
-        return [placed_part(file, self._pool, self._wanted.strides) for file in self._scan().files]
+        return [placed_part(file, self._pool, self._options.strides) for file in self._describe().files]
 
-    def _scan(self) -> Scan:
-        if self._scanned is None:
-            self._scanned = scan_files(self._wanted)
-        return self._scanned
+    def _describe(self) -> HDF5Description:
+        if self._described is None:
+            self._described = describe_files(self._options)
+        return self._described

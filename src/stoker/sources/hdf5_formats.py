@@ -8,7 +8,7 @@
     2D groups   0000/data (T,X,Y,C), 0000/grid/{t,x,y}                       -> data, one sample per group
 
 Other orders (channels before space, time last, one trajectory a file) are read where coordinates state
-them; see `stoker.sources.hdf5_layouts`. Coordinates may have one entry more than the data (cell edges).
+them; see `stoker.sources.hdf5_axes`. Coordinates may have one entry more than the data (cell edges).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,7 +25,24 @@ import numpy as np
 from stoker.errors import SourceError, arg
 from stoker.schema import Json
 from stoker.sources.files import space_rank
-from stoker.sources.hdf5_layout import (
+from stoker.sources.hdf5_axes import (
+    AxesReading,
+    Coordinates,
+    LayoutChoices,
+    describe_axes,
+    find_coordinates,
+    read_axes,
+)
+from stoker.sources.hdf5_declared import (
+    contents,
+    declared_fields,
+    file_parameters,
+    is_dataset,
+    open_piece,
+    rows_layout,
+    sample_groups,
+)
+from stoker.sources.hdf5_fields import (
     SPACE,
     FieldLayout,
     FileLayout,
@@ -32,21 +50,6 @@ from stoker.sources.hdf5_layout import (
     as_text,
     declared_axes,
     make_piece,
-)
-from stoker.sources.hdf5_layouts import (
-    Coordinates,
-    Layouts,
-    Reading,
-    contents,
-    declared_fields,
-    describe_axes,
-    file_parameters,
-    find_coordinates,
-    is_dataset,
-    open_piece,
-    read_axes,
-    rows_layout,
-    sample_groups,
 )
 from stoker.sources.hdf5_open import require_inside
 
@@ -56,21 +59,21 @@ MAIN = ("data", "tensor")
 
 MOST_OPTIONS = 8
 """Ways to read a dataset that an error lists."""
-_ROWS = Layouts(
+_ROWS = LayoutChoices(
     documented=("n t S", "n t S c"),
     others=("n t c S", "n S t", "n S t c", "n S", "n S c", "n c S", "t S", "t S c", "t c S"),
 )
-_STEADY = Layouts(documented=("n S", "n S c"), others=("n c S",), steady=True)
-_SCALARS = Layouts(documented=("n t S",), others=("n S t", "t S", "n S"))
-_VECTORS = Layouts(documented=("n t S c",), others=("n t c S", "n S t c", "t S c", "t c S", "n t S"))
-_STILL_VECTORS = Layouts(documented=("n S c",), others=("n c S", "S c", "c S"), steady=True)
-_ONE_SAMPLE = Layouts(documented=("t S", "t S c"), others=("t c S", "S t", "S t c", "S", "S c", "c S"))
+_STEADY = LayoutChoices(documented=("n S", "n S c"), others=("n c S",), steady=True)
+_SCALARS = LayoutChoices(documented=("n t S",), others=("n S t", "t S", "n S"))
+_VECTORS = LayoutChoices(documented=("n t S c",), others=("n t c S", "n S t c", "t S c", "t c S", "n t S"))
+_STILL_VECTORS = LayoutChoices(documented=("n S c",), others=("n c S", "S c", "c S"), steady=True)
+_ONE_SAMPLE = LayoutChoices(documented=("t S", "t S c"), others=("t c S", "S t", "S t c", "S", "S c", "c S"))
 
 _log = logging.getLogger("stoker")
 
 
 def is_pdebench(file: Any) -> bool:
-    """Whether an open file has one of the layouts above."""
+    """Return whether an open file has one of the layouts above."""
     names = (*MAIN, "density", "velocity")
     return any(is_dataset(file, name) for name in names) or bool(sample_groups(file, ["data"]))
 
@@ -90,7 +93,7 @@ def pdebench_layout(
         SourceError: None of the known datasets is there, or axes are ambiguous.
     """
     stated = dict(declared_fields(fields).values()) if fields else {}
-    reader = _Reader(file, PurePosixPath(name).stem, stated, where)
+    reader = _PDEBenchReader(file, PurePosixPath(name).stem, stated, where)
     if any(is_dataset(file, dataset) for dataset in ("density", "pressure", "Vx")):
         found = reader.cfd()
     elif is_dataset(file, "velocity"):
@@ -117,10 +120,10 @@ def pdebench_layout(
         raise SourceError(
             f"{where}: {sorted(clash)} is both a dataset and a parameter. Declare {arg('fields')} instead"
         )
-    return FileLayout(fields=found.fields, rows=found.rows, groups=found.groups, values=values)
+    return replace(found, values=values)
 
 
-class _Reader:
+class _PDEBenchReader:
     """One file being described; holds what all layouts need."""
 
     def __init__(self, file: Any, stem: str, stated: Mapping[str, tuple[str, ...]], where: str) -> None:
@@ -147,7 +150,7 @@ class _Reader:
     def darcy(self) -> FileLayout:
         """Steady: solution `tensor` and coefficient `nu`, no time axis."""
         (nu,) = coefficient = self._pieces(self._file, ["nu"], _STEADY, rank=2)
-        # Both lie on one grid, so the coefficient tells which axes of the solution are space.
+        # Both are on one grid, so the coefficient tells which axes of the solution are space.
         grid = {axis: (size,) for axis, size in zip(nu.axes, nu.shape, strict=True) if axis in SPACE}
         solution = self._pieces(self._file, ["tensor"], _STEADY, coordinates=grid)
         fields = (FieldLayout(name="data", pieces=solution), FieldLayout(name="nu", pieces=coefficient))
@@ -161,7 +164,7 @@ class _Reader:
         return rows_layout((FieldLayout(name="data", pieces=pieces),), where=self._where)
 
     def grouped(self, groups: list[str]) -> FileLayout:
-        """One group per sample, with `grid/*` beside the data."""
+        """One group per sample, with `grid/*` next to the data."""
         others = sorted(set(self._file) - set(groups))
         if others:
             _log.warning(
@@ -175,7 +178,7 @@ class _Reader:
         self,
         parent: Any,
         names: Sequence[str],
-        layouts: Layouts,
+        layouts: LayoutChoices,
         *,
         rank: int | None = None,
         coordinates: Coordinates | None = None,
@@ -206,7 +209,7 @@ class _Reader:
         names: Sequence[str],
         shape: tuple[int, ...],
         coordinates: Coordinates,
-        found: Reading,
+        found: AxesReading,
     ) -> str:
         """Say what is known about the axes, and the declaration for each way to read them."""
         lengths = ", ".join(f"{axis} {' x '.join(map(str, size))}" for axis, size in coordinates.items())
@@ -240,14 +243,14 @@ def attribute_words(group: Any, name: str) -> tuple[str, ...]:
 # d]])`; attributes say which of these axes a dataset has. Fields with all axes become the channels of
 # `data` `(T, H, W, C)`, in the files' own order (scalars, then vectors as `velocity_x`, `velocity_y`, then
 # matrices); others become fields of their own. `scalars` become scalar fields, boundary conditions go into
-# the identity; `stoker.sources.hdf5_layouts` serves them as fields.
+# the identity; `stoker.sources.hdf5_axes` serves them as fields.
 
 
 GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 
 
 def is_well(file: Any) -> bool:
-    """Whether an open file has this layout."""
+    """Return whether an open file has this layout."""
     return "dimensions" in file and any(group in file for group in GROUPS)
 
 
@@ -288,9 +291,7 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
         piece = make_piece(dataset, f"scalars/{name}", axes, where=where)
         single.append(FieldLayout(name=name, pieces=(piece,)))
     found = rows_layout((*main, *single), where=where)
-    return FileLayout(
-        fields=found.fields, rows=found.rows, values=dict(sorted(values.items())), notes=_boundaries(file)
-    )
+    return replace(found, values=dict(sorted(values.items())), notes=_boundaries(file))
 
 
 def _pieces(file: Any, space: tuple[str, ...], where: str) -> list[tuple[str, Piece]]:

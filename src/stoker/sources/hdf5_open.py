@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import re
 import stat
-import tokenize
-import zipfile
-import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,29 +23,18 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, StokerError
 from stoker.runtime.retry import RetryPolicy, retry
-from stoker.sources.files import check_opened, confined_sources, why_unreadable
-from stoker.sources.hdf5_layout import FileLayout, Piece, sample_axes, sample_shape
+from stoker.sources.files import (
+    FOREIGN_ERRORS,
+    OpenFiles,
+    cause_of,
+    check_opened,
+    confined_sources,
+    source_errors,
+    why_unreadable,
+)
+from stoker.sources.hdf5_fields import FileLayout, Piece, sample_axes, sample_shape
 from stoker.sources.protocol import read_as
 from stoker.units import MIB
-
-FOREIGN_ERRORS = (
-    OSError,
-    RuntimeError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    SystemError,
-    EOFError,
-    SyntaxError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What h5py, zarr of a zip file and numpy (of the header of a .npy file, which it parses as Python) may raise
-for damaged, truncated or locked files: all but a lack of memory."""
 
 OPEN_FILES = 16
 """Files one copy of a source keeps open. Leaves room under a limit of 64 descriptors."""
@@ -107,21 +91,8 @@ def _open_message(path: Path, error: Exception) -> str:
     return f"{path} is not a readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
 
 
-def cause_of(error: Exception) -> Exception:
-    """The error itself, or an `OSError` with errno where h5py states one (`errno = 5`) in its text alone.
-
-    By errno a failure that passes (a lock, a lost mount) can be told from a damaged file.
-    """
-    stated = re.search(r"\berrno = ([1-9]\d*)", str(error))
-    if stated is None or (isinstance(error, OSError) and error.errno is not None):
-        return error
-    clean = OSError(int(stated[1]), str(error))
-    clean.__cause__ = error
-    return clean
-
-
 def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
-    """Refuse a file whose external links lead to a pipe or a device: to open one may take for ever.
+    """Refuse a file whose external links lead to a pipe or a device: opening one may block forever.
 
     To be called before anything is looked up in the file, since h5py follows every link that it meets. Links
     to files are left to `require_inside`.
@@ -140,7 +111,7 @@ def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
         if info.type == h5py.h5l.TYPE_EXTERNAL:  # pyright: ignore[reportAttributeAccessIssue]
             links.append(name.decode(errors="surrogateescape"))
 
-    # A damaged part of the file that is not needed is no reason to refuse it.
+    # Damage in a part of the file that is not needed must not refuse the file.
     with suppress(*FOREIGN_ERRORS):
         root = file["/"]  # kept, since what it gives is closed with it
         root.id.links.visit(note, info=True)
@@ -167,7 +138,7 @@ def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
             except SourceError as error:
                 raise SourceError(f"{file.filename}: {name!r} is an external link; {error.marked}") from error
             except FOREIGN_ERRORS:
-                continue  # whoever follows the link says what is wrong
+                continue  # what follows the link will report it
 
 
 def open_checked(path: Path) -> Any:
@@ -260,7 +231,7 @@ def _import_plugins() -> bool:
 
 
 def unwritten_rows(dataset: Any, axis: int | None) -> NDArray[np.bool_] | None:
-    """Which rows along an axis lack data that was never written; None: all of it was.
+    """Return which rows along an axis lack data that was never written; None: all was written.
 
     HDF5 gives such data as zeros or the fill value: what a program leaves that was stopped while it wrote.
 
@@ -296,7 +267,7 @@ def unwritten_rows(dataset: Any, axis: int | None) -> NDArray[np.bool_] | None:
 
 
 def _chunks_along(dataset: Any, axis: int | None, step: int) -> Counter[int]:
-    """How many chunks are stored, by their place along an axis."""
+    """Count the chunks that are stored, by their place along an axis."""
     found: Counter[int] = Counter()
 
     def note(chunk: Any) -> None:
@@ -311,22 +282,18 @@ def _chunks_along(dataset: Any, axis: int | None, step: int) -> Counter[int]:
 
 
 class FilePool:
-    """The few files a source has open; the least recently used is closed first.
-
-    Belongs to one process: after a fork the inherited handles are forgotten, not closed, because HDF5's
-    state in the child is a copy of the parent's.
-    """
+    """The open files of a source, and the datasets that were looked up in each."""
 
     def __init__(self, limit: int = OPEN_FILES) -> None:
-        self._limit = limit
-        self._owner = os.getpid()
-        self._open: OrderedDict[Path, tuple[Any, dict[str, Any]]] = OrderedDict()
+        self._files: OpenFiles[Path, tuple[Any, dict[str, Any]]] = OpenFiles(
+            lambda path: (open_file(path), {}), lambda opened: opened[0].close(), limit
+        )
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._files)
 
     def dataset(self, path: Path, name: str, *, keep: bool) -> Any:
-        """An open dataset.
+        """Return an open dataset.
 
         Args:
             path, name: File, and the dataset's path inside it.
@@ -335,57 +302,44 @@ class FilePool:
         Raises:
             SourceError: The file cannot be opened or lacks the dataset.
         """
-        if self._owner != os.getpid():
-            self._open, self._owner = OrderedDict(), os.getpid()
-        if path not in self._open:
-            while len(self._open) >= self._limit:
-                self._open.popitem(last=False)[1][0].close()
-            self._open[path] = (open_file(path), {})
-        self._open.move_to_end(path)
-        file, known = self._open[path]
+        file, known = self._files.get(path)
         if name in known:
             return known[name]
-        try:
+        where = f"{path}: dataset {name!r}"
+        with source_errors(
+            f"{where} cannot be opened",
+            "Is the file complete, and written by the same program as the others?",
+        ):
             found = file[name]
             if confined_sources() is not None:  # the file may have been changed since it was described
                 require_inside(file, name, where=str(path))
-        except StokerError:
-            raise
-        except FOREIGN_ERRORS as error:
-            raise SourceError(
-                f"{path}: dataset {name!r} cannot be opened ({error}). Is the file complete, and written by "
-                "the same program as the others?"
-            ) from cause_of(error)
-        require_filters(found, where=f"{path}: dataset {name!r}")
+        require_filters(found, where=where)
         if keep:
             known[name] = found
         return found
 
     def close(self) -> None:
         """Close every file."""
-        if self._owner == os.getpid():
-            for file, _ in self._open.values():
-                file.close()
-        self._open.clear()
+        self._files.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Read samples so that each HDF5 chunk is decompressed once.
 #
 # h5py's default chunks cut the sample *and* the time axis, so a sample read alone decompresses every chunk
-# it shares with its neighbours again. Here a block is read instead: as many samples as one row of chunks
+# it shares with its neighbors again. Here a block is read instead: as many samples as one row of chunks
 # holds, over all time, decoded once and kept until a sample of another block is asked for. Reading the
-# samples of a run in order therefore touches each chunk once, whole or in pieces along time.
+# samples of a run in order therefore touches each chunk once, completely or in pieces along time.
 #
 # A block is bounded by `BLOCK_LIMIT_BYTES`. A file whose chunk rows are larger is read with fewer samples
 # per block, at the price of decompressing chunks more than once; `redundancy` says how often.
 
 
 BLOCK_BYTES = 8 * MIB
-"""What a block aims for: large enough that calls cost nothing, small enough that runs stay even."""
+"""Size that a block aims for: large enough that calls cost nothing, small enough that runs stay even."""
 
 BLOCK_LIMIT_BYTES = 512 * MIB
-"""What all blocks of one source copy may hold. One row of h5py's default chunks of a
+"""Limit of all blocks of one copy of a source. One row of h5py's default chunks of a
 (10000, 201, 1024) float32 file is 258 MiB."""
 
 _DIRECT_BYTES = 32 * 1024
@@ -396,14 +350,14 @@ _CONTIGUOUS_BLOCK_BYTES = 1 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How much of one piece is read at a time."""
+    """The part of a piece that is read at a time."""
 
     samples: int
     """Samples per block; blocks start at multiples of it."""
     steps: int | None
     """Time steps (after subsampling) per block; None: all, or no time axis."""
     redundancy: int
-    """How often a chunk is decompressed when all samples are read in order."""
+    """Times a chunk is decompressed when all samples are read in order."""
 
 
 def plan_block(piece: Piece, strides: Mapping[str, int], limit_bytes: int) -> Block:
@@ -473,8 +427,8 @@ def fetch(dataset: Any, selection: tuple[slice, ...], out: NDArray[Any]) -> None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a sample's piece lies."""
+class SamplePlace:
+    """One sample of one piece in a file."""
 
     path: Path
     """The file."""
@@ -497,7 +451,9 @@ class BlockReader:
         self._kept: dict[int, tuple[tuple[object, ...], NDArray[Any]]] = {}
         self._damaged: set[tuple[object, ...]] = set()
 
-    def read(self, place: Place, piece: Piece, block: Block, span: tuple[int, int] | None) -> NDArray[Any]:
+    def read(
+        self, place: SamplePlace, piece: Piece, block: Block, span: tuple[int, int] | None
+    ) -> NDArray[Any]:
         """One sample of one piece, axes in stored order without `n`, freshly allocated.
 
         Args:
@@ -528,7 +484,12 @@ class BlockReader:
         return found[0] if len(found) == 1 else np.concatenate(found, axis=sample_axes(piece).index("t"))
 
     def _from_block(
-        self, place: Place, piece: Piece, block: Block, window: tuple[int, int], cut: tuple[int, int] | None
+        self,
+        place: SamplePlace,
+        piece: Piece,
+        block: Block,
+        window: tuple[int, int],
+        cut: tuple[int, int] | None,
     ) -> NDArray[Any]:
         """Copy the steps `cut` of a sample out of the block that starts at step `window[0]`."""
         first = place.row - place.row % block.samples if piece.rows is not None else 0
@@ -543,7 +504,7 @@ class BlockReader:
             try:
                 self._kept[place.slot] = (key, self._direct(place, piece, rows, span, drop=False))
             except SourceError:
-                # One bad chunk must not cost its neighbours: from here on sample by sample.
+                # One bad chunk must not cost its neighbors: from here on sample by sample.
                 self._damaged.add(key)
                 return self._direct(place, piece, (place.row, place.row + 1), cut, drop=True)
         kept = self._kept[place.slot][1]
@@ -555,7 +516,13 @@ class BlockReader:
         return kept[tuple(index)].copy()
 
     def _direct(
-        self, place: Place, piece: Piece, rows: tuple[int, int], span: tuple[int, int] | None, *, drop: bool
+        self,
+        place: SamplePlace,
+        piece: Piece,
+        rows: tuple[int, int],
+        span: tuple[int, int] | None,
+        *,
+        drop: bool,
     ) -> NDArray[Any]:
         """Read rows and steps into a fresh array; `drop` removes the sample axis (of length 1)."""
         stride = self._strides.get("t", 1)
@@ -580,13 +547,11 @@ class BlockReader:
                 f"{piece.shape} as in the rest. One sample differs, or the file changed; fix or exclude it"
             )
         if out.size:
-            try:
+            with source_errors(
+                f"{place.label}: dataset {name!r} cannot be read",
+                "The file is damaged there; copy or download it again, or leave the sample out",
+            ):
                 fetch(dataset, tuple(selection), out)
-            except FOREIGN_ERRORS as error:
-                raise SourceError(
-                    f"{place.label}: dataset {name!r} cannot be read ({error}). The file is damaged there; "
-                    "copy or download it again, or leave the sample out"
-                ) from cause_of(error)
             if piece.narrowed and not np.isfinite(out).all():  # HDF5 narrows without a word
                 exact = np.empty(shape, dtype=dataset.dtype)
                 fetch(dataset, tuple(selection), exact)

@@ -7,8 +7,6 @@ sample is checked when it is read: one T and one N for all of its fields, and co
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -18,12 +16,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, StokerError, arg
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import AXIS_WORDS, SHAPE_SUFFIX, Field, Json, Sample, Schema, size_field
-from stoker.sources.arrays import ArrayReader
-from stoker.sources.containers import Container, Opened, find_containers
-from stoker.sources.files import Paths, refuse_together
-from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of
+from stoker.sources.arrays import ContainerSource
+from stoker.sources.containers import Container, ContainerReader
+from stoker.sources.files import Paths, source_errors
 from stoker.sources.protocol import Part, SourceIdentity, read_as, read_dtype
 from stoker.units import GIB, format_bytes
 
@@ -78,13 +75,20 @@ class MeshField:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Contained:
+class MeshContainer:
+    """One file or folder, and the groups in it that are samples."""
+
     container: Container
     groups: tuple[str, ...]
     """Of its samples; the empty name is the root."""
 
+    @property
+    def count(self) -> int:
+        """Samples in it."""
+        return len(self.groups)
 
-class MeshSource:
+
+class MeshSource(ContainerSource[MeshContainer]):
     """Particle sets, meshes with fields, and grids, in Zarr folders and HDF5 files.
 
     Args:
@@ -136,32 +140,8 @@ class MeshSource:
         self._layout: MeshLayout = layout
         self._declared = None if fields is None else _declared(fields)
         self._attributes = None if attributes is None else tuple(attributes)
-        self._fill_missing = fill_missing
-        self._containers = find_containers(path)
-        self._scanned: tuple[tuple[_Contained, ...], tuple[MeshField, ...]] | None = None
-        self._reader = ArrayReader(fill_missing=fill_missing)
-
-    def __repr__(self) -> str:
-        """The first file, the layout, and how many files there are."""
-        return (
-            f"MeshSource({str(self._containers[0].path)!r}, {self._layout}, {len(self._containers)} in all)"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Settings and description travel; open files stay."""
-        return {name: value for name, value in self.__dict__.items() if name != "_reader"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reader = ArrayReader(fill_missing=self._fill_missing)
-
-    def __len__(self) -> int:
-        """Samples in all files."""
-        return sum(len(one.groups) for one in self._scan()[0])
-
-    def close(self) -> None:
-        """Close files; the next read opens them again."""
-        self._reader.close()
+        super().__init__(path, fill_missing=fill_missing)
+        self._described: tuple[tuple[MeshContainer, ...], tuple[MeshField, ...]] | None = None
 
     def schema(self) -> Schema:
         """Fields of every sample; each folded one is followed by its sizes."""
@@ -175,51 +155,43 @@ class MeshSource:
             found["data"] = _grid_field([one for one in self._fields() if one.array.startswith("fields/")])
         return found
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read and check one sample; `start:stop` cuts the steps of fields that have time.
 
         Raises:
             SourceError: Damaged or missing data, fields of different T or N, or connectivity that names a
                 point which is not there; tells file, group and values.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        one, group = self._find(number)
-        opened, where = self._reader.opened(one.container), self.locate(number)
-        try:
-            stored = [self._array(opened, group, field, where) for field in self._fields()]
+        one, row = self._find(index)
+        opened, where = self._reader.opened(one.container), self.locate(index)
+        with source_errors(
+            f"{where} cannot be read", "Copy or write the file again, or leave the sample out"
+        ):
+            stored = [self._array(opened, one.groups[row], field, where) for field in self._fields()]
             sizes = self._sizes(stored, where)
             sample: Sample = {}
             for field, array in zip(self._fields(), stored, strict=True):
                 sample |= self._values(field, array, slice(start, stop), where)
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, StokerError):
-                raise
-            raise SourceError(
-                f"{where} cannot be read ({type(error).__name__}: {error}). Copy or write the file again, or "
-                "leave the sample out"
-            ) from cause_of(error)
         _check_connectivity(sample, self._fields(), sizes.get("p"), where)
         return self._joined(sample) if self._layout == "grid" else sample
 
-    def locate(self, number: int) -> str:
-        """File or folder, and group."""
-        one, group = self._find(number)
-        return f"{one.container.path}: group {group!r}" if group else str(one.container.path)
-
-    def runs(self) -> Sequence[range]:
-        """Each sample alone."""
-        return [range(number, number + 1) for number in range(len(self))]
+    def locate(self, index: int) -> str:
+        """Return file or folder, and group."""
+        one, row = self._find(index)
+        return (
+            f"{one.container.path}: group {one.groups[row]!r}" if one.groups[row] else str(one.container.path)
+        )
 
     def keys(self) -> Sequence[str]:
         """Container and group."""
-        return [f"{one.container.key}:{group}" for one in self._scan()[0] for group in one.groups]
+        return [f"{one.container.key}:{group}" for one in self._parts() for group in one.groups]
 
     def identity(self) -> SourceIdentity:
         """One part per file or folder, and how they are read."""
-        contained, fields = self._scan()
+        contained, fields = self._describe()
         parts = tuple(
-            Part(name=one.container.name, count=len(one.groups), files=one.container.files())
-            for one in contained
+            Part(name=one.container.name, count=one.count, files=one.container.files()) for one in contained
         )
         read: list[Json] = [[one.name, one.array, list(one.words)] for one in fields]
         settings: dict[str, Json] = {
@@ -231,46 +203,30 @@ class MeshSource:
 
     # ------------------------------------------------------------------ what the files hold
 
-    def _find(self, number: int) -> tuple[_Contained, str]:
-        contained, _ = self._scan()
-        firsts = list(itertools.accumulate((len(one.groups) for one in contained), initial=0))
-        if not 0 <= number < firsts[-1]:
-            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
-        place = bisect.bisect_right(firsts, number) - 1
-        return contained[place], contained[place].groups[number - firsts[place]]
+    def _parts(self) -> Sequence[MeshContainer]:
+        return self._describe()[0]
 
-    def _scan(self) -> tuple[tuple[_Contained, ...], tuple[MeshField, ...]]:
-        if self._scanned is None:
-            found: list[_Contained] = []
-            bad: list[SourceError] = []
-            for container in self._containers:
-                try:
-                    found.append(self._samples_of(container))
-                except SourceError as error:
-                    bad.append(error)
-            refuse_together(bad, len(self._containers), f"{self._containers[0].path.parent}")
-            self._scanned = tuple(found), self._described(found[0])
-        return self._scanned
+    def _edges(self, part: MeshContainer) -> Sequence[int]:
+        """Each sample is read alone."""
+        return range(part.count + 1)
+
+    def _describe(self) -> tuple[tuple[MeshContainer, ...], tuple[MeshField, ...]]:
+        if self._described is None:
+            found = self._describe_each(self._samples_of)
+            self._described = tuple(found), self._first_fields(found[0])
+        return self._described
 
     def _fields(self) -> tuple[MeshField, ...]:
         """Fields as read, before those of a grid are joined."""
-        return self._scan()[1]
+        return self._describe()[1]
 
-    def _samples_of(self, container: Container) -> _Contained:
-        try:
-            opened = self._reader.opened(container)
-            wanted = [REQUIRED[self._layout]]
-            if self._declared is not None:
-                wanted = [path for path, _ in self._declared.values()]
-            at_root = _holds(opened.arrays(""), wanted)
-            groups = [name for name in opened.groups() if _holds(opened.arrays(name), wanted)]
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, StokerError):
-                raise
-            raise SourceError(
-                f"{container.path}: the description of its arrays is damaged "
-                f"({type(error).__name__}: {error}). Copy or write the file again"
-            ) from cause_of(error)
+    def _samples_of(self, container: Container) -> MeshContainer:
+        opened = self._reader.opened(container)
+        wanted = [REQUIRED[self._layout]]
+        if self._declared is not None:
+            wanted = [path for path, _ in self._declared.values()]
+        at_root = _holds(opened.arrays(""), wanted)
+        groups = [name for name in opened.groups() if _holds(opened.arrays(name), wanted)]
         needed = " and ".join(wanted)
         if at_root and groups:
             raise SourceError(
@@ -289,9 +245,9 @@ class MeshSource:
                 "%s: groups without %s are not samples (%d): %s",
                 *(container.path, needed, len(others), ", ".join(others[:20])),
             )
-        return _Contained(container=container, groups=tuple(groups) or ("",))
+        return MeshContainer(container=container, groups=tuple(groups) or ("",))
 
-    def _described(self, one: _Contained) -> tuple[MeshField, ...]:
+    def _first_fields(self, one: MeshContainer) -> tuple[MeshField, ...]:
         """The fields of every sample, by the first one."""
         opened, group = self._reader.opened(one.container), one.groups[0]
         where = f"{one.container.path}" + (f": group {group!r}" if group else "")
@@ -348,7 +304,7 @@ class MeshSource:
 
     # ------------------------------------------------------------------ one sample
 
-    def _array(self, opened: Opened, group: str, field: MeshField, where: str) -> Any:
+    def _array(self, opened: ContainerReader, group: str, field: MeshField, where: str) -> Any:
         """The stored array of a field, or its values where they are not stored as such; not read yet."""
         if not field.array:
             path, _, name = field.words[0].rpartition("/")
@@ -378,7 +334,7 @@ class MeshSource:
     def _hint(self) -> str:
         return arg("fields", {one.name: one.text for one in self._fields() if one.array})
 
-    def _stored(self, opened: Opened, name: str, where: str) -> Any:
+    def _stored(self, opened: ContainerReader, name: str, where: str) -> Any:
         array = opened.array(name)
         size = math.prod(array.shape) * array.dtype.itemsize
         if size > MAX_ARRAY_BYTES:
@@ -442,7 +398,7 @@ class MeshSource:
 
 
 def _holds(arrays: Mapping[str, Any], wanted: Sequence[str]) -> bool:
-    """Whether a group has these arrays, or groups of arrays."""
+    """Return whether a group has these arrays, or groups of arrays."""
     return all(any(name == one or name.startswith(f"{one}/") for name in arrays) for one in wanted)
 
 

@@ -1,4 +1,4 @@
-"""What a source promises, and how it names itself for the recipe.
+"""The protocol of a source, its optional parts, and the identity that goes into a recipe.
 
 A source only says *which* files it reads; their content is digested by `stoker.store.recipe`, which
 remembers digests between runs. So constructing a source and asking for its identity costs stats, not reads.
@@ -25,21 +25,21 @@ class FileRef:
     name: str
     """Name relative to the source's root, with `/`; part of the recipe."""
     path: Path
-    """Where it lies now; never part of the recipe."""
+    """Where it is now; never part of the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A run of consecutive sample numbers that comes from one place (a file, a table)."""
+    """A run of consecutive samples that comes from one place (a file, a table)."""
 
     name: str
     """Relative name; together with the others' order it is part of the recipe."""
     count: int
-    """Samples of this part after selection. Parts follow one another in numbering."""
+    """Samples of this part after selection. Parts follow one another."""
     values: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """Values parsed from the name or from attributes that end up in samples (`{"Nu": 0.01}`)."""
     selection: str = "all"
-    """Which rows of the part are samples: `"all"`, or a digest of the selected row numbers."""
+    """Which rows of the part are samples: `"all"`, or a digest of the selected rows."""
     files: tuple[FileRef, ...] = ()
     """The files whose bytes decide the samples' bytes."""
     digest: str | None = None
@@ -48,12 +48,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceIdentity:
-    """What changes when the data does. No absolute path, no time stamp: moving data changes nothing."""
+    """The facts that change when the data does.
+
+    No absolute path and no time stamp: moving data changes nothing.
+    """
 
     kind: str
     """Class and code version, e.g. `"hdf5/1"`; the version is bumped by hand when samples change."""
     parts: tuple[Part, ...]
-    """In numbering order; `sum(part.count) == len(source)`."""
+    """In the order of the samples; `sum(part.count) == len(source)`."""
     settings: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """Everything else that decides sample bytes: layout, axes, split rule, subsampling."""
     sampled: bool = False
@@ -61,11 +64,11 @@ class SourceIdentity:
 
 
 @runtime_checkable
-class Splitting(Protocol):
-    """A source that can give its other splits from what it has read already."""
+class SplittableSource(Protocol):
+    """A source that can return its other splits from what it has read already."""
 
     def for_split(self, split: str | None) -> Source:
-        """The same data, another split."""
+        """Return the same data, another split; None: all samples."""
         ...
 
 
@@ -78,80 +81,80 @@ class Source(Protocol):
     """
 
     def __len__(self) -> int:
-        """Number of samples; they are numbered `0 .. len - 1`."""
+        """Return the number of samples; their indices are `0 .. len - 1`."""
         ...
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Read sample `number`; same number, same value, always.
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read sample `index`: the same index gives the same values, always.
 
-        `start:stop` cuts axis 0 of the fields that have time; fields without time come whole.
+        `start:stop` cuts axis 0 of the fields that have time; other fields are complete.
         """
         ...
 
     def runs(self) -> Sequence[range]:
-        """Ranges of numbers that are cheap to read together, in order, covering all samples once.
+        """Return ranges of indices that are cheap to read together, in order, covering all samples once.
 
         Aligned to how they are stored (a chunk is decompressed once) and never across parts.
         """
         ...
 
     def keys(self) -> Sequence[str]:
-        """One stable key per sample, for splits: equal keys are never put in different splits."""
+        """Return one stable key per sample, for splits: equal keys are never put in different splits."""
         ...
 
     def identity(self) -> SourceIdentity:
-        """What changes when the data does; goes into the recipe."""
+        """Return what changes when the data does; it goes into the recipe."""
         ...
 
     def schema(self) -> Schema:
-        """Fields of every sample as `read` returns them."""
+        """Return the fields of every sample as `read` returns them."""
         ...
 
 
 @runtime_checkable
-class ReadsMany(Protocol):
-    """A source that has consecutive samples for much less than one by one."""
+class BatchSource(Protocol):
+    """A source that reads consecutive samples much faster together than one by one."""
 
-    def read_many(self, numbers: range) -> Sample | None:
-        """Samples `numbers`, each field `(n, *shape)`: the very values that `read` gives for each.
+    def read_many(self, indices: range) -> Sample | None:
+        """Read samples `indices`, each field `(n, *shape)`: the very values that `read` gives for each.
 
-        None where there is no quicker way for these. After that, and where it raises, samples are asked for
-        one by one, so that the one to blame is named.
+        None where there is no quicker way for these. Then, and where it raises, samples are read one by one,
+        so that the error names the sample.
         """
         ...
 
 
 @runtime_checkable
-class Locating(Protocol):
-    """A source that can tell where a user finds a sample. Most can: a number alone is of little use."""
+class LocatableSource(Protocol):
+    """A source that can tell where a user finds a sample. Most can: an index alone is of little use."""
 
-    def locate(self, number: int) -> str:
-        """Return the place of sample `number` for messages: its file, and the row, group or member in it."""
+    def locate(self, index: int) -> str:
+        """Return the place of sample `index` for messages: its file, and the row, group or member in it."""
         ...
 
 
-def locate(source: Source, number: int) -> str:
-    """Return the place of a sample of any source: as the source says, or its number and the source."""
-    if isinstance(source, Locating):
-        return source.locate(number)
-    return f"sample {number} of {source!r}"
+def locate(source: Source, index: int) -> str:
+    """Return the place of a sample of any source: as the source says, or its index and the source."""
+    if isinstance(source, LocatableSource):
+        return source.locate(index)
+    return f"sample {index} of {source!r}"
 
 
 @runtime_checkable
-class Proving(Protocol):
-    """A source that tries itself out before it is read in other processes; most have no need to."""
+class SelfCheckingSource(Protocol):
+    """A source that is tried in a child process before workers read it; most need no such check."""
 
-    def prove(self) -> None:
-        """Raise what would fail, or differ, there: once, before the first reader starts."""
+    def check_in_child(self) -> None:
+        """Raise what would fail, or differ, in a worker: once, before the first worker starts."""
         ...
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The dtypes that numbers of files and Datasets are read as.
+# The dtypes that the numbers in files and Datasets are read as.
 
 
 def read_dtype(stored: np.dtype[Any], *, where: str) -> np.dtype[Any]:
-    """The dtype a dataset is read as.
+    """Return the dtype that stored numbers are read as.
 
     Raises:
         SourceError: Not numbers, or numbers that no store holds.

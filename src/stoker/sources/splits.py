@@ -1,4 +1,4 @@
-"""Which samples belong to which split: by the names of files, or by fractions over stable keys.
+"""Splits of samples: by the names of files, or by fractions over stable keys.
 
 A key's split follows from the key, the seed and the fractions alone: its seeded hash, as a number from 0 to
 1, falls into the range of one split. So samples that are added never move others, the order of rows does not
@@ -13,7 +13,8 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +22,11 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, SplitError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.arguments import check_splits
 from stoker.sources.files import absent_split, canonical_split, split_of, split_rank
-from stoker.sources.given import check_splits
-from stoker.sources.placed import PlacedPart, Placing
-from stoker.sources.protocol import Part, Proving, Source, SourceIdentity, locate
+from stoker.sources.in_place import InPlaceSource, PartLocations
+from stoker.sources.parts import PartT, check_index
+from stoker.sources.protocol import Part, SelfCheckingSource, Source, SourceIdentity, locate
 
 DEFAULT_SPLITS: Mapping[str, float] = {"train": 0.8, "val": 0.1, "test": 0.1}
 """Cut when a split is asked for, no file is named after one, and no fractions were given."""
@@ -34,21 +36,21 @@ RULE = "hash threshold"
 
 _SPACE = 1 << 64
 _TRIED_HASHES = 200_000
-"""How many hashes are spent on finding a seed that fills every split."""
+"""Hashes that are spent on finding a seed that fills every split."""
 
 _log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitChoice:
-    """What a split means for a given list of files."""
+    """The files and fractions of a split."""
 
     split: str | None
     """Canonical name; None: all samples."""
     files: tuple[int, ...]
     """Positions of the files that hold the split."""
     fractions: Mapping[str, float] | None = None
-    """How the samples of those files are cut; None: all of them belong to the split."""
+    """Fractions by which the samples of those files are cut; None: all of them belong to the split."""
     seed: int = 0
     """Seed of the cut."""
 
@@ -64,7 +66,7 @@ def choose_split(
 ) -> SplitChoice:
     """Decide which files hold `split`, and whether a fraction of them is meant.
 
-    Files named after splits win. Fractions given beside such files cut only what has no file of its own,
+    Files named after splits win. Fractions given in addition cut only what has no file of its own,
     and only out of the train files, so that a test file never ends in train or val.
 
     Args:
@@ -98,15 +100,15 @@ def choose_split(
         )
     cut = {name: part for name, part in (fractions or {}).items() if name == "train" or name not in found}
     if wanted in found and (wanted != "train" or len(cut) < 2):
-        return SplitChoice(split=wanted, files=_labelled(labels, wanted))
+        return SplitChoice(split=wanted, files=_with_label(labels, wanted))
     if wanted not in cut or "train" not in cut or "train" not in found:
         raise absent_split(where, split, found)
     total = sum(cut.values())
     shares = {name: part / total for name, part in cut.items()}
-    return SplitChoice(split=wanted, files=_labelled(labels, "train"), fractions=shares, seed=seed)
+    return SplitChoice(split=wanted, files=_with_label(labels, "train"), fractions=shares, seed=seed)
 
 
-def _labelled(labels: Sequence[str | None], label: str) -> tuple[int, ...]:
+def _with_label(labels: Sequence[str | None], label: str) -> tuple[int, ...]:
     return tuple(index for index, found in enumerate(labels) if found == label)
 
 
@@ -176,7 +178,7 @@ def _ranges(shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
 
 
 def _empty(keys: set[str], ranges: Mapping[str, tuple[int, int]], wanted: str, seed: int, where: str) -> str:
-    """Why no sample is in a split, and what fills it."""
+    """Return why no sample is in a split, and what fills it."""
     counts = _counts(keys, ranges, seed)
     fact = f'{where}: split "{wanted}" is empty: of {len(keys)} independent samples {_shown(counts)}'
     if len(keys) < len(ranges):
@@ -205,11 +207,82 @@ def _hash(key: str, seed: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# One split of any source: by the names of its parts, or by fractions over its keys.
+# Some samples of any source: one split of it, or its first samples (`--limit`).
 
 
-class SplitOf:
-    """The samples of `source` that belong to `split`, in their order, numbered anew.
+class SourceSelection(ABC):
+    """Some samples of `source`, in their order and with indices of their own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @abstractmethod
+    def _indices(self) -> NDArray[np.int64]:
+        """Return the source's indices of these samples, ascending."""
+
+    def __len__(self) -> int:
+        """Samples that are selected."""
+        return len(self._indices())
+
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Return the source's sample behind `index`.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        check_index(index, len(self))
+        return self._source.read(int(self._indices()[index]), start, stop)
+
+    def locate(self, index: int) -> str:
+        """Return the place that the source names."""
+        return locate(self._source, int(self._indices()[index]))
+
+    def check_in_child(self) -> None:
+        """Have the source check itself, if it can."""
+        if isinstance(self._source, SelfCheckingSource):
+            self._source.check_in_child()
+
+    def runs(self) -> Sequence[range]:
+        """Return the source's runs, as far as they are selected."""
+        indices = self._indices()
+        stops = np.array([run.stop for run in self._source.runs()], dtype=np.int64)
+        own = np.searchsorted(stops, indices, side="right")
+        edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(indices)]
+        return [range(low, high) for low, high in itertools.pairwise(edges)]
+
+    def keys(self) -> Sequence[str]:
+        """Return the source's keys of these samples."""
+        keys = self._source.keys()
+        return [keys[int(index)] for index in self._indices()]
+
+    def schema(self) -> Schema:
+        """Return the source's schema."""
+        return self._source.schema()
+
+    def _cut_parts(
+        self, parts: Sequence[Part], name_rows: Callable[[Part, NDArray[np.int64]], str]
+    ) -> tuple[Part, ...]:
+        """Return the parts that are selected; `name_rows` names the rows of one that is cut."""
+        found: list[Part] = []
+        for part, rows in self._rows_of_parts(parts):
+            if len(rows) == part.count:
+                found.append(part)
+            elif len(rows):
+                cut = dataclasses.replace(part, count=len(rows), selection=name_rows(part, rows))
+                found.append(cut)
+        return tuple(found)
+
+    def _rows_of_parts(self, parts: Sequence[PartT]) -> Iterator[tuple[PartT, NDArray[np.int64]]]:
+        """Yield each part of the source with its selected rows."""
+        indices, first = self._indices(), 0
+        for part in parts:
+            low, high = np.searchsorted(indices, [first, first + part.count]).tolist()
+            yield part, indices[low:high] - first
+            first += part.count
+
+
+class SplitOf(SourceSelection):
+    """The samples of `source` that belong to `split`, in their order, with indices of their own.
 
     Parts named after splits (`data_train.zarr`) decide; else the keys are cut into fractions by a seeded
     hash, so that neither the order of samples nor other samples matter.
@@ -228,107 +301,49 @@ class SplitOf:
         self, source: Source, split: str, *, splits: Mapping[str, float] | None = None, seed: int = 0
     ) -> None:
         check_splits(split, splits, seed)
-        self._source, self._split = source, split
+        super().__init__(source)
+        self._split, self._seed = split, seed
         self._splits = None if splits is None else dict(splits)
-        self._seed = seed
         self._found: tuple[SplitChoice, NDArray[np.int64]] | None = None
 
     def __repr__(self) -> str:
         """The source and the split."""
         return f"SplitOf({self._source!r}, {self._split!r})"
 
-    def __len__(self) -> int:
-        """Samples of the split, at least one."""
-        return len(self._chosen()[1])
-
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """The source's sample behind `number`.
-
-        Raises:
-            IndexError: No such number.
-        """
-        numbers = self._chosen()[1]
-        if not 0 <= number < len(numbers):
-            raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
-        return self._source.read(int(numbers[number]), start, stop)
-
-    def locate(self, number: int) -> str:
-        """As the source says."""
-        return locate(self._source, int(self._chosen()[1][number]))
-
-    def prove(self) -> None:
-        """As the source does, if it does."""
-        if isinstance(self._source, Proving):
-            self._source.prove()
-
     def for_split(self, split: str | None) -> Source:
-        """Another split of the same source; None: all of it."""
+        """Return another split of the same source; None: all of it."""
         if split is None:
             return self._source
         return SplitOf(self._source, split, splits=self._splits, seed=self._seed)
 
-    def runs(self) -> Sequence[range]:
-        """The source's runs, as far as they are in the split."""
-        numbers = self._chosen()[1]
-        stops = np.array([run.stop for run in self._source.runs()], dtype=np.int64)
-        own = np.searchsorted(stops, numbers, side="right")
-        edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(numbers)]
-        return [range(low, high) for low, high in itertools.pairwise(edges)]
-
-    def keys(self) -> Sequence[str]:
-        """The source's keys of these samples."""
-        keys = self._source.keys()
-        return [keys[int(number)] for number in self._chosen()[1]]
-
-    def schema(self) -> Schema:
-        """The source's schema."""
-        return self._source.schema()
-
     def identity(self) -> SourceIdentity:
-        """The source's identity with the parts of the split; one that is cut says which samples are in it."""
-        choice, numbers = self._chosen()
+        """Return the source's identity with the parts of the split; a part that is cut names its rows."""
         whole = self._source.identity()
-        parts: list[Part] = []
-        first = 0
-        for part in whole.parts:
-            low, high = np.searchsorted(numbers, [first, first + part.count]).tolist()
-            if high - low == part.count:
-                parts.append(part)
-            elif high > low:
-                rows: list[Json] = [*(numbers[low:high] - first).tolist()]
-                cut = digest_json([part.selection, rows])
-                parts.append(dataclasses.replace(part, count=high - low, selection=cut))
-            first += part.count
-        settings: dict[str, Json] = {**whole.settings, "split": choice.to_json()}
-        return dataclasses.replace(whole, parts=tuple(parts), settings=settings)
+        parts = self._cut_parts(
+            whole.parts, lambda part, rows: digest_json([part.selection, list[Json](rows.tolist())])
+        )
+        settings: dict[str, Json] = {**whole.settings, "split": self._choose()[0].to_json()}
+        return dataclasses.replace(whole, parts=parts, settings=settings)
 
-    def places(self) -> Sequence[PlacedPart]:
-        """Where these samples lie, if the source knows.
+    def places(self) -> Sequence[PartLocations]:
+        """Return where these samples are in the files, if the source knows.
 
         Raises:
             SourceError: It does not, or they cannot be served from there.
         """
-        if not isinstance(self._source, Placing):
+        if not isinstance(self._source, InPlaceSource):
             raise SourceError(
                 f"{self._source!r} does not know where its samples are stored. Use stoker.precompute"
             )
-        numbers = self._chosen()[1]
-        found: list[PlacedPart] = []
-        first = 0
-        for part in self._source.places():
-            low, high = np.searchsorted(numbers, [first, first + part.count]).tolist()
-            if high > low:
-                found.append(part.take(numbers[low:high] - first))
-            first += part.count
-        return found
+        return [part.take(rows) for part, rows in self._rows_of_parts(self._source.places()) if len(rows)]
 
-    def _chosen(self) -> tuple[SplitChoice, NDArray[np.int64]]:
-        if self._found is None:
-            self._found = self._choose()
-        return self._found
+    def _indices(self) -> NDArray[np.int64]:
+        return self._choose()[1]
 
     def _choose(self) -> tuple[SplitChoice, NDArray[np.int64]]:
-        identity = self._source.identity()
+        if self._found is not None:
+            return self._found
+        identity, where = self._source.identity(), repr(self._source)
         parts = identity.parts
         # A torch Dataset is named after its class; that its module is `train.py` says nothing about splits.
         of_class = identity.kind.startswith("torch/")
@@ -338,27 +353,25 @@ class SplitOf:
             split=self._split,
             splits=self._splits,
             seed=self._seed,
-            where=repr(self._source),
+            where=where,
         )
         spans = [np.arange(firsts[i], firsts[i + 1]) for i in choice.files]
-        numbers = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
+        indices = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
         if choice.fractions is not None:
             keys = self._source.keys()
-            own, where = [keys[int(number)] for number in numbers], repr(self._source)
-            numbers = numbers[split_numbers(own, choice.fractions, self._split, self._seed, where=where)]
-        if not len(numbers):
-            raise SplitError(f"{self._source!r}: no sample is left in split {self._split!r}")
-        return choice, numbers
+            own = [keys[int(index)] for index in indices]
+            indices = indices[split_numbers(own, choice.fractions, self._split, self._seed, where=where)]
+        if not len(indices):
+            raise SplitError(f"{where}: no sample is left in split {self._split!r}")
+        self._found = choice, indices
+        return self._found
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The first samples of a source, for trials (`--limit`).
+class Subset(SourceSelection):
+    """The first `count` samples of `source`, with the same indices.
 
-
-class Subset:
-    """The first `count` samples of `source`, with the same numbers.
-
-    Parts that are taken whole keep their identity, so their records are adopted when the limit is lifted.
+    Parts that are taken completely keep their identity, so that their records are adopted when the limit is
+    lifted.
 
     Raises:
         ConfigError: `count` is below 1. More than the source has means all of it.
@@ -367,60 +380,21 @@ class Subset:
     def __init__(self, source: Source, count: int) -> None:
         if count < 1:
             raise ConfigError(f"a limit of {count} samples leaves nothing to do. Give at least 1")
-        self._source = source
+        super().__init__(source)
         self._limit = count
+        self._found: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         """The source and the limit."""
         return f"Subset({self._source!r}, {self._limit})"
 
-    def __len__(self) -> int:
-        """The smaller of the limit and the source."""
-        return min(self._limit, len(self._source))
-
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """The source's sample `number`.
-
-        Raises:
-            IndexError: At or past the limit.
-        """
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} does not exist: this subset has {len(self)}")
-        return self._source.read(number, start, stop)
-
-    def locate(self, number: int) -> str:
-        """As the source says."""
-        return locate(self._source, number)
-
-    def prove(self) -> None:
-        """As the source does, if it does."""
-        if isinstance(self._source, Proving):
-            self._source.prove()
-
-    def runs(self) -> Sequence[range]:
-        """The source's runs, the last one cut short."""
-        count = len(self)
-        return [range(run.start, min(run.stop, count)) for run in self._source.runs() if run.start < count]
-
-    def keys(self) -> Sequence[str]:
-        """The source's keys."""
-        return self._source.keys()[: len(self)]
-
-    def schema(self) -> Schema:
-        """The source's schema."""
-        return self._source.schema()
-
     def identity(self) -> SourceIdentity:
-        """The source's identity with the parts up to the limit; a part cut short says so in its selection."""
+        """Return the source's identity with the parts up to the limit; a part cut short says so."""
         whole = self._source.identity()
-        left = len(self)
-        parts: list[Part] = []
-        for part in whole.parts:
-            taken = min(part.count, left)
-            if taken == part.count:
-                parts.append(part)
-            elif taken:
-                cut = f"first {taken} of {part.selection}"
-                parts.append(dataclasses.replace(part, count=taken, selection=cut))
-            left -= taken
-        return dataclasses.replace(whole, parts=tuple(parts))
+        parts = self._cut_parts(whole.parts, lambda part, rows: f"first {len(rows)} of {part.selection}")
+        return dataclasses.replace(whole, parts=parts)
+
+    def _indices(self) -> NDArray[np.int64]:
+        if self._found is None:
+            self._found = np.arange(min(self._limit, len(self._source)), dtype=np.int64)
+        return self._found

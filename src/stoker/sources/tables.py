@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.files import Paths, find_keyed_files
-from stoker.sources.given import check_texts, listed
-from stoker.sources.hdf5_open import FOREIGN_ERRORS
+from stoker.sources.arguments import check_texts, listed
+from stoker.sources.files import Paths, find_keyed_files, source_errors
+from stoker.sources.parts import PartedSource, check_index, even_runs
 from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
 from stoker.units import format_count
 
@@ -47,9 +46,9 @@ class ArrowField:
     """Column, then members of structs."""
     field: Field
     dtype: np.dtype[Any]
-    """What values become."""
+    """The dtype that values get."""
     narrowed: bool
-    """Whether they have more digits in the table."""
+    """True where they have more digits in the table."""
 
 
 def import_arrow(what: str) -> Any:
@@ -67,7 +66,7 @@ def import_arrow(what: str) -> Any:
 
 
 def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """What a user gave as the names of columns.
+    """Return the names of columns that a user gave.
 
     Raises:
         ConfigError: It is text, or names none.
@@ -224,7 +223,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ParquetFile:
     """One Parquet file."""
 
     name: str
@@ -232,8 +231,13 @@ class Table:
     edges: tuple[int, ...]
     """First row of each row group, and the total."""
 
+    @property
+    def count(self) -> int:
+        """Rows in it."""
+        return self.edges[-1]
 
-class ParquetSource:
+
+class ParquetSource(PartedSource[ParquetFile]):
     """Rows of Parquet files.
 
     Args:
@@ -244,7 +248,7 @@ class ParquetSource:
 
     Raises:
         SourceError: On first use: a file is damaged, or a column holds no numbers.
-        ConfigError: pyarrow is not installed, or `columns` is no list of names.
+        ConfigError: pyarrow is not installed, or `columns` is not a list of names.
     """
 
     def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
@@ -255,7 +259,7 @@ class ParquetSource:
         self._keyed = dict(zip(paths, keys, strict=True))
         self._columns = checked_columns(columns)
         self._key = key
-        self._scanned: tuple[tuple[Table, ...], tuple[ArrowField, ...]] | None = None
+        self._described: tuple[tuple[ParquetFile, ...], tuple[ArrowField, ...]] | None = None
         self._block: tuple[Path, int, Any] | None = None
 
     def __repr__(self) -> str:
@@ -266,56 +270,35 @@ class ParquetSource:
         """The description travels; decoded rows stay."""
         return {**self.__dict__, "_block": None}
 
-    def __len__(self) -> int:
-        """Rows of all files."""
-        return sum(table.edges[-1] for table in self._scan()[0])
-
     def schema(self) -> Schema:
         """Fields of every sample."""
-        return {field.name: field.field for field in self._scan()[1]}
+        return {field.name: field.field for field in self._describe()[1]}
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one row; no field has time.
 
         Raises:
             SourceError: Damaged data, or a null; names file, row and column.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        table, row = self._find(number)
+        table, row = self._find(index)
         group = bisect.bisect_right(table.edges, row) - 1
-        where = self.locate(number)
-        try:
+        where = self.locate(index)
+        with source_errors(f"{where}, in row group {group}, cannot be read", "Copy the file again"):
             rows = self._rows(table, group)
-            return sample_of(rows, row - table.edges[group], self._scan()[1], where=where)
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(
-                f"{where}, in row group {group}, cannot be read ({type(error).__name__}: {error}). "
-                "Copy the file again"
-            ) from error
+            return sample_of(rows, row - table.edges[group], self._describe()[1], where=where)
 
-    def locate(self, number: int) -> str:
-        """File and row."""
-        table, row = self._find(number)
+    def locate(self, index: int) -> str:
+        """Return file and row."""
+        table, row = self._find(index)
         return f"{table.path}: row {row}"
 
-    def _find(self, number: int) -> tuple[Table, int]:
-        tables, _ = self._scan()
-        firsts = list(itertools.accumulate((table.edges[-1] for table in tables), initial=0))
-        if not 0 <= number < firsts[-1]:
-            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
-        place = bisect.bisect_right(firsts, number) - 1
-        return tables[place], number - firsts[place]
+    def _parts(self) -> Sequence[ParquetFile]:
+        return self._describe()[0]
 
-    def runs(self) -> Sequence[range]:
-        """Row groups."""
-        found: list[range] = []
-        first = 0
-        for table in self._scan()[0]:
-            found += [range(first + low, first + high) for low, high in itertools.pairwise(table.edges)]
-            first += table.edges[-1]
-        return [run for run in found if len(run)]
+    def _edges(self, part: ParquetFile) -> Sequence[int]:
+        """Rows of a row group are read together."""
+        return part.edges
 
     def keys(self) -> Sequence[str]:
         """File and row, or the values of the key column.
@@ -325,12 +308,10 @@ class ParquetSource:
         """
         if self._key is None:
             return [
-                f"{self._keyed[table.path]}:{row}"
-                for table in self._scan()[0]
-                for row in range(table.edges[-1])
+                f"{self._keyed[table.path]}:{row}" for table in self._parts() for row in range(table.count)
             ]
         found: list[str] = []
-        for table in self._scan()[0]:
+        for table in self._parts():
             with _opened(table.path) as file:
                 if self._key not in file.schema_arrow.names:
                     raise SourceError(f"{table.path} has no column {self._key!r} to take keys from")
@@ -342,26 +323,26 @@ class ParquetSource:
 
     def identity(self) -> SourceIdentity:
         """The files, and which columns are read."""
-        tables, fields = self._scan()
+        tables, fields = self._describe()
         parts = tuple(
-            Part(name=t.name, count=t.edges[-1], files=(FileRef(name=t.name, path=t.path),))
+            Part(name=t.name, count=t.count, files=(FileRef(name=t.name, path=t.path),))
             for t in tables
-            if t.edges[-1]
+            if t.count
         )
         settings: dict[str, Json] = {"columns": [list(field.path) for field in fields]}
         return SourceIdentity(kind=f"parquet/{VERSION}", parts=parts, settings=settings)
 
-    def _rows(self, table: Table, group: int) -> Any:
+    def _rows(self, table: ParquetFile, group: int) -> Any:
         if self._block is None or self._block[:2] != (table.path, group):
-            columns = sorted({field.path[0] for field in self._scan()[1]})
+            columns = sorted({field.path[0] for field in self._describe()[1]})
             self._block = None  # two groups at a time would be twice the memory
             with _opened(table.path) as file:
                 self._block = (table.path, group, file.read_row_group(group, columns=columns))
         return self._block[2]
 
-    def _scan(self) -> tuple[tuple[Table, ...], tuple[ArrowField, ...]]:
-        if self._scanned is None:
-            tables: list[Table] = []
+    def _describe(self) -> tuple[tuple[ParquetFile, ...], tuple[ArrowField, ...]]:
+        if self._described is None:
+            tables: list[ParquetFile] = []
             common: tuple[ArrowField, ...] | None = None
             for name, path in self._paths:
                 with _opened(path) as file:
@@ -375,11 +356,11 @@ class ParquetSource:
                     )
                 common = fields
                 edges = tuple(int(edge) for edge in np.cumsum([0, *counts]))
-                tables.append(Table(name=name, path=path, edges=edges))
-            if not any(table.edges[-1] for table in tables):
+                tables.append(ParquetFile(name=name, path=path, edges=edges))
+            if not any(table.count for table in tables):
                 raise SourceError(f"{self!r} holds no rows. Check the path")
-            self._scanned = tuple(tables), common or ()
-        return self._scanned
+            self._described = tuple(tables), common or ()
+        return self._described
 
 
 def _opened(path: Path) -> Any:
@@ -388,14 +369,9 @@ def _opened(path: Path) -> Any:
     Raises:
         SourceError: It is damaged or no Parquet file.
     """
-    parquet = import_module("pyarrow.parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except FOREIGN_ERRORS as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise SourceError(
-            f"{path} is not a readable Parquet file, {size:,} bytes ({error}). Copy or write it again"
-        ) from error
+    size = path.stat().st_size if path.exists() else 0
+    with source_errors(f"{path} is not a readable Parquet file, {size:,} bytes", "Copy or write it again"):
+        return import_module("pyarrow.parquet").ParquetFile(path)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -417,7 +393,7 @@ class DatasetsSource:
         columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
 
     Raises:
-        ConfigError: It is no such dataset, or `columns` is no list of names.
+        ConfigError: It is not such a dataset, or `columns` is not a list of names.
         SourceError: A column holds no numbers.
     """
 
@@ -451,37 +427,32 @@ class DatasetsSource:
         """Fields of every sample."""
         return {field.name: field.field for field in self._fields}
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one row; no field has time.
 
         Raises:
             SourceError: Damaged data, or a null; names row and column.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
-        first = number // RUN * RUN
-        where = self.locate(number)
-        try:
+        check_index(index, len(self))
+        first = index // RUN * RUN
+        where = self.locate(index)
+        with source_errors(f"{where} cannot be read", "Load or write the dataset again"):
             if self._block is None or self._block[0] != first:
                 self._block = (first, self._dataset[first : first + RUN])
-            return sample_of(self._block[1], number - first, self._fields, where=where)
-        except FOREIGN_ERRORS as error:
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(f"{where} cannot be read ({type(error).__name__}: {error})") from error
+            return sample_of(self._block[1], index - first, self._fields, where=where)
 
-    def locate(self, number: int) -> str:
-        """The row."""
-        return f"{self!r}: row {number}"
+    def locate(self, index: int) -> str:
+        """Return the row."""
+        return f"{self!r}: row {index}"
 
     def runs(self) -> Sequence[range]:
         """Rows that are taken together."""
-        return [range(first, min(first + RUN, len(self))) for first in range(0, len(self), RUN)]
+        return even_runs(len(self), RUN)
 
     def keys(self) -> Sequence[str]:
         """Row numbers."""
-        return [str(number) for number in range(len(self))]
+        return [str(index) for index in range(len(self))]
 
     def identity(self) -> SourceIdentity:
         """The dataset's fingerprint, and which columns are read."""

@@ -6,14 +6,11 @@ that leave the archive, links, devices and members that come twice are refused, 
 
 from __future__ import annotations
 
-import bisect
 import io
-import itertools
 import logging
 import os
 import tarfile
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -24,8 +21,9 @@ from numpy.typing import NDArray
 from stoker.errors import SourceError, arg
 from stoker.runtime.jsonio import parse_json
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.files import Paths, find_keyed_files, open_regular
-from stoker.sources.given import given_names
+from stoker.sources.arguments import parse_names
+from stoker.sources.files import OpenFiles, Paths, find_keyed_files, open_regular
+from stoker.sources.parts import PartedSource
 from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
 from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count
@@ -33,22 +31,9 @@ from stoker.units import format_count
 VERSION = 1
 """Bumped by hand when the same files would give other samples."""
 BYTES = (
-    "jpg",
-    "jpeg",
-    "png",
-    "webp",
-    "bmp",
-    "gif",
-    "tif",
-    "tiff",
-    "ppm",
-    "pgm",
-    "wav",
-    "flac",
-    "mp3",
-    "mp4",
-    "bin",
-)
+    "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm",
+    "wav", "flac", "mp3", "mp4", "bin",
+)  # fmt: skip
 """Extensions whose members are kept as they are: uint8, of varying length."""
 NUMBERS = ("cls", "cls2", "id", "index", "inx")
 """Extensions of one whole number as text."""
@@ -60,8 +45,8 @@ RUN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """Where the bytes of one member lie."""
+class TarMember:
+    """Offset and size of one member."""
 
     offset: int
     size: int
@@ -75,12 +60,17 @@ class Archive:
     path: Path
     keys: tuple[str, ...]
     """Names without extension, in the order of the file."""
-    members: tuple[dict[str, Member], ...]
+    members: tuple[dict[str, TarMember], ...]
     """By extension, for each key."""
     size: int
 
+    @property
+    def count(self) -> int:
+        """Samples in it."""
+        return len(self.keys)
 
-class TarSource:
+
+class TarSource(PartedSource[Archive]):
     """Samples in tar files, `0001.jpg`, `0001.cls`, `0001.npy` and so on.
 
     Args:
@@ -98,13 +88,12 @@ class TarSource:
         root, paths, keys = find_keyed_files(path, suffixes=(".tar",), what="tar")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
         self._keyed = dict(zip(paths, keys, strict=True))
-        named = None if fields is None else given_names("fields", fields, "an extension, as 'npy'")
+        named = None if fields is None else parse_names("fields", fields, "an extension, as 'npy'")
         self._fields = None if named is None else tuple(name.lower().lstrip(".") for name in named)
         self._archives: tuple[Archive, ...] | None = None
         self._schema: Schema | None = None
         self._narrowed = set[str]()
-        self._open: OrderedDict[Path, int] = OrderedDict()
-        self._owner = os.getpid()
+        self._files = _open_archives()
 
     def __repr__(self) -> str:
         """The first file, and how many there are."""
@@ -112,26 +101,22 @@ class TarSource:
 
     def __getstate__(self) -> dict[str, Any]:
         """The list of members travels; open files stay."""
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {name: value for name, value in self.__dict__.items() if name != "_files"}
 
-    def __del__(self, getpid: Callable[[], int] = os.getpid, close: Callable[[int], None] = os.close) -> None:
-        # At the end of the program modules may be gone, and descriptors closed by others: not worth a word.
-        if getattr(self, "_owner", -1) == getpid():
-            for fd in self._open.values():
-                try:  # noqa: SIM105 - `suppress` may be gone as well
-                    close(fd)
-                except OSError:
-                    pass
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._files = _open_archives()
 
-    def __len__(self) -> int:
-        """Samples in all files."""
-        return sum(len(archive.keys) for archive in self._scan())
+    def __del__(self) -> None:
+        # At the end of the program, parts of the interpreter may be gone, `suppress` among them.
+        try:  # noqa: SIM105
+            self._files.close()
+        except Exception:  # noqa: BLE001, S110
+            pass
 
     def close(self) -> None:
         """Close files; the next read opens them again."""
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
+        self._files.close()
 
     def schema(self) -> Schema:
         """Fields of every sample, from a few of them."""
@@ -139,45 +124,39 @@ class TarSource:
             self._schema = self._probe()
         return dict(self._schema)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one sample; no field has time.
 
         Raises:
             SourceError: A member is missing or damaged; names file and member.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        found = {name: array for name, (array, _) in self._decoded(number).items()}
+        found = {name: array for name, (array, _) in self._decoded(index).items()}
         return {name: found[name] for name in self.schema() if name in found}
 
-    def locate(self, number: int) -> str:
-        """The tar file, and the name that members of the sample share."""
-        archive, row = self._place(number)
+    def locate(self, index: int) -> str:
+        """Return the tar file, and the name that members of the sample share."""
+        archive, row = self._find(index)
         return f"{archive.path}: key {archive.keys[row]!r}"
 
-    def runs(self) -> Sequence[range]:
-        """Neighbours in a file."""
-        found: list[range] = []
-        first = 0
-        for archive in self._scan():
-            edges = [*range(0, len(archive.keys), RUN), len(archive.keys)]
-            found += [range(first + low, first + high) for low, high in itertools.pairwise(edges)]
-            first += len(archive.keys)
-        return found
+    def _edges(self, part: Archive) -> Sequence[int]:
+        """Neighbors in a file are read together."""
+        return [*range(0, part.count, RUN), part.count]
 
     def keys(self) -> Sequence[str]:
         """File and name without extension."""
-        return [f"{self._keyed[archive.path]}:{key}" for archive in self._scan() for key in archive.keys]
+        return [f"{self._keyed[archive.path]}:{key}" for archive in self._parts() for key in archive.keys]
 
     def identity(self) -> SourceIdentity:
         """The files, and which extensions are read."""
         parts = tuple(
-            Part(name=a.name, count=len(a.keys), files=(FileRef(name=a.name, path=a.path),))
-            for a in self._scan()
+            Part(name=a.name, count=a.count, files=(FileRef(name=a.name, path=a.path),))
+            for a in self._parts()
         )
         settings: dict[str, Json] = {"fields": [*self._wanted()]}
         return SourceIdentity(kind=f"tar/{VERSION}", parts=parts, settings=settings)
 
-    def _scan(self) -> tuple[Archive, ...]:
+    def _parts(self) -> tuple[Archive, ...]:
         if self._archives is None:
             self._archives = tuple(list_members(name, path) for name, path in self._paths)
         return self._archives
@@ -185,7 +164,7 @@ class TarSource:
     def _wanted(self) -> tuple[str, ...]:
         if self._fields is not None:
             return self._fields
-        first = self._scan()[0]
+        first = self._parts()[0]
         names = tuple(sorted(first.members[0]))
         known = {*BYTES, *NUMBERS, "npy", "json"}
         if unknown := [name for name in names if name not in known]:
@@ -196,17 +175,9 @@ class TarSource:
             )
         return names
 
-    def _place(self, number: int) -> tuple[Archive, int]:
-        archives = self._scan()
-        firsts = list(itertools.accumulate((len(a.keys) for a in archives), initial=0))
-        if not 0 <= number < firsts[-1]:
-            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
-        place = bisect.bisect_right(firsts, number) - 1
-        return archives[place], number - firsts[place]
-
-    def _decoded(self, number: int) -> dict[str, tuple[NDArray[Any], str]]:
-        archive, row = self._place(number)
-        place = self.locate(number)
+    def _decoded(self, index: int) -> dict[str, tuple[NDArray[Any], str]]:
+        archive, row = self._find(index)
+        place = self.locate(index)
         found: dict[str, tuple[NDArray[Any], str]] = {}
         for name in self._wanted():
             where = f"{place}: member .{name}"
@@ -216,16 +187,9 @@ class TarSource:
             found.update(_decode(name, self._bytes(archive, member, where), where, self._narrowed))
         return found
 
-    def _bytes(self, archive: Archive, member: Member, where: str) -> bytes:
+    def _bytes(self, archive: Archive, member: TarMember, where: str) -> bytes:
         try:
-            if self._owner != os.getpid():
-                self._open, self._owner = OrderedDict(), os.getpid()
-            if archive.path not in self._open:
-                while len(self._open) >= OPEN_FILES:
-                    os.close(self._open.popitem(last=False)[1])
-                with open_regular(archive.path) as file:
-                    self._open[archive.path] = os.dup(file.fileno())
-            fd = self._open[archive.path]
+            fd = self._files.get(archive.path).fileno()
             if os.fstat(fd).st_size != archive.size:
                 raise SourceError(f"{archive.path} has another size than when it was listed. Start again")
             data = os.pread(fd, member.size, member.offset)
@@ -241,16 +205,16 @@ class TarSource:
         seen: dict[str, tuple[str, set[tuple[int, ...]]]] = {}
         first: dict[str, tuple[int, str, tuple[int, ...]]] = {}
         failed: SourceError | None = None
-        for number in probed:
+        for index in probed:
             try:
-                decoded = self._decoded(number)
+                decoded = self._decoded(index)
             except SourceError as error:  # one bad sample is quarantined when it is its turn
                 failed = error
                 continue
             for name, (array, dtype) in decoded.items():
-                known = first.setdefault(name, (number, dtype, array.shape))
+                known = first.setdefault(name, (index, dtype, array.shape))
                 if (dtype, len(array.shape), array.shape[1:]) != (known[1], len(known[2]), known[2][1:]):
-                    raise self._unlike(name, known, (number, dtype, array.shape))
+                    raise self._unlike(name, known, (index, dtype, array.shape))
                 seen.setdefault(name, (dtype, set()))[1].add(array.shape)
         if not seen:
             raise failed or SourceError(f"{self!r} holds no sample")
@@ -266,22 +230,33 @@ class TarSource:
 
     def _unlike(self, name: str, *found: tuple[int, str, tuple[int, ...]]) -> SourceError:
         said: list[str] = []
-        for number, dtype, shape in found:
-            archive, row = self._place(number)
-            said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {number})")
+        for index, dtype, shape in found:
+            archive, row = self._find(index)
+            said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {index})")
         return SourceError(
             f"field {name!r} is {' and '.join(said)}. Only axis 0 may vary: write the members alike, or "
             f"leave .{name.partition('.')[0]} out with {arg('fields')}"
         )
 
 
+def _open_archives() -> OpenFiles[Path, io.FileIO]:
+    return OpenFiles(open_regular, _close, OPEN_FILES)
+
+
+def _close(file: io.FileIO) -> None:
+    try:  # noqa: SIM105 - also at the end of the program, when `suppress` may be gone
+        file.close()
+    except OSError:  # closed by others
+        pass
+
+
 def list_members(name: str, path: Path) -> Archive:
-    """Where the members of a tar file lie, by key and extension.
+    """Return where the members of a tar file are, by key and extension.
 
     Raises:
         SourceError: Damaged, cut short, compressed, or with members that are not to be trusted.
     """
-    found: dict[str, dict[str, Member]] = {}
+    found: dict[str, dict[str, TarMember]] = {}
     size = path.stat().st_size
     try:
         with open_regular(path) as file, tarfile.open(fileobj=io.BufferedReader(file), mode="r:") as archive:
@@ -293,7 +268,7 @@ def list_members(name: str, path: Path) -> Archive:
                         raise SourceError(
                             f"{path} holds {info.name!r} twice. Write it again with one of them"
                         )
-                    found[key][ending] = Member(info.offset_data, info.size)
+                    found[key][ending] = TarMember(info.offset_data, info.size)
             _check_end(file, path, archive.offset, size)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         if isinstance(error, SourceError):
@@ -330,7 +305,7 @@ def _check_member(info: tarfile.TarInfo, path: Path, size: int) -> None:
 
 
 def _check_end(file: io.FileIO, path: Path, end: int, size: int) -> None:
-    """What is listed ends where a header is no header, so it must be the mark of the end."""
+    """Refuse a file without the mark of its end: listing stops at the first block that is not a header."""
     mark = os.pread(file.fileno(), tarfile.BLOCKSIZE, end)
     if mark != bytes(tarfile.BLOCKSIZE):
         raise SourceError(

@@ -12,8 +12,8 @@ import hashlib
 import logging
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,19 +23,20 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Json, Sample, Schema, digest_json
-from stoker.sources.given import check_dataset
+from stoker.sources.arguments import check_dataset
+from stoker.sources.parts import check_index, even_runs
+from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
 from stoker.sources.torch_identity import Description, describe, obstacles, random_members, uses_module
 from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
-from stoker.sources.travel import held_bytes
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
 # ----------------------------------------------------------------------------------------------------------
 # Some items of a Dataset, read more than once: what they look like, and whether reading is repeatable.
 #
-# A cache of random output would freeze one draw, so it is refused, with the cure. Whoever wants just that
+# A cache of random output would freeze one draw, so it is refused, with the cure. A user who wants that
 # says `random="freeze"`: the global random numbers are then a function of the sample, so that the draw is
 # the same in every process, and fields that change nevertheless (a generator of the Dataset's own) are left
 # out of what is compared. torch is not imported here unless the Dataset has brought it along.
@@ -44,21 +45,21 @@ from stoker.used_code import qualified_name
 PROBES = 16
 """Items that are looked at, spread over the whole Dataset."""
 
-log = logging.getLogger("stoker")
+_log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    """What the probes have shown."""
+class ProbeResult:
+    """Schema and digests that the probes gave."""
 
     schema: Schema
     digests: dict[int, dict[str, str]]
-    """Sample number to digest of each field that is the same whenever it is read."""
+    """Index of a sample to the digest of each field that is the same whenever it is read."""
     changing: tuple[str, ...] = ()
     """Fields that another reading would draw differently, where that is allowed."""
 
     @property
-    def wholes(self) -> list[str]:
+    def item_digests(self) -> list[str]:
         """One digest for each probe, over all that is repeatable in it."""
         return [
             hashlib.sha256("\n".join(f"{n} {d}" for n, d in fields.items()).encode()).hexdigest()
@@ -66,66 +67,52 @@ class Probed:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meaning:
-    """What the user has said of the fields."""
-
-    time: tuple[str, ...] = ()
-    """Axis 0 is time."""
-    ragged: tuple[str, ...] = ()
-    """The length of axis 0 varies."""
-
-
-class Prober:
+class DatasetProber:
     """Reads probes of one Dataset.
 
     Args:
-        name: Of the Dataset, for messages.
-        read: One item by number; the random numbers are drawn as the second argument says.
-        freeze: Whether random output is taken as it comes.
-        suspects: What in the Dataset draws random numbers, in words, for the message.
-        obstacles: What in the Dataset is bound to a thread or a process, in words with the cure.
+        dataset, name: The Dataset, and its name for messages.
+        read: One item by index; the second argument says if global random numbers are seeded by the index.
+        freeze: Take random output as it comes.
     """
 
     def __init__(
         self,
+        dataset: MapDataset,
         name: str,
         read: Callable[[int, bool], Item],
         *,
         freeze: bool,
-        suspects: Callable[[], Sequence[str]],
-        obstacles: Callable[[], Sequence[str]],
     ) -> None:
-        self._name, self._read, self._freeze = name, read, freeze
-        self._suspects, self._obstacles = suspects, obstacles
+        self._dataset, self._name, self._read, self._freeze = dataset, name, read, freeze
 
     def items(self, count: int, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:
-        """Some items by number; fields that are drawn; fields that another reading draws differently.
+        """Return some items by index; fields that are drawn; fields that another reading draws differently.
 
         Each is read twice, and three times where random output is frozen; `begin` is told which one comes.
         """
-        numbers = probe_numbers(count)
+        indices = probe_indices(count)
         failed: dict[int, Exception] = {}
-        found = {number: self._try(number, begin, failed) for number in numbers}
-        items = {number: item for number, item in found.items() if item is not None}
+        found = {index: self._try(index, begin, failed) for index in indices}
+        items = {index: item for index, item in found.items() if item is not None}
         if not items:
             self._refuse_all(failed)
-        for number, error in failed.items():
-            self._warn(number, error)
+        for index, error in failed.items():
+            self._warn(index, error)
         drawn, changing = set[str](), set[str]()
-        for number in reversed(items):
-            again = self._try(number, begin)
-            found = differing(items[number], again)
+        for index in reversed(items):
+            again = self._try(index, begin)
+            found = differing(items[index], again)
             if found and not self._freeze:
-                self._refuse(number, found[0])
+                self._refuse(index, found[0])
             changing.update(found)
             if self._freeze:
-                drawn.update(differing(items[number], self._try(number, begin, seeded=False)))
+                drawn.update(differing(items[index], self._try(index, begin, seeded=False)))
         return items, drawn | changing, changing
 
     def _try(
         self,
-        number: int,
+        index: int,
         begin: Callable[[int], None],
         failed: dict[int, Exception] | None = None,
         *,
@@ -133,42 +120,42 @@ class Prober:
     ) -> Item | None:
         """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read.
 
-        The error is put into `failed`, or logged where there is none.
+        The error is put into `failed`, or logged where `failed` is None.
         """
-        begin(number)
+        begin(index)
         try:
-            return self._read(number, seeded and self._freeze)
+            return self._read(index, seeded and self._freeze)
         except Exception as error:  # a Dataset is foreign code and may raise anything
             if isinstance(error, SourceError) and not isinstance(error, DecodeError):
                 raise
             if failed is None:
-                self._warn(number, error)
+                self._warn(index, error)
             else:
-                failed[number] = error
+                failed[index] = error
             return None
 
-    def _warn(self, number: int, error: Exception) -> None:
+    def _warn(self, index: int, error: Exception) -> None:
         kind = type(error).__name__
-        log.warning("%s: probing sample %d failed: %s: %s", self._name, number, kind, error)
+        _log.warning("%s: probing sample %d failed: %s: %s", self._name, index, kind, error)
 
     def _refuse_all(self, failed: Mapping[int, Exception]) -> None:
-        number, error = next(iter(failed.items()))
-        held = "; ".join(self._obstacles())
+        index, error = next(iter(failed.items()))
+        held = "; ".join(f"{one}. {one.cure}" for one in obstacles(self._dataset, "dataset"))
         hint = (
             f"It holds what may work in the thread that made it alone: {held}"
             if held
-            else f"Call dataset[{number}] yourself to see where; fix the Dataset"
+            else f"Call dataset[{index}] yourself to see where; fix the Dataset"
         )
         raise SourceError(
-            f"{self._name}: all of {len(failed)} probed samples failed, sample {number} with "
+            f"{self._name}: all of {len(failed)} probed samples failed, sample {index} with "
             f"{type(error).__name__}: {str(error).rstrip('.')}. {hint}"
         ) from error
 
-    def _refuse(self, number: int, field: str) -> None:
-        suspects = "; ".join(self._suspects())
+    def _refuse(self, index: int, field: str) -> None:
+        suspects = "; ".join(random_members(self._dataset, "dataset"))
         held = f" (it holds {suspects})" if suspects else ""
         raise SourceError(
-            f"{self._name}: sample {number}, field {field!r} changes when it is read again{held}; a cache "
+            f"{self._name}: sample {index}, field {field!r} changes when it is read again{held}; a cache "
             f"would freeze one random draw. {RANDOM_CURE}"
         )
 
@@ -180,8 +167,8 @@ RANDOM_CURE = (
 )
 
 
-def probe_numbers(count: int) -> list[int]:
-    """At most sixteen numbers, the first and the last among them."""
+def probe_indices(count: int) -> list[int]:
+    """Return at most sixteen indices, the first and the last among them."""
     return sorted({round(i * (count - 1) / (PROBES - 1)) for i in range(PROBES)})
 
 
@@ -212,78 +199,73 @@ def digests_of(item: Item, *, without: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def common_schema(name: str, items: Mapping[int, Item], meaning: Meaning) -> Schema:
+def common_schema(
+    name: str, items: Mapping[int, Item], *, time: Sequence[str], ragged: Sequence[str]
+) -> Schema:
     """The fields that all items have.
 
     Raises:
         SourceError: They differ in more than the length of axis 0.
         ConfigError: A field that the user names is not there.
     """
-    first_number = next(iter(items))
-    first = items[first_number]
+    first_index = next(iter(items))
+    first = items[first_index]
     schema: Schema = {}
-    for number, item in items.items():
+    for index, item in items.items():
         if item.keys() != first.keys():
             raise SourceError(
-                f"{name}: sample {number} has fields {sorted(item)}, sample {first_number} has "
+                f"{name}: sample {index} has fields {sorted(item)}, sample {first_index} has "
                 f"{sorted(first)}. Return the same fields in every item"
             )
     for field in first:
-        others = {number: item[field] for number, item in items.items()}
-        schema[field] = _common_field(f"{name}: field {field!r}", others, meaning, field)
-    if unknown := ({*meaning.time, *meaning.ragged} - schema.keys()):
+        others = {index: item[field] for index, item in items.items()}
+        where = f"{name}: field {field!r}"
+        schema[field] = _common_field(where, others, time=field in time, ragged=field in ragged)
+    if unknown := ({*time, *ragged} - schema.keys()):
         raise ConfigError(f"time or ragged name {sorted(unknown)}; the fields are {', '.join(schema)}")
     return schema
 
 
 def _common_field(
-    where: str, others: Mapping[int, tuple[NDArray[Any], str]], meaning: Meaning, name: str
+    where: str, others: Mapping[int, tuple[NDArray[Any], str]], *, time: bool, ragged: bool
 ) -> Field:
-    first_number, (array, dtype) = next(iter(others.items()))
-    for number, (other, kind) in others.items():
+    first_index, (array, dtype) = next(iter(others.items()))
+    for index, (other, kind) in others.items():
         if kind != dtype or other.ndim != array.ndim or other.shape[1:] != array.shape[1:]:
             raise SourceError(
-                f"{where} is {dtype} {array.shape} in sample {first_number} and "
-                f"{kind} {other.shape} in sample {number}. Only axis 0 may vary; resize or pad"
+                f"{where} is {dtype} {array.shape} in sample {first_index} and "
+                f"{kind} {other.shape} in sample {index}. Only axis 0 may vary; resize or pad"
             )
     lengths = {other.shape[:1] for other, _ in others.values()}
-    ragged = len(lengths) > 1 or name in meaning.ragged
-    if len(lengths) > 1 and name not in meaning.ragged:
-        log.info("%s varies along axis 0 and is kept ragged", where)
+    if len(lengths) > 1 and not ragged:
+        _log.info("%s varies along axis 0 and is kept ragged", where)
+        ragged = True
     shape = (-1, *array.shape[1:]) if ragged else array.shape
-    return Field(shape=shape, dtype=dtype, time=name in meaning.time, ragged=ragged)
+    return Field(shape=shape, dtype=dtype, time=time, ragged=ragged)
 
 
-class RandomStateKept:
-    """Leaves the global random states as they were: probing must not change a user's training run.
+@contextmanager
+def preserve_random_state(seed: int | None = None) -> Generator[None]:
+    """Leave the global random states as they were: probing must not change a user's training run.
 
     Args:
         seed: The states to work with meanwhile; None: as they are.
     """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._torch = sys.modules.get("torch")
-        self._states = (random.getstate(), np.random.get_state())
-        self._torch_state = None if self._torch is None else self._torch.get_rng_state()
-        if self._seed is not None:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            if self._torch is not None:
-                self._torch.default_generator.manual_seed(self._seed)  # the CPU's alone: no GPU is touched
-
-    def __exit__(self, *exc: object) -> None:
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
-        if self._torch_state is not None and self._torch is not None:
-            self._torch.set_rng_state(self._torch_state)
-
-
-def drawn_by(number: int, *, seeded: bool) -> AbstractContextManager[None]:
-    """Global random numbers that are a function of the sample alone, where asked for."""
-    return RandomStateKept(number) if seeded else nullcontext()
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state()
+    torch_state = None if torch is None else torch.get_rng_state()
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if torch is not None:
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: no GPU is touched
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None:
+            torch.set_rng_state(torch_state)
 
 
 VERSION = 1
@@ -295,12 +277,11 @@ _ALONE_S = 60.0
 _AHEAD_BYTES = 256 * MIB
 """A Dataset that holds more has its data in memory, and would take long to send to another process."""
 
-_log = logging.getLogger("stoker")
 _said: set[tuple[str, str]] = set()
 
 
 class MapDataset(Protocol):
-    """What a map-style Dataset has."""
+    """The methods of a map-style Dataset."""
 
     def __len__(self) -> int:
         """Number of items."""
@@ -317,10 +298,10 @@ class TorchSource:
     Args:
         dataset: Anything with `__len__` and `__getitem__`: tensors, arrays, numbers, PIL images, and tuples
             or (nested) dictionaries of these.
-        identity: Names the content in place of what can be seen of it; change it when the data changes.
+        version: Names the content in place of what can be seen of it; change it when the data changes.
         time: Fields whose axis 0 is time, so that windows may be cut from them.
         ragged: Fields whose length along axis 0 varies; also found by probing.
-        keys: One stable key per sample, for splits; absent: the sample number.
+        keys: One stable key per sample, for splits; absent: the sample's index.
         text: What becomes of text, by field: a list of words (stored as the place in it), `"bytes"`, or
             `"drop"`, which leaves any field out.
         random: `"freeze"` stores one draw of a Dataset whose output is random; otherwise it is refused.
@@ -343,7 +324,7 @@ class TorchSource:
         self,
         dataset: MapDataset,
         *,
-        identity: str | None = None,
+        version: str | None = None,
         time: Sequence[str] = (),
         ragged: Sequence[str] = (),
         keys: Sequence[str] | None = None,
@@ -359,7 +340,7 @@ class TorchSource:
         iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
         if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise SourceError(
-                f"{self._name} has no length and items by number. Give a map-style Dataset with __len__ and "
+                f"{self._name} has no length and items by index. Give a map-style Dataset with __len__ and "
                 "__getitem__"
             )
         self._count = self._length(dataset)
@@ -372,11 +353,11 @@ class TorchSource:
                 f"random is {random!r}. Expected 'refuse', or 'freeze' to store one random draw"
             )
         self._dataset = dataset
-        self._identity = identity
+        self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"
-        self._meaning = Meaning(time=tuple(time), ragged=tuple(ragged))
+        self._time, self._ragged = tuple(time), tuple(ragged)
         self._keys = None if keys is None else [str(key) for key in keys]
-        self._probed: Probed | None = None
+        self._probed: ProbeResult | None = None
         self._seen: Description | None = None
         self._proved = False
         self._ahead = False
@@ -403,7 +384,7 @@ class TorchSource:
 
         A class of `__main__` has no source text where it is unpickled, so what was seen of it travels along.
         """
-        seen = None if self._identity is not None else self._seen or describe(self._dataset)
+        seen = None if self._version is not None else self._seen or describe(self._dataset)
         if seen is not None and not any(name.startswith("__main__.") for name in seen.code):
             seen = None
         return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None, "_seen": seen}
@@ -416,79 +397,77 @@ class TorchSource:
         """Fields as found by probing."""
         return dict(self._probe().schema)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Item `number`, flattened; `start:stop` cuts the fields named in `time`.
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Item `index`, flattened; `start:stop` cuts the fields named in `time`.
 
         Returns:
             Fresh arrays as in `schema()`.
         Raises:
             SourceError: The item is not like the probed ones; names sample and field.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        if not 0 <= number < self._count:
-            raise IndexError(f"sample {number} does not exist: this source has {self._count}")
+        check_index(index, self._count)
         schema = self._probe().schema
-        if (start is None and stop is None) or self._last is None or self._last[0] != number:
-            sample = self._checked(number, schema)
+        if (start is None and stop is None) or self._last is None or self._last[0] != index:
+            sample = self._checked(index, schema)
             if start is None and stop is None:
                 return sample
-            self._last = (number, sample)  # the next piece of a long sample is likely to follow
+            self._last = (index, sample)  # the next piece of a long sample is likely to follow
         whole = self._last[1]
         return {
             name: (array[start:stop] if schema[name].time else array).copy() for name, array in whole.items()
         }
 
-    def locate(self, number: int) -> str:
+    def locate(self, index: int) -> str:
         """The item of the Dataset; of one inside `torch.utils.data.Subset`, by its own index."""
         subset = getattr(sys.modules.get("torch.utils.data"), "Subset", None)
         inner: Any = self._dataset
         while subset is not None and type(inner) is subset:
-            inner, number = inner.dataset, inner.indices[number]
-        return f"item {number} of {qualified_name(type(inner))}"
+            inner, index = inner.dataset, inner.indices[index]
+        return f"item {index} of {qualified_name(type(inner))}"
 
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 samples or about 8 MiB."""
         sizes = [field.size_bytes(1 if field.ragged else None) for field in self._probe().schema.values()]
         length = max(1, min(_RUN_SAMPLES, _RUN_BYTES // max(1, sum(sizes))))
-        return [range(first, min(first + length, self._count)) for first in range(0, self._count, length)]
+        return even_runs(self._count, length)
 
     def keys(self) -> Sequence[str]:
-        """The keys given, else sample numbers."""
-        return list(self._keys) if self._keys is not None else [str(number) for number in range(self._count)]
+        """Return the keys given, else the indices."""
+        return list(self._keys) if self._keys is not None else [str(index) for index in range(self._count)]
 
     def identity(self) -> SourceIdentity:
         """The user's word, or what can be seen: code, files, indices and probed samples."""
-        meaning = self._meaning
-        settings: dict[str, Json] = {"time": list(meaning.time), "ragged": list(meaning.ragged)}
+        settings: dict[str, Json] = {"time": list(self._time), "ragged": list(self._ragged)}
         if self._text.names:
             settings["text"] = self._text.to_json()
         if self._freeze:
             settings["random"] = "freeze"
-        if self._identity is not None:
-            part = Part(name="dataset", count=self._count, digest=digest_json(self._identity))
-            settings["identity"] = self._identity
+        if self._version is not None:
+            part = Part(name="dataset", count=self._count, digest=digest_json(self._version))
+            settings["identity"] = self._version
             return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings)
         probed = self._probe()
         seen = self._seen or describe(self._dataset)
         settings.update({"class": self._name, "code": seen.code, "held": seen.held, "folders": seen.folders})
-        digest = digest_json({"probes": list[Json](probed.wholes), "held": seen.held})
+        digest = digest_json({"probes": list[Json](probed.item_digests), "held": seen.held})
         self._say(seen.unseen)
         part = Part(name=self._name, count=self._count, files=seen.files, digest=digest)
         return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings, sampled=True)
 
     def _say(self, unseen: Sequence[str]) -> None:
-        """What the cache does not notice, once for each Dataset."""
+        """Warn of what the cache does not notice, once for each Dataset."""
         text = "; ".join(unseen)
         if text and (self._name, text) not in _said:
             _said.add((self._name, text))
             _log.warning(
                 "%s: the cache is recognized by code, held values and %d probed samples, and of these only a "
                 "part is looked at: %s. Name the content yourself to be sure: "
-                "stoker.TorchSource(dataset, identity='v1')",
+                "stoker.TorchSource(dataset, version='v1')",
                 *(self._name, PROBES, text),
             )
 
-    def prove(self) -> None:
+    def check_in_child(self) -> None:
         """Read the probed samples once more, in a process of their own, as workers will.
 
         Raises:
@@ -503,16 +482,16 @@ class TorchSource:
         check_alike(here, there, self._name)
         self._proved = True
 
-    def probed_numbers(self) -> list[int]:
+    def probed_indices(self) -> list[int]:
         """Samples that were looked at, or are to be looked at in this process first."""
-        return probe_numbers(self._count) if self._ahead else list(self._probe().digests)
+        return probe_indices(self._count) if self._ahead else list(self._probe().digests)
 
-    def probe_again(self, number: int) -> dict[str, str]:
+    def probe_again(self, index: int) -> dict[str, str]:
         """Digests by field of a probed sample, of the fields that are the same whenever they are read."""
         changing = () if self._ahead else self._probe().changing
-        return digests_of(self._item(number, seeded=self._freeze), without=changing)
+        return digests_of(self._item(index, seeded=self._freeze), without=changing)
 
-    def _item(self, number: int, *, seeded: bool) -> Item:
+    def _item(self, index: int, *, seeded: bool) -> Item:
         """One item of this process's copy of the Dataset.
 
         The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
@@ -520,16 +499,16 @@ class TorchSource:
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)
-        with drawn_by(number, seeded=seeded):
-            item = self._live[number]
-        found = flatten_item(item, where=self.locate(number), text=self._text)
+        with preserve_random_state(index) if seeded else nullcontext():
+            item = self._live[index]
+        found = flatten_item(item, where=self.locate(index), text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
         return found
 
-    def _checked(self, number: int, schema: Schema) -> Sample:
-        found = self._item(number, seeded=self._freeze)
-        where = self.locate(number)
+    def _checked(self, index: int, schema: Schema) -> Sample:
+        found = self._item(index, seeded=self._freeze)
+        where = self.locate(index)
         if found.keys() != schema.keys():
             raise SourceError(
                 f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples. "
@@ -551,25 +530,26 @@ class TorchSource:
         """Read what will be probed in a second process first, where a read may stop all threads of this one.
 
         h5py keeps the interpreter's lock while it waits for storage, so that no deadline in this process
-        would be noticed; the second process is killed. What it finds is kept for `prove`.
+        would be noticed; the second process is killed. What it finds is kept for `check_in_child`.
 
         Raises:
             StalledError: Storage does not answer.
         """
         if self._ahead or self.probe_deadline_s is None or not uses_module(self._dataset, "h5py"):
             return
-        if held_bytes(self._dataset) > _AHEAD_BYTES:
+        if estimate_pickle_bytes(self._dataset) > _AHEAD_BYTES:
             return
         other = copy.copy(self)
         other._ahead = True
-        # What cannot go there can be read in this process all the same; `prove` says it where that matters.
+        # What cannot go there can be read in this process all the same; `check_in_child` says it where
+        # that matters.
         with suppress(SourceError):
             self._elsewhere = read_elsewhere(other, self._name, deadline_s=self.probe_deadline_s)
 
-    def _probe(self) -> Probed:
+    def _probe(self) -> ProbeResult:
         if self._probed is None:
             self._look_ahead()
-            with RandomStateKept():
+            with preserve_random_state():
                 if self.probe_deadline_s is None:
                     probes = self._probes(lambda _: None)
                 else:
@@ -583,24 +563,23 @@ class TorchSource:
                     )
             items, drawn, changing = probes
             self._check_text(items)
-            schema = common_schema(self._name, items, self._meaning)
+            schema = common_schema(self._name, items, time=self._time, ragged=self._ragged)
             if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
             if drawn:
                 fields = ", ".join(sorted(drawn))
                 _log.warning("%s: random='freeze': one random draw is stored of %s", self._name, fields)
-            digests = {number: digests_of(item, without=tuple(changing)) for number, item in items.items()}
-            self._probed = Probed(schema=schema, digests=digests, changing=tuple(sorted(changing)))
+            digests = {index: digests_of(item, without=tuple(changing)) for index, item in items.items()}
+            self._probed = ProbeResult(schema=schema, digests=digests, changing=tuple(sorted(changing)))
         return self._probed
 
     def _probes(self, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:
-        """Some items by number, each read again, and the fields that were another then."""
-        prober = Prober(
+        """Return some items by index, each read again, and the fields that were another then."""
+        prober = DatasetProber(
+            self._dataset,
             self._name,
-            lambda number, seeded: self._item(number, seeded=seeded),
+            lambda index, seeded: self._item(index, seeded=seeded),
             freeze=self._freeze,
-            suspects=lambda: random_members(self._dataset, "dataset"),
-            obstacles=lambda: [f"{one}. {one.cure}" for one in obstacles(self._dataset, "dataset")],
         )
         try:
             return prober.items(self._count, begin)

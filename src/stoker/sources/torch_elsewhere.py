@@ -22,7 +22,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from stoker.errors import SourceError, StalledError, arg
 from stoker.runtime.processes.child import LIGHT, TORCH, Child
 from stoker.runtime.processes.entry import Connection, use_one_thread
-from stoker.sources.travel import packed
+from stoker.sources.pickling import pickle_for_process
 
 if TYPE_CHECKING:
     from stoker.sources.torch_dataset import TorchSource
@@ -44,7 +44,7 @@ def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int,
         child = Child(
             "stoker.sources.torch_elsewhere:answer",
             what="a second process to read in",
-            payload=packed(source),
+            payload=pickle_for_process(source),
             output=output.fileno(),
             modules=TORCH if "torch" in sys.modules else LIGHT,
         )
@@ -129,7 +129,7 @@ def answer(connection: Connection) -> int:
     except Exception:  # noqa: BLE001 - a process edge: the parent raises this with the traceback
         _say(connection.socket, {"kind": "refused", "error": traceback.format_exc().rstrip()})
         return 1
-    for number in source.probed_numbers():
+    for number in source.probed_indices():
         _say(connection.socket, {"kind": "begin", "number": number})
         try:
             found: Any = source.probe_again(number)

@@ -1,9 +1,9 @@
-"""What names a Dataset: its code with the values that code uses, what it holds in memory, and its files.
+"""The identity of a Dataset: its code with the values that code uses, what it holds in memory, and its files.
 
 A Dataset is code, so nothing can prove that two of them give the same samples. What can be seen is
 compared: source text, values held by attributes, functions and closures (arrays and tensors by content),
 length, files by content, folders by names and sizes, and a few probed samples (`torch_dataset`). Recipes
-made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they lie.
+made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they are.
 Modules that its functions import when they are called are imported.
 """
 
@@ -143,7 +143,7 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace)
 
 @dataclass(slots=True)
 class Description:
-    """What was seen of a Dataset."""
+    """Everything that was seen of a Dataset."""
 
     code: dict[str, Json] = field(default_factory=dict[str, Json])
     """Qualified name to digest of source text."""
@@ -154,7 +154,7 @@ class Description:
     folders: list[Json] = field(default_factory=list[Json])
     """Digests over names and sizes of the folders it holds, and of files beyond `MOST_FILES`."""
     unseen: list[str] = field(default_factory=list[str])
-    """What stands for more than was looked at, in words."""
+    """In words, what was looked at only in part."""
 
 
 def describe(dataset: object) -> Description:
@@ -295,7 +295,7 @@ class _Walk:
             self._opaque(value)
 
     def _contents(self, value: Any) -> bool:
-        """Note the items of a container; False if it is none whose items can be read without its code."""
+        """Note the items of a container; False if its items cannot be read without its code."""
         kind: type[Any] = type(value)  # not isinstance: a proxy may claim to be what it is not
         if issubclass(kind, dict):
             pairs = list(dict.items(cast("dict[Any, Any]", value)))
@@ -384,7 +384,7 @@ class _Walk:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """What an object holds by name, slots included; nothing is computed."""
+    """Return what an object holds by name, slots included; nothing is computed."""
     try:
         found = dict(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")))
     except (AttributeError, TypeError):
@@ -398,7 +398,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _is_special(name: str, member: object) -> bool:
-    """What Python itself keeps in a class."""
+    """Return whether a member is one that Python itself keeps in a class."""
     slot = isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
     return slot or (name.startswith("__") and name.endswith("__"))
 
@@ -410,7 +410,7 @@ def _is_dataset(kind: type[Any]) -> bool:
 
 
 def _as_path(text: str, *, sure: bool) -> Path | None:
-    """What is clearly a path: an existing one that is a Path, absolute, or has a separator or suffix."""
+    """Return what is clearly a path: it exists, and is a Path, absolute, or has a separator or suffix."""
     if not text or (not sure and os.sep not in text and not Path(text).suffix):
         return None
     try:
@@ -423,7 +423,7 @@ def _as_path(text: str, *, sure: bool) -> Path | None:
 # What an object holds, member by member: which of it cannot go to another process, or should not.
 #
 # Nothing of it is called but what pickling calls (`__getstate__`): an object that leaves its handle out of
-# its state travels, and is no finding. Members are named as one would write them:
+# its state travels, and is not an obstacle. Members are named as one would write them:
 # `dataset.files[0].handle`.
 
 
@@ -485,7 +485,7 @@ _RANDOM = ("random", "jitter", "noise", "dropout", "augment", "mixup", "cutmix")
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class HeldObject:
     """Something that an object holds."""
 
     path: str
@@ -494,12 +494,12 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PicklingObstacle:
     """A member that cannot, or should not, go to another process."""
 
     path: str
     what: str
-    """What it is, in words."""
+    """Its kind, in words."""
     cure: str
 
     def __str__(self) -> str:
@@ -507,10 +507,10 @@ class Finding:
         return f"{self.path} is {self.what}"
 
 
-def members(value: object, path: str) -> Iterator[Member]:
+def members(value: object, path: str) -> Iterator[HeldObject]:
     """The object and what it holds, each once, the nearest first."""
     seen: set[int] = set()
-    waiting = deque([Member(path, value)])
+    waiting = deque([HeldObject(path, value)])
     kept: list[Any] = []  # an id must not be given again while it is known
     while waiting and len(seen) < MOST_MEMBERS:
         member = waiting.popleft()
@@ -522,13 +522,13 @@ def members(value: object, path: str) -> Iterator[Member]:
         waiting.extend(_held(member))
 
 
-def obstacles(value: object, path: str) -> list[Finding]:
-    """What keeps `value` from going to another process, as far as it can be seen without trying."""
+def obstacles(value: object, path: str) -> list[PicklingObstacle]:
+    """Return what keeps `value` from going to another process, as far as it can be seen without trying."""
     return [found for member in members(value, path) if (found := _obstacle(member)) is not None]
 
 
 def uses_module(value: object, module: str) -> bool:
-    """Whether a function of an object's class, or of the class of something that it holds, names a module."""
+    """Return whether a function of an object's class, or of what the object holds, names a module."""
     kinds = {type(member.value) for member in members(value, "")}
     classes = {one for kind in kinds if not is_library(kind) for one in kind.__mro__}
     functions = [f for one in classes for member in vars(one).values() for f in functions_in(member)]
@@ -549,7 +549,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def random_members(value: object, path: str) -> list[str]:
-    """What draws random numbers, judged by the names of classes and functions; at most three."""
+    """Return what draws random numbers, judged by the names of classes and functions; at most three."""
     found: list[str] = []
     for member in members(value, path):
         kind: type[Any] = type(member.value)
@@ -563,45 +563,47 @@ def random_members(value: object, path: str) -> list[str]:
     return found
 
 
-def _held(member: Member) -> Iterator[Member]:
+def _held(member: HeldObject) -> Iterator[HeldObject]:
     value, path = member.value, member.path
     if isinstance(value, (*_PLAIN_MEMBERS, np.ndarray, np.generic)) or _tensor_device(value):
         return
     kind: type[Any] = type(value)
     if issubclass(kind, dict):
         items = list(dict.items(cast("dict[Any, Any]", value)))[:MOST_OF_ONE]
-        yield from (Member(f"{path}[{key!r:.40}]", held) for key, held in items if not _plain(held))
+        yield from (HeldObject(f"{path}[{key!r:.40}]", held) for key, held in items if not _plain(held))
     elif issubclass(kind, list | tuple | set | frozenset | deque):
         held = [item for item, _ in zip(value, range(MOST_OF_ONE), strict=False)]
-        yield from (Member(f"{path}[{place}]", item) for place, item in enumerate(held) if not _plain(item))
+        yield from (
+            HeldObject(f"{path}[{place}]", item) for place, item in enumerate(held) if not _plain(item)
+        )
     elif isinstance(value, functools.partial):
-        yield Member(f"{path}.func", value.func)
-        yield from (Member(f"{path}.args[{n}]", arg) for n, arg in enumerate(value.args))
-        yield from (Member(f"{path}.keywords[{n!r}]", arg) for n, arg in value.keywords.items())
+        yield HeldObject(f"{path}.func", value.func)
+        yield from (HeldObject(f"{path}.args[{n}]", arg) for n, arg in enumerate(value.args))
+        yield from (HeldObject(f"{path}.keywords[{n!r}]", arg) for n, arg in value.keywords.items())
     elif isinstance(value, types.MethodType):
-        yield Member(f"{path}.__self__", value.__self__)
+        yield HeldObject(f"{path}.__self__", value.__self__)
     elif isinstance(value, types.FunctionType):
         yield from _closure(value, path)
     if _obstacle(member) is None:
         for name, held in state_of(value).items():
             if not _plain(held):
-                yield Member(f"{path}.{name}", held)
+                yield HeldObject(f"{path}.{name}", held)
 
 
 def _plain(value: object) -> bool:
     return type(value) in _PLAIN_MEMBERS
 
 
-def _closure(function: types.FunctionType, path: str) -> Iterator[Member]:
+def _closure(function: types.FunctionType, path: str) -> Iterator[HeldObject]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
-            yield Member(f"{path}.<closure>.{name}", cell.cell_contents)
+            yield HeldObject(f"{path}.<closure>.{name}", cell.cell_contents)
         except ValueError:  # not filled yet
             continue
 
 
 def state_of(value: object) -> dict[str, Any]:
-    """What pickling would take along by name."""
+    """Return what pickling would take along, by name."""
     kind = type(value)
     own = getattr(kind, "__getstate__", None)
     if own is not None and own is not getattr(object, "__getstate__", None):
@@ -613,40 +615,31 @@ def state_of(value: object) -> dict[str, Any]:
     reduces = any(getattr(kind, n) is not getattr(object, n) for n in ("__reduce__", "__reduce_ex__"))
     if reduces:
         return {}
-    try:
-        found = dict(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")))
-    except (AttributeError, TypeError):
-        found = {}
-    for parent in kind.__mro__:
-        for name, slot in vars(parent).items() if "__slots__" in vars(parent) else ():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    found[name] = slot.__get__(value)
-                except AttributeError:  # not set
-                    continue
-    return found
+    return _attributes(value)
 
 
-def _obstacle(member: Member) -> Finding | None:
+def _obstacle(member: HeldObject) -> PicklingObstacle | None:
     value = member.value
     name = qualified_name(type(value))
     device = _tensor_device(value)
     if device and device not in ("cpu", "meta"):
         cure = "Each reader would hold a copy there: keep it on the CPU (`.cpu()`); batches go there later"
-        return Finding(member.path, f"a tensor on {device}", cure)
+        return PicklingObstacle(member.path, f"a tensor on {device}", cure)
     if any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr)):
         return None  # each process has its own, and cloudpickle knows
     if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
         of = getattr(value, "name", None)
-        return Finding(member.path, "an open file" + (f" ({of})" if isinstance(of, str) else ""), _LAZY)
+        return PicklingObstacle(
+            member.path, "an open file" + (f" ({of})" if isinstance(of, str) else ""), _LAZY
+        )
     for beginning, (what, cure) in _KINDS.items():
         if name.startswith(beginning) and not _travels(value):
-            return Finding(member.path, what or f"a {name}", cure)
+            return PicklingObstacle(member.path, what or f"a {name}", cure)
     return None
 
 
 def _travels(value: object) -> bool:
-    """Whether a handle can be pickled after all; there is little in it to be pickled."""
+    """Return whether a handle can be pickled after all; there is little in it to be pickled."""
     try:
         pickle.dumps(value)
     except Exception:  # noqa: BLE001 - foreign code may raise anything

@@ -27,18 +27,18 @@ DEEPEST = 64
 """Dictionaries, tuples and lists within one another; what has more contains itself."""
 
 Rule: TypeAlias = "Sequence[str] | Literal['bytes', 'drop']"
-"""What becomes of a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
+"""The rule for a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
 
 
 class TextRules:
-    """What becomes of text, by field.
+    """Rules for text, by field.
 
     Args:
         rules: A list of words: text is stored as its place there, int64. `"bytes"`: as its UTF-8 bytes, a
             ragged uint8 field. `"drop"`: the field, whatever it holds, is left out of every item.
 
     Raises:
-        ConfigError: A rule is none of these, or a word comes twice.
+        ConfigError: A rule is unknown, or a word comes twice.
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
@@ -70,7 +70,7 @@ class TextRules:
         return list(self._rules)
 
     def dropped(self, name: str) -> bool:
-        """Whether the field is left out."""
+        """Return whether the field is left out."""
         return self._rules.get(name) == "drop"
 
     def number(self, name: str, text: str | bytes, where: str) -> NDArray[Any]:
@@ -240,7 +240,7 @@ def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
 
 
 def _from_image(image: Any) -> tuple[NDArray[Any], str]:
-    """A PIL image as `(H, W, C)`; palettes become RGB, bitmaps grey."""
+    """A PIL image as `(H, W, C)`; palettes become RGB, bitmaps gray."""
     plain = image.convert({"P": "RGB", "1": "L"}.get(image.mode, image.mode))
     array = np.array(plain)
     return _from_numpy(array if array.ndim == 3 else array[..., None], "image")

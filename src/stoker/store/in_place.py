@@ -18,7 +18,7 @@ from stoker.errors import ConfigError, FormatError, SourceError, StalledError
 from stoker.runtime.files import RegularFile
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Schema, numpy_dtype, schema_to_json
-from stoker.sources.placed import PlacedPart, Placing
+from stoker.sources.in_place import InPlaceSource, PartLocations
 from stoker.sources.protocol import Source
 from stoker.store import format
 from stoker.store.cache import Cache
@@ -54,7 +54,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
         ConfigError: The source has no files of its own.
         StalledError: A file could not be read in time, or another process indexes it.
     """
-    if not isinstance(source, Placing):
+    if not isinstance(source, InPlaceSource):
         raise ConfigError(
             f"{source!r} does not say where its samples lie. Expected an HDF5Source or ArraySource over "
             "contiguous HDF5 or .npy files; for others use stoker.precompute"
@@ -80,7 +80,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
         return cache
 
 
-def _recipe(source: Source, places: Sequence[PlacedPart], digests: Digests) -> Recipe:
+def _recipe(source: Source, places: Sequence[PartLocations], digests: Digests) -> Recipe:
     """Return the recipe of the samples as they are in the files."""
     made = make_recipe(source, None, digests=digests)
     schema: Schema = {}
@@ -101,7 +101,7 @@ def _recipe(source: Source, places: Sequence[PlacedPart], digests: Digests) -> R
     return Recipe(entries=entries, files=made.files, refs=made.refs)
 
 
-def _note_places(folder: Path, places: Sequence[PlacedPart]) -> None:
+def _note_places(folder: Path, places: Sequence[PartLocations]) -> None:
     """Have shards made before look for the files, which are those of the fingerprint, where they are now."""
     storage = open_storage(folder)
     now = [_user(one.path).path for part in places for one in part.fields.values()]
@@ -136,7 +136,7 @@ def _user(path: Path) -> UserFile:
     return UserFile(path=real, bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.int64]) -> None:
+def _index_part(folder: Folder, index: int, part: PartLocations, rows: NDArray[np.int64]) -> None:
     """Make shards over some samples of a part."""
     recipe, storage = folder.recipe, open_storage(folder.path)
     users = {one.path: _user(one.path) for one in part.fields.values()}
@@ -166,7 +166,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
             file.close()
 
 
-def _sizes(part: PlacedPart, name: str) -> NDArray[np.int64]:
+def _sizes(part: PartLocations, name: str) -> NDArray[np.int64]:
     """Return the bytes of each sample's field."""
     one = part.fields[name]
     if one.lengths is not None:
@@ -174,11 +174,11 @@ def _sizes(part: PlacedPart, name: str) -> NDArray[np.int64]:
     return np.full(part.count, one.field.size_bytes(), np.int64)
 
 
-def _runs(part: PlacedPart, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _runs(part: PartLocations, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return runs_of(part.fields[name].at[rows], _sizes(part, name)[rows])
 
 
-def _record_bytes(part: PlacedPart) -> NDArray[np.int64]:
+def _record_bytes(part: PartLocations) -> NDArray[np.int64]:
     total = np.ones(part.count, np.int64)
     for name in part.fields:
         total += _sizes(part, name)
@@ -197,7 +197,7 @@ def _cut(sizes: NDArray[np.int64], most_bytes: int, most_rows: int) -> Iterator[
         begin = end
 
 
-def _shards(schema: Schema, part: PlacedPart, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def _shards(schema: Schema, part: PartLocations, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     for own in _cut(_record_bytes(part)[rows], format.SHARD_BYTES, format.MAX_ROWS):
         yield rows[own]
 
@@ -205,7 +205,7 @@ def _shards(schema: Schema, part: PlacedPart, rows: NDArray[np.int64]) -> Iterat
 def _fill(
     shard: OpenShard,
     schema: Schema,
-    part: PlacedPart,
+    part: PartLocations,
     rows: NDArray[np.int64],
     files: Mapping[Path, RegularFile],
 ) -> None:
@@ -225,7 +225,7 @@ def _fill(
 
 
 def _read(
-    name: str, field: Field, part: PlacedPart, rows: NDArray[np.int64], files: Mapping[Path, RegularFile]
+    name: str, field: Field, part: PartLocations, rows: NDArray[np.int64], files: Mapping[Path, RegularFile]
 ) -> StoredRows:
     one = part.fields.get(name)
     numbers = rows.tolist()

@@ -22,7 +22,7 @@ from torch import Tensor
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
 from stoker.sources.sql.rules import Columns
-from stoker.sources.sql.tables import Labels, named, read_labels
+from stoker.sources.sql.tables import LabelTable, format_keys, read_labels
 from stoker.store.values import read_field
 from stoker.units import format_count
 
@@ -184,7 +184,7 @@ def join_columns(cache: Cache, join: Join) -> JoinedColumns:
 _FOUND, _MISSING, _REPEATED, _MALFORMED = range(4)
 
 
-def _state(key: str, labels: Labels, repeated: set[str]) -> int:
+def _state(key: str, labels: LabelTable, repeated: set[str]) -> int:
     if key in repeated:
         return _REPEATED
     if key in labels.malformed:
@@ -192,7 +192,7 @@ def _state(key: str, labels: Labels, repeated: set[str]) -> int:
     return _FOUND if key in labels.samples else _MISSING
 
 
-def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str, labels: Labels) -> None:
+def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str, labels: LabelTable) -> None:
     """Refuse what the rules do not allow for.
 
     Raises:
@@ -209,11 +209,11 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
             name = "repeated" if kind == _REPEATED else "missing"
             raise SourceError(
                 f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
-                f"{join.by}: {named(keys)}{why}. Fix the table, or allow for it: "
+                f"{join.by}: {format_keys(keys)}{why}. Fix the table, or allow for it: "
                 f"{arg(name, 'mask')} or 'drop'"
             )
     if not (state == _FOUND).any():
-        on = arg("on", join.on) if isinstance(join.on, str) else f"{named(join.on)} (the keys given)"
+        on = arg("on", join.on) if isinstance(join.on, str) else f"{format_keys(join.on)} (the keys given)"
         raise SourceError(f"{where}: no record has a row. {join.by} must hold what {on} names")
 
 
@@ -222,7 +222,7 @@ def rename_hint(column: str) -> str:
     return arg("columns", {"label": {"column": column, "dtype": "float32"}}, setting="data.join.columns")
 
 
-def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
+def _schema(cache: Cache, labels: LabelTable, *, masked: bool) -> Schema:
     schema = dict(labels.schema)
     by_rules = labels.schema.keys() - {*labels.fields}  # `<field>_known` of null="mask" among them
     for name in labels.schema if masked else ():

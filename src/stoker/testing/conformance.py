@@ -24,7 +24,7 @@ from stoker.schema import (
     check_sample,
     unfolded,
 )
-from stoker.sources.protocol import ReadsMany, Source, SourceIdentity
+from stoker.sources.protocol import BatchSource, Source, SourceIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def check_source(source: Source, *, samples: int = 4) -> None:
 
 def _check_many(source: Source, first: dict[int, Sample]) -> None:
     """Where samples can be read at once, each is what it is alone."""
-    if not isinstance(source, ReadsMany):
+    if not isinstance(source, BatchSource):
         return
     for number, sample in first.items():
         numbers = range(max(0, number - 2), min(len(source), number + 3))

@@ -78,10 +78,10 @@ def test_rows_come_by_copy_or_in_batches_and_are_the_same(
     connection.execute("CREATE TABLE IF NOT EXISTS odd AS SELECT id::numeric AS n, * FROM samples")
     copied = source(server.url())
     for columns in (["power"], {"count": "int16", "known": "bool", "at": {"timestamp": "us"}}, COLUMNS):
-        rows = source(server.url(), columns=columns)._bulk.table
+        rows = source(server.url(), columns=columns)._shared.table
         with monkeypatch.context() as patched:
             patched.setattr(databases, "COPIED", frozenset())
-            assert source(server.url(), columns=columns)._bulk.table.digest == rows.digest
+            assert source(server.url(), columns=columns)._shared.table.digest == rows.digest
     with pytest.raises(SourceError, match="key 9999, column count is NULL"):
         copied.read(40)
 
@@ -238,7 +238,7 @@ def test_one_snapshot_serves_all_statements(
 
     monkeypatch.setattr(tables, "_take", interrupted)
     found = source(server.url(), where="count > -99", version_query="SELECT count(*) FROM samples")
-    rows = found._bulk.table.rows
+    rows = found._shared.table.rows
 
     assert len(rows) == 40
     assert found.dropped == 0
@@ -255,7 +255,7 @@ def test_nothing_shows_a_password(server: Server, caplog: pytest.LogCaptureFixtu
 
     with pytest.raises(StalledError) as raised:
         len(found)
-    texts = f"{found!r} {raised.value} {caplog.text} {found._bulk.request!r}"
+    texts = f"{found!r} {raised.value} {caplog.text} {found._shared.request!r}"
     assert "127.0.0.1:9/db" in texts
     for part in ("s3cr", "0ther", "me:"):
         assert part not in texts
@@ -343,11 +343,11 @@ def test_values_are_picked_by_the_database_as_they_would_be_here(
     for url in (server.url(), database):
         picked = source(url, table="nested", columns=columns)
         whole = source(url, table="nested", columns=columns)
-        whole._bulk.request = replace(whole._bulk.request, picks={})
+        whole._shared.request = replace(whole._shared.request, picks={})
         found = [outcome(picked, number) for number in range(len(odd))]
         assert found == [outcome(whole, number) for number in range(len(odd))]
         assert sum(isinstance(one, str) for one in found) == 14
-        tags = [unpack_row(row)[1].tag for row in picked._bulk.table.rows.some(np.arange(len(odd)))]
+        tags = [unpack_row(row)[1].tag for row in picked._shared.table.rows.some(np.arange(len(odd)))]
         assert tags.count(PICKED) >= 10
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, SourceError, SplitError, StalledError
-from stoker.sources.sql.query import QueryTimeouts, has_password, parse_address
+from stoker.sources.sql.query import QueryTimeouts, has_password, parse_database_url
 from stoker.sources.sql.source import SQLSource
 from stoker.testing.conformance import check_source
 from tests.sources.sql.rows import COLUMNS, change, made, write_sqlite
@@ -158,7 +158,7 @@ def test_the_users_version_names_the_content(database: Path) -> None:
     settings: dict[str, Any] = {"columns": COLUMNS, "version_query": "PRAGMA user_version"}
     one = source(database, **settings)
     before = one.identity()
-    assert not one._bulk.is_read, "an unchanged table is not read"
+    assert not one._shared.is_read, "an unchanged table is not read"
     assert len(one) == 40
 
     change(database, "UPDATE samples SET power = 0")
@@ -330,7 +330,7 @@ def test_a_writer_in_the_middle_of_the_read_is_not_seen(
     wanted = [float(np.float32(row[1])) for row in made()]
     monkeypatch.setattr(tables, "_take", interrupted)
     found = source(database, columns={"power": "float32"}, version_query="SELECT sum(power) FROM samples")
-    found._bulk.table  # noqa: B018
+    found._shared.table  # noqa: B018
 
     assert [float(found.read(n)["power"]) for n in range(40)] == wanted
 
@@ -461,16 +461,16 @@ def test_an_infinite_value_is_no_finite_float64(database: Path) -> None:
 
 
 def test_an_address_hides_what_is_secret_and_nothing_else() -> None:
-    address = parse_address("postgresql://me:p%40ss@db/lab?sslpassword=other&passfile=&sslmode=require")
+    address = parse_database_url("postgresql://me:p%40ss@db/lab?sslpassword=other&passfile=&sslmode=require")
 
     hidden = address.hide("p@ss, p%40ss and other for me at db with require")
 
     assert hidden == "***, *** and *** for me at db with require"
     assert not has_password("postgresql://me@db/lab?password=")
-    assert parse_address("postgresql://db/lab?password=").hide("as it is") == "as it is"
+    assert parse_database_url("postgresql://db/lab?password=").hide("as it is") == "as it is"
 
 
 @pytest.mark.parametrize("url", ["", "sqlite:///", "sqlite:///?mode=rw"])
 def test_an_address_without_a_file_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="no name"):
-        parse_address(url)
+        parse_database_url(url)

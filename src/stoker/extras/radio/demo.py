@@ -39,7 +39,7 @@ from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, canonical_json
 from stoker.sources.protocol import Source
 from stoker.sources.sql.databases import driver
-from stoker.sources.sql.query import Address, parse_address
+from stoker.sources.sql.query import DatabaseURL, parse_database_url
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
 from stoker.train.config import EventSink, TrainConfig
@@ -492,11 +492,11 @@ def write_radio(url: str | Path, spec: RadioSpec) -> bool:
         SourceError: The database cannot be written, or has such a table of another form.
         ReadOnlyError: SQLite's file, or its folder, cannot be written.
     """
-    address = parse_address(url)
+    address = parse_database_url(url)
     return _write_sqlite(address, spec) if address.kind == "sqlite" else _write_postgres(address, spec)
 
 
-def _write_sqlite(address: Address, spec: RadioSpec) -> bool:
+def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
     path = Path(address.target)
     try:
         make_folder(path.parent)
@@ -525,7 +525,7 @@ def _write_sqlite(address: Address, spec: RadioSpec) -> bool:
     return True
 
 
-def _write_postgres(address: Address, spec: RadioSpec) -> bool:
+def _write_postgres(address: DatabaseURL, spec: RadioSpec) -> bool:
     psycopg = driver()
     names = ", ".join(COLUMNS)
     try:
@@ -556,7 +556,7 @@ def remove_radio(path: str, dataset_id: str) -> None:
     Raises:
         SourceError: The database cannot be written.
     """
-    target = Path(parse_address(path).target)
+    target = Path(parse_database_url(path).target)
     if not target.is_file():
         return
     try:

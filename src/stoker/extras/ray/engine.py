@@ -32,8 +32,8 @@ from stoker.precompute.encode import EncodeClock
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot, WorkerView
 from stoker.precompute.settings import EncodeShare, ShareOutcome
 from stoker.scale.slices import Slice, Slices
-from stoker.sources.protocol import Proving
-from stoker.sources.travel import packed
+from stoker.sources.pickling import pickle_for_process
+from stoker.sources.protocol import SelfCheckingSource
 from stoker.store import Failure
 from stoker.units import format_count
 
@@ -558,9 +558,9 @@ class RayEngine:
             ResourceError: No node has what a task takes.
             StokerError: A task failed, or was lost too often.
         """
-        if share.settings.workers != 0 and isinstance(share.source, Proving):
+        if share.settings.workers != 0 and isinstance(share.source, SelfCheckingSource):
             with share.interrupts.raising():
-                share.source.prove()
+                share.source.check_in_child()
         payload = self._packed(share)
         self._cluster.connect(share.interrupts, store_bytes=len(payload))
         with marked(share.folder, whoami()) as folder:
@@ -596,4 +596,4 @@ class RayEngine:
             settings=settings,
             files=share.folder.recipe.files,
         )
-        return packed(load, "job", otherwise=_OTHERWISE)
+        return pickle_for_process(load, "job", otherwise=_OTHERWISE)

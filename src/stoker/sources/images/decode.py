@@ -1,8 +1,8 @@
 """Bytes of an image file to pixels, by declared rules; the only module here that imports Pillow.
 
-The content says what a file is, not its name. Every picture becomes 8 bits, RGB or grey: palettes are looked
+The content says what a file is, not its name. Every picture becomes 8 bits, RGB or gray: palettes are looked
 up, alpha is laid over black, 16 bits keep their upper 8, CMYK is converted without colour profiles, and of
-several frames the first is taken. What Pillow cannot decode to the last byte is an error, never a grey area.
+several frames the first is taken. What Pillow cannot decode to the last byte is an error, never a gray area.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stoker.errors import DecodeError
 from stoker.sources.images.geometry import Colour, Fit, Rules, fit_image
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
-"""What is opened; others (some of which run programs) are taken as not an image."""
+"""Formats that are opened; others (some of which run programs) are taken as not an image."""
 MAX_PIXELS = 89_478_485
 """Pillow's own limit, above which a small file may be meant to fill the memory."""
 _ORIENTATION = 0x0112
@@ -49,7 +49,7 @@ def decoder() -> str:
 
 
 def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8], Fit]:
-    """Pixels `(C, H, W)` of one image, and how they lie to the original.
+    """Pixels `(C, H, W)` of one image, and how they were made from the original.
 
     Raises:
         DecodeError: Not an image, truncated, too large, or of a kind without a rule.
@@ -78,7 +78,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
 
 
 def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
-    """Whole numbers `(H, W)` of a grey image (depths, classes), each taken from the nearest pixel.
+    """Whole numbers `(H, W)` of a gray image (depths, classes), each taken from the nearest pixel.
 
     Raises:
         DecodeError: Not an image, truncated, of several channels or of another size than its colour image.
@@ -101,7 +101,7 @@ def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
 
 
 def nearest_map(values: NDArray[Any], fit: Fit) -> NDArray[np.int32]:
-    """A map `(h, w)` on the stored image, each value from the pixel under its centre; 0 beside the image."""
+    """A map `(h, w)` on the stored image, each value from the pixel under its center; 0 outside the image."""
     rows = ((np.arange(fit.inner[0]) + 0.5) / fit.scale[0]).astype(np.int64)
     columns = ((np.arange(fit.inner[1]) + 0.5) / fit.scale[1]).astype(np.int64)
     placed = np.zeros(fit.canvas, np.int32)
@@ -175,7 +175,7 @@ def _in_8_bits(colour: int | tuple[int, ...], depth: int) -> int | tuple[int, ..
 
 
 def _on_canvas(image: Image.Image, fit: Fit) -> NDArray[np.uint8]:
-    """Pixels `(C, H, W)` of an image in RGB or grey, black beside it."""
+    """Pixels `(C, H, W)` of an image in RGB or gray, black around it."""
     bands = image.getbands()
     canvas = np.zeros((len(bands), *fit.canvas), np.uint8)
     for channel, band in zip(canvas, bands, strict=True):
@@ -185,6 +185,6 @@ def _on_canvas(image: Image.Image, fit: Fit) -> NDArray[np.uint8]:
 
 
 def _inside(fit: Fit) -> tuple[slice, slice]:
-    """Where the image lies on its canvas."""
+    """Return the place of the image on its canvas."""
     top, left = fit.corner
     return slice(top, top + fit.inner[0]), slice(left, left + fit.inner[1])

@@ -1,4 +1,4 @@
-"""Which images there are, and which of them a split takes."""
+"""Images below a folder, and those of a split."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Catalog(Protocol):
     """One way to lay out images and their labels."""
 
     def listing(self) -> Listing:
-        """Which images there are; reads names and lists, no image."""
+        """Return the images; reads names and lists, no image."""
         ...
 
     def schema(self) -> Schema:
@@ -73,17 +73,17 @@ class Catalog(Protocol):
         ...
 
     def digest(self, entries: Sequence[Entry]) -> str | None:
-        """Of labels that come from no file of `files`; None: there are none."""
+        """Return the digest of labels that come from no file of `files`; None: no such labels."""
         ...
 
     def settings(self) -> dict[str, Json]:
-        """What decides the labels beside files, for the recipe."""
+        """Return what decides the labels in addition to files, for the recipe."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Which images are asked for."""
+class ImageSelection:
+    """The split and number of images that are asked for."""
 
     split: str | None
     splits: Mapping[str, float] | None
@@ -91,7 +91,9 @@ class Wanted:
     max_samples: int | None
 
 
-def choose(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], dict[str, Json]]:
+def choose_images(
+    listing: Listing, selection: ImageSelection, where: str
+) -> tuple[list[Entry], dict[str, Json]]:
     """The images of a split, and the rule as it goes into a recipe.
 
     Lists and folders named after splits win; without any, fractions are cut over the keys.
@@ -100,15 +102,15 @@ def choose(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], d
         SplitError: The split does not exist, or fractions would cut across lists.
         SourceError: No image is left.
     """
-    taken, rule = _of_split(listing, wanted, where)
-    if wanted.max_samples is not None and wanted.max_samples < len(taken):
-        order = sorted(taken, key=lambda entry: _draw(entry.key, wanted.seed))
-        drawn = set(order[: wanted.max_samples])
+    taken, rule = _of_split(listing, selection, where)
+    if selection.max_samples is not None and selection.max_samples < len(taken):
+        order = sorted(taken, key=lambda entry: _draw(entry.key, selection.seed))
+        drawn = set(order[: selection.max_samples])
         taken = [entry for entry in taken if entry in drawn]
-        rule["drawn"] = {"count": wanted.max_samples, "seed": wanted.seed}
+        rule["drawn"] = {"count": selection.max_samples, "seed": selection.seed}
     if not taken:
         raise SourceError(
-            f"{where} holds no image{f' of {wanted.split}' if wanted.split else ''}. {_SUFFIXES}"
+            f"{where} holds no image{f' of {selection.split}' if selection.split else ''}. {_SUFFIXES}"
         )
     return taken, rule
 
@@ -116,20 +118,20 @@ def choose(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], d
 _SUFFIXES = f"Images end in {', '.join(SUFFIXES)}"
 
 
-def _of_split(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], dict[str, Json]]:
-    if wanted.split is not None and listing.splits:
-        split = canonical_split(wanted.split)
-        if wanted.splits is not None:
+def _of_split(listing: Listing, selection: ImageSelection, where: str) -> tuple[list[Entry], dict[str, Json]]:
+    if selection.split is not None and listing.splits:
+        split = canonical_split(selection.split)
+        if selection.splits is not None:
             raise SplitError(
                 f"{where} already divides its images into {', '.join(listing.splits)}; {arg('splits')} "
                 "would divide them again. Leave splits out"
             )
         if split not in listing.splits:
-            raise absent_split(where, wanted.split, listing.splits)
+            raise absent_split(where, selection.split, listing.splits)
         return list(listing.splits[split]), {"split": split}
     # No file carries a split in its name here, so that this checks the fractions and says which are cut.
     choice: SplitChoice = choose_split(
-        ["images"], split=wanted.split, splits=wanted.splits, seed=wanted.seed, where=where
+        ["images"], split=selection.split, splits=selection.splits, seed=selection.seed, where=where
     )
     if choice.fractions is None or choice.split is None:
         return list(listing.every), dict(choice.to_json())
@@ -145,7 +147,7 @@ def _draw(key: str, seed: int) -> bytes:
 def images_below(root: Path, folder: str = "") -> list[Entry]:
     """All entries below `root/folder` with an image's name, in natural order; hidden ones are left out.
 
-    What has such a name and is no regular file is listed too: it is set aside by name when it is read.
+    What has such a name and is not a regular file is listed too: it is set aside by name when it is read.
 
     Raises:
         SourceError: A folder cannot be looked into.
@@ -168,7 +170,7 @@ def images_below(root: Path, folder: str = "") -> list[Entry]:
 
 
 def _walk(top: Path, refused: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As `os.walk`; in a confined process no folder is listed that lies elsewhere."""
+    """As `os.walk`; in a confined process no folder is listed that is elsewhere."""
     if confined_sources() is None:
         yield from os.walk(top, onerror=refused)
         return
@@ -208,7 +210,7 @@ def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """All bytes of a file.
 
     Raises:
-        SourceError: It is not there, cannot be read, is no regular file, is empty or above the limit.
+        SourceError: It is not there, cannot be read, is not a regular file, is empty or above the limit.
     """
     try:
         with open_regular(path) as file:
@@ -239,7 +241,7 @@ def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
 # Images without labels, and images in a folder for each class.
 
 
-class Plain:
+class PlainFolder:
     """All images below a folder; `train`, `val` and `test` directly below it are its splits."""
 
     def __init__(self, root: Path) -> None:
@@ -279,12 +281,11 @@ class Plain:
         return {}
 
 
-class ClassFolders:
+class ClassFolders(PlainFolder):
     """`root/<class>/...` or `root/<split>/<class>/...`; `label` is the class's place among their names."""
 
     def __init__(self, root: Path, classes: Sequence[str] | None) -> None:
-        self._root = root
-        self._plain = Plain(root)
+        super().__init__(root)
         self._depth = 1 if split_folders(root) else 0
         self._places: dict[str, int] | None = None
         if classes is not None:
@@ -294,7 +295,7 @@ class ClassFolders:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their numbers."""
         if self._places is None:
-            names = {self._class_of(entry) for entry in self._plain.listing().every}
+            names = {self._class_of(entry) for entry in self.listing().every}
             self._places = {name: place for place, name in enumerate(sorted(names, key=natural_key))}
         return tuple(self._places)
 
@@ -305,10 +306,6 @@ class ClassFolders:
                 f"{self._root / entry.image} is not in a folder of a class. Expected <class>/<image>"
             )
         return folders[0]
-
-    def listing(self) -> Listing:
-        """See `Catalog`."""
-        return self._plain.listing()
 
     def schema(self) -> Schema:
         """`label`, the number of the class."""
@@ -324,14 +321,6 @@ class ClassFolders:
                 f"{arg('classes', list(classes))}. Add it, or move the image"
             )
         return {"label": np.asarray(classes.index(name), dtype=np.int64)}
-
-    def files(self, entry: Entry) -> Iterable[str]:
-        """None: the class is in the name."""
-        return ()
-
-    def digest(self, entries: Sequence[Entry]) -> str | None:
-        """None: file names are part of the recipe."""
-        return None
 
     def settings(self) -> dict[str, Json]:
         """The classes."""

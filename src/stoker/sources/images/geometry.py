@@ -1,8 +1,8 @@
-"""Where a resize takes boxes, points and cameras.
+"""Move boxes, points and cameras with a resized image.
 
-Pixels are squares: pixel `i` reaches from `i` to `i + 1` as an edge, and its centre has the coordinate `i`
+Pixels are squares: pixel `i` reaches from `i` to `i + 1` as an edge, and its center has the coordinate `i`
 as a point. So edges (boxes) are scaled, and points (joints, principal points) are scaled about the corner of
-the image, which for them lies at -0.5: a joint stays on the pixel that it was on.
+the image, which for them is at -0.5: a joint stays on the pixel that it was on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ is black, half on either side. `short`: both alike, so that the shorter axis has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How an image of one size becomes one of another."""
+    """The way an image of one size becomes one of another."""
 
     before: tuple[int, int]
     """(height, width) as shown, in pixels."""
     inner: tuple[int, int]
     """(height, width) after scaling."""
     canvas: tuple[int, int]
-    """(height, width) of what is stored; `inner` lies inside it."""
+    """(height, width) of what is stored; `inner` is inside it."""
     corner: tuple[int, int]
     """(top, left) of `inner` on the canvas."""
 
@@ -47,7 +47,7 @@ class Fit:
         return moved.astype(np.float32)
 
     def points(self, points: NDArray[Any]) -> NDArray[np.float32]:
-        """Points `(..., 2)` of pixel centres x, y, moved to the stored image."""
+        """Points `(..., 2)` of pixel centers x, y, moved to the stored image."""
         y, x = self.scale
         top, left = self.corner
         moved = (np.asarray(points, dtype=np.float64) + 0.5) * (x, y) - 0.5 + (left, top)
@@ -62,7 +62,7 @@ class Fit:
 
 
 def fit_image(before: tuple[int, int], size: tuple[int, int], rule: FitRule) -> Fit:
-    """How an image of `before` (height, width) is brought to `size`.
+    """Return how an image of `before` (height, width) is brought to `size`.
 
     >>> fit_image((480, 640), (224, 224), "letterbox")
     Fit(before=(480, 640), inner=(168, 224), canvas=(224, 224), corner=(28, 0))
@@ -90,7 +90,7 @@ Colour: TypeAlias = Literal["RGB", "L"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is done to every image."""
+    """The changes that are made to every image."""
 
     size: tuple[int, int]
     """(height, width) wanted."""
@@ -99,13 +99,13 @@ class Rules:
     filter: Filter = "bilinear"
     """Pillow's filter, which looks at all pixels that fall together when an image shrinks."""
     reduced: bool = True
-    """Decode JPEG at 1/2, 1/4 or 1/8 where that is no smaller than the size wanted."""
+    """Decode JPEG at 1/2, 1/4 or 1/8 where that is not smaller than the size wanted."""
     turned: bool = True
     """Turn images as their EXIF orientation says, like any viewer."""
 
     @property
     def channels(self) -> int:
-        """3, or 1 for grey."""
+        """3, or 1 for gray."""
         return 3 if self.colour == "RGB" else 1
 
     def to_json(self) -> dict[str, Json]:
@@ -119,7 +119,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objects:
-    """What one image is annotated with, in pixels of the original."""
+    """The annotations of one image, in pixels of the original."""
 
     boxes: NDArray[np.float64]
     """`(n, 4)`: edges x0, y0, x1, y1."""
@@ -135,12 +135,12 @@ class Objects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRules:
-    """How objects become fields."""
+    """The rules by which objects become fields."""
 
     limit: int | None
     """Objects that there is room for; None: ragged, as many as there are."""
     flag: str
-    """What the field of flags is called."""
+    """Name of the field of flags."""
     keypoints: int = 0
     """Keypoints of an object."""
     strict: bool = False

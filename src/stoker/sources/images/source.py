@@ -14,18 +14,19 @@ import numpy as np
 from stoker.errors import ConfigError, arg
 from stoker.plugins import load_extension
 from stoker.schema import Field, Json, Sample, Schema, digest_json
-from stoker.sources.given import check_path, check_splits, check_whole, listed
+from stoker.sources.arguments import check_int, check_path, check_splits, listed
 from stoker.sources.images.folders import (
     Catalog,
     ClassFolders,
     Entry,
-    Plain,
-    Wanted,
-    choose,
+    ImageSelection,
+    PlainFolder,
+    choose_images,
     read_file,
     require_folder,
 )
 from stoker.sources.images.geometry import Colour, Filter, FitRule, ObjectRules, Rules
+from stoker.sources.parts import check_index, even_runs
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.units import MIB
 
@@ -42,7 +43,7 @@ _RUN_BYTES = 8 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """How labels become fields; what a layout has no use for is refused."""
+    """Rules by which labels become fields; a rule that a layout does not use is refused."""
 
     classes: Sequence[str] | None = None
     """Names in the order of their numbers; None: those that the annotations name (which reads them all)."""
@@ -58,7 +59,7 @@ class Labels:
     """Of DexYCB: maps to take along."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no list of names, or no number of objects."""
+        """Refuse what is not a list of names, or not a number of objects."""
         for name in ("classes", "extras"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, str) or listed(value) is None):
@@ -66,13 +67,7 @@ class Labels:
                     f"labels has {arg(name, value)}. Expected a list of names, as {arg(name, ['...'])}"
                 )
         if self.max_objects is not None:
-            check_whole("labels' max_objects", self.max_objects, least=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scan:
-    entries: tuple[Entry, ...]
-    rule: dict[str, Json]
+            check_int("labels' max_objects", self.max_objects, least=1)
 
 
 class ImageSource:
@@ -86,7 +81,7 @@ class ImageSource:
         splits, seed: Fractions, where the data names no splits itself, and the seed of cuts and draws.
         max_samples: Draw so many images of the split, evenly; None: all.
         fit: `stretch`, `letterbox` or `short`, see `FitRule`; labels go where their pixels go.
-        colour: `RGB`, or `L` for grey.
+        colour: `RGB`, or `L` for gray.
         store: `pixels`, or `encoded`: the file's own bytes, decoded when they are served.
         labels: How labels become fields, see `Labels`.
         filter, reduced, turned: See `Rules`.
@@ -127,7 +122,7 @@ class ImageSource:
         check_path("root", root)
         check_splits(split, splits, seed)
         if max_samples is not None:
-            check_whole("max_samples", max_samples, least=1)
+            check_int("max_samples", max_samples, least=1)
         self._rules = Rules(
             size=_size(size, fit), fit=fit, colour=colour, filter=filter, reduced=reduced, turned=turned
         )
@@ -136,17 +131,17 @@ class ImageSource:
         self._store: Store = store
         own = labels if isinstance(labels, Labels) else _labels({} if labels is None else labels)
         self._catalog = _catalog(self._root, annotations, own, self._rules)
-        self._wanted = Wanted(split=split, splits=splits, seed=seed, max_samples=max_samples)
-        self._scanned: _Scan | None = None
+        self._selection = ImageSelection(split=split, splits=splits, seed=seed, max_samples=max_samples)
+        self._found: tuple[Sequence[Entry], dict[str, Json]] | None = None
 
     def __repr__(self) -> str:
-        """Where the images lie, without looking at them."""
-        of = f", split={self._wanted.split!r}" if self._wanted.split else ""
+        """The folder, without reading it."""
+        of = f", split={self._selection.split!r}" if self._selection.split else ""
         return f"ImageSource({str(self._root)!r}, {self._layout!r}, {self._rules.size}{of})"
 
     def __len__(self) -> int:
         """Images after selection, at least one."""
-        return len(self._scan().entries)
+        return len(self._entries)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -165,22 +160,20 @@ class ImageSource:
             schema["image_shape"] = Field(shape=(2,), dtype="int32")
         return {**schema, **self._catalog.schema()}
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Image `number` and its labels.
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Image `index` and its labels.
 
         Returns:
             Fresh arrays as in `schema()`.
         Raises:
             SourceError: A file is missing or cannot be read.
             DecodeError: The image or its labels are damaged; names the file.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
         from stoker.sources.images.decode import decode
 
-        entries = self._scan().entries
-        if not 0 <= number < len(entries):
-            raise IndexError(f"sample {number} does not exist: this source has {len(entries)}")
-        entry = entries[number]
+        check_index(index, len(self))
+        entry = self._entries[index]
         path = self._root / entry.image
         data = read_file(path)
         pixels, fit = decode(data, self._rules, where=str(path))
@@ -194,66 +187,65 @@ class ImageSource:
             sample["image"] = pixels
         return {**sample, **self._catalog.labels(entry, fit)}
 
-    def locate(self, number: int) -> str:
+    def locate(self, index: int) -> str:
         """The file of the image."""
-        return str(self._root / self._scan().entries[number].image)
+        return str(self._root / self._entries[index].image)
 
-    def sample_files(self, number: int) -> Sequence[str]:
-        """The files, by their names in the identity, that decide sample `number`."""
-        entry = self._scan().entries[number]
+    def sample_files(self, index: int) -> Sequence[str]:
+        """The files, by their names in the identity, that decide sample `index`."""
+        entry = self._entries[index]
         return (entry.image, *self._catalog.files(entry))
 
     def runs(self) -> Sequence[range]:
         """Ranges of about 8 MiB of pixels, never across parts."""
         height, width = self._rules.size
         length = max(1, _RUN_BYTES // (self._rules.channels * height * width))
-        found: list[range] = []
-        for first, last in self._spans():
-            found += [range(low, min(low + length, last)) for low in range(first, last, length)]
-        return found
+        return [range(low, min(low + length, part.stop)) for part in self._spans() for low in part[::length]]
 
     def keys(self) -> Sequence[str]:
         """File names without suffix, relative to the root."""
-        return [entry.key for entry in self._scan().entries]
+        return [entry.key for entry in self._entries]
 
     def identity(self) -> SourceIdentity:
         """Content of images and labels, the rules of decoding, and the version of what decodes."""
         from stoker.sources.images.decode import decoder
 
-        scan = self._scan()
         settings: dict[str, Json] = {
             "layout": self._layout,
             "rules": self._rules.to_json(),
             "decoder": decoder(),
             "store": self._store,
             "labels": self._catalog.settings(),
-            "split": scan.rule,
+            "split": self._chosen()[1],
         }
         return SourceIdentity(
             kind=f"images/{VERSION}",
-            parts=tuple(self._part(*span) for span in self._spans()),
+            parts=tuple(map(self._part, self._spans())),
             settings=settings,
         )
 
-    def _part(self, first: int, last: int) -> Part:
-        entries = self._scan().entries[first:last]
+    def _part(self, span: range) -> Part:
+        entries = self._entries[span.start : span.stop]
         names = {name: None for entry in entries for name in (entry.image, *self._catalog.files(entry))}
-        # What is missing or may not be read is no file of the recipe: its sample is set aside by name.
+        # A file that is missing or may not be read stays out of the recipe: its sample is quarantined.
         present = ((name, self._root / name) for name in names)
         files = [FileRef(name=name, path=path) for name, path in present if _readable(path)]
         digest = digest_json([[entry.image for entry in entries], self._catalog.digest(entries)])
-        name = f"images {first // PART_SAMPLES}"
+        name = f"images {span.start // PART_SAMPLES}"
         return Part(name=name, count=len(entries), files=tuple(files), digest=digest)
 
-    def _spans(self) -> list[tuple[int, int]]:
-        count = len(self)
-        return [(first, min(first + PART_SAMPLES, count)) for first in range(0, count, PART_SAMPLES)]
+    def _spans(self) -> list[range]:
+        return even_runs(len(self), PART_SAMPLES)
 
-    def _scan(self) -> _Scan:
-        if self._scanned is None:
-            entries, rule = choose(self._catalog.listing(), self._wanted, str(self._root))
-            self._scanned = _Scan(entries=tuple(entries), rule=rule)
-        return self._scanned
+    @property
+    def _entries(self) -> Sequence[Entry]:
+        return self._chosen()[0]
+
+    def _chosen(self) -> tuple[Sequence[Entry], dict[str, Json]]:
+        """Return the images of the split, and the rule as it goes into a recipe."""
+        if self._found is None:
+            self._found = choose_images(self._catalog.listing(), self._selection, str(self._root))
+        return self._found
 
 
 def require_pillow() -> None:
@@ -312,11 +304,11 @@ _USES: Mapping[Layout | None, tuple[str, ...]] = {
 
 
 _FLAGS: Mapping[Layout | None, str] = {"voc": "difficult", "coco": "crowd"}
-"""What a layout with objects calls those that are told apart."""
+"""The name of a layout's flag of objects."""
 
 
 def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) -> Catalog:
-    """What finds images and reads labels of a layout.
+    """Return what finds images and reads labels of a layout.
 
     Raises:
         ConfigError: `labels` has a setting that the layout has no use for.
@@ -339,4 +331,4 @@ def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) ->
     if layout == "dexycb":
         size = None if rules.fit == "short" else rules.size
         return load_extension("images.dexycb")(root, labels.setup, labels.extras).for_size(size)
-    return ClassFolders(root, labels.classes) if layout == "folder" else Plain(root)
+    return ClassFolders(root, labels.classes) if layout == "folder" else PlainFolder(root)

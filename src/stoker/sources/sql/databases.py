@@ -6,8 +6,8 @@ import math
 import sqlite3
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, arg
 from stoker.sources.files import check_opened_since, confined_sources, descriptors
-from stoker.sources.sql.query import Request, quoted, received
+from stoker.sources.sql.query import Request, decode_picked, quoted
 from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
@@ -30,8 +30,8 @@ from stoker.sources.sql.rows import (
     Column,
     JsonText,
     Micros,
+    NumberColumn,
     Packed,
-    Plain,
     Text,
     as_list,
     pack_columns,
@@ -91,7 +91,7 @@ class SqliteSession:
         while rows := self._fetch(cursor, size):
             columns = list(zip(*rows, strict=True))
             for place in places:
-                columns[place] = tuple(map(received, columns[place]))
+                columns[place] = tuple(map(decode_picked, columns[place]))
             packed = pack_columns(columns)
             yield packed, list(zip(*columns[:width], strict=True))
             size = next_size(len(rows), len(packed.data))
@@ -99,22 +99,25 @@ class SqliteSession:
 
     def _execute(self, sql: str) -> sqlite3.Cursor:
         self._deadline = time.monotonic() + self._timeouts.statement_s
-        try:
+        with self._errors():
             return self._connection.execute(sql)
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        try:
+            yield
         except sqlite3.Error as error:
-            raise self._said(error) from error
+            raise self._translate(error) from error
 
     def _fetch(self, cursor: sqlite3.Cursor, size: int) -> list[Any]:
-        try:
+        with self._errors():
             return cursor.fetchmany(size)
-        except sqlite3.Error as error:
-            raise self._said(error) from error
 
     def _late(self) -> int:
         return int(time.monotonic() > self._deadline)
 
-    def _said(self, error: sqlite3.Error) -> Exception:
-        """What SQLite said, as an error of ours."""
+    def _translate(self, error: sqlite3.Error) -> Exception:
+        """Return an error of SQLite as one of ours."""
         where, timeouts = self._request.where_it_is, self._timeouts
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -186,7 +189,7 @@ SIGNATURE = b"PGCOPY\n\xff\r\n\x00"
 _HEADER = len(SIGNATURE) + 8
 _TRAILER = b"\xff\xff"
 YEAR_2000_US = 946_684_800_000_000
-"""Where PostgreSQL's times begin, in microseconds since 1970."""
+"""The first moment of PostgreSQL's times, in microseconds since 1970."""
 DAY_US = 86_400_000_000
 """Microseconds in a day."""
 
@@ -286,11 +289,11 @@ def _even(data: bytes, types: Sequence[int]) -> tuple[list[Column], int] | None:
     return columns, table.nbytes
 
 
-def _plain(values: NDArray[Any], number: int) -> Plain:
+def _plain(values: NDArray[Any], number: int) -> NumberColumn:
     tag = FIXED_TYPES[number][0]
     if tag == TIME:
         values = _since_1970(values.astype(np.int64), DAY_US if number == _DATE else 1)
-    return Plain(tag, values)
+    return NumberColumn(tag, values)
 
 
 def _column(column: Sequence[bytes | None], number: int) -> Column:
@@ -337,8 +340,8 @@ _PASSING = ("08", "57P", "53")
 _FINAL = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
 
 
-class LostError(Exception):
-    """There is no connection, or none any more; another try may have one."""
+class ConnectionLostError(Exception):
+    """The connection failed or was lost; another attempt may succeed."""
 
 
 class PostgresSession:
@@ -364,7 +367,7 @@ class PostgresSession:
                 error, self._psycopg.OperationalError
             ):
                 raise SourceError(f"{request.address.shown}: {text}. Check the URL and your rights") from None
-            raise LostError(text) from None
+            raise ConnectionLostError(text) from None
         self._types: dict[str, int] = {}
         self._begin()
 
@@ -408,7 +411,7 @@ class PostgresSession:
                 for columns in copied_columns(copy, types, COPY_BYTES):
                     yield self._packed(columns, picked)
             except MalformedCopyError as error:
-                raise LostError(f"what COPY sends is not a stream of rows: {error}") from error
+                raise ConnectionLostError(f"what COPY sends is not a stream of rows: {error}") from error
 
     def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         size = 64
@@ -422,7 +425,7 @@ class PostgresSession:
     def _packed(self, columns: list[Column], picked: Collection[str]) -> tuple[Packed, list[tuple[Any, ...]]]:
         for name in picked:
             place = self._request.selected.index(name)
-            columns[place] = [received(value) for value in as_list(columns[place])]
+            columns[place] = [decode_picked(value) for value in as_list(columns[place])]
         keys = zip(*map(as_list, columns[: len(self._request.key)]), strict=True)
         return pack_columns(columns), list(keys)
 
@@ -447,11 +450,16 @@ class PostgresSession:
         with self._errors():
             return self._connection.execute(sql)
 
-    def _errors(self) -> _Translated:
-        return _Translated(self)
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        """Turn errors of psycopg into ours, without what is secret in them."""
+        try:
+            yield
+        except self._psycopg.Error as error:
+            raise self._translate(error) from None
 
-    def said(self, error: Any) -> Exception:
-        """What PostgreSQL said, as an error of ours."""
+    def _translate(self, error: Any) -> Exception:
+        """Return an error of PostgreSQL as one of ours."""
         where, timeouts, text = self._request.where_it_is, self._timeouts, self._text(error)
         state = error.sqlstate or ""
         if state == "57014":
@@ -467,25 +475,11 @@ class PostgresSession:
             )
         lost = isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
         if state.startswith(_PASSING) or (lost and not state):
-            return LostError(text)
+            return ConnectionLostError(text)
         return SourceError(f"{where}: {text}. Check table, columns, query and where")
 
     def _text(self, error: BaseException) -> str:
         return self._request.address.hide(" ".join(str(error).split()))
-
-
-class _Translated:
-    """Turns errors of psycopg into ours, and hides what is secret in them."""
-
-    def __init__(self, session: PostgresSession) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, driver().Error):
-            raise self._session.said(error) from None
 
 
 def driver() -> Any:
@@ -508,7 +502,7 @@ def since_1970(since_2000_us: int) -> Micros:
 
 
 def _adapt(connection: Any) -> None:
-    """Have JSON handed over as it was sent, and times as numbers, for they may lie outside Python's years."""
+    """Have JSON passed on as it was sent, and times as numbers: they may be outside Python's years."""
     load = import_module("psycopg.types.json").set_json_loads
     load(JsonText, connection)
     loader = import_module("psycopg.adapt").Loader

@@ -1,4 +1,4 @@
-"""What is asked of a database, as SQL that SQLite and PostgreSQL share."""
+"""Requests to a database, as SQL that SQLite and PostgreSQL share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECRET = ("password", "sslpassword", "passfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class DatabaseURL:
     """One database."""
 
     kind: Literal["sqlite", "postgresql"]
@@ -39,12 +39,12 @@ class Address:
         return text
 
 
-def parse_address(url: str | Path) -> Address:
+def parse_database_url(url: str | Path) -> DatabaseURL:
     """The database that is meant.
 
-    >>> parse_address("sqlite:///rows.db").target, parse_address("rows.db").shown
+    >>> parse_database_url("sqlite:///rows.db").target, parse_database_url("rows.db").shown
     ('rows.db', 'rows.db')
-    >>> parse_address("postgresql://me:secret@db.example:5433/lab?sslmode=require").shown
+    >>> parse_database_url("postgresql://me:secret@db.example:5433/lab?sslmode=require").shown
     'postgresql://db.example:5433/lab'
 
     Args:
@@ -77,7 +77,7 @@ def parse_address(url: str | Path) -> Address:
             "the database's URL is malformed. Expected postgresql://HOST:PORT/DATABASE"
         ) from None
     host = parts.netloc.rpartition("@")[2]
-    return Address(
+    return DatabaseURL(
         kind="postgresql",
         target=f"postgresql://{rest}",
         shown=f"postgresql://{host}{parts.path}",
@@ -86,27 +86,27 @@ def parse_address(url: str | Path) -> Address:
 
 
 def sqlite_url(path: str | Path) -> str:
-    """Return the address of a SQLite file, from which `parse_address` reads the very same path.
+    """Return the address of a SQLite file, from which `parse_database_url` reads the very same path.
 
-    >>> parse_address(sqlite_url("/data/100%25 of?it.db")).target
+    >>> parse_database_url(sqlite_url("/data/100%25 of?it.db")).target
     '/data/100%25 of?it.db'
     """
     return f"sqlite:///{quote(str(path))}"
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL holds a secret, which a settings file should not.
+    """Return whether a URL holds a secret, which a settings file should not.
 
     >>> has_password("postgresql://me:secret@host/db"), has_password("postgresql://me@host/db")
     (True, False)
     """
-    return bool(parse_address(url).secrets)
+    return bool(parse_database_url(url).secrets)
 
 
-def _sqlite(path: str) -> Address:
+def _sqlite(path: str) -> DatabaseURL:
     if not path:
         raise ConfigError("the database's file has no name. Expected sqlite:///FILE, or the file's path")
-    return Address(kind="sqlite", target=path, shown=path)
+    return DatabaseURL(kind="sqlite", target=path, shown=path)
 
 
 def _secrets(password: str | None, query: str) -> Iterator[str]:
@@ -121,8 +121,8 @@ def _secrets(password: str | None, query: str) -> Iterator[str]:
 #
 # Of a list of objects with hundreds of numbers a rule often wants a few. The database holds it in a form
 # that it walks much faster than JSON is parsed here: it sends the picked values of each entry as a list in
-# their order, marked so that they are told from the whole. A value that is no list of at most so many
-# objects is sent whole, so that what is wrong with it is found and said in one place.
+# their order, marked so that they are told from a complete value. A value that is not a list of at most so
+# many objects is sent completely, so that its error is found and reported in one place.
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_ -]+")
@@ -137,7 +137,7 @@ JSONB, JSONB_LIST = 3802, 3807
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """What of a column is wanted."""
+    """The parts of a column that rules use."""
 
     column: str
     most: int
@@ -147,7 +147,7 @@ class Pick:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether SQL says the same as we would."""
+        """True where SQL picks the same values as Python would."""
         return all(_PLAIN_NAME.fullmatch(name) for path in self.paths for name in path)
 
     def in_sqlite(self, column: str) -> str | None:
@@ -177,7 +177,8 @@ class Pick:
         paths = [".".join([place, *(f'"{name}"' for name in path)]) for path in self.paths]
         listed = ", ".join(f"'{path}'" for path in paths)
         extracted = f"json_extract({column}, {listed})"
-        return extracted if len(self.paths) > 1 else f"json_array({extracted})"  # of one it is no list
+        # Of one path, `json_extract` gives no list.
+        return extracted if len(self.paths) > 1 else f"json_array({extracted})"
 
     def in_postgres(self, column: str, kind: int) -> str | None:
         """An expression over a column of type `kind`; None where it is neither jsonb nor jsonb[]."""
@@ -196,8 +197,8 @@ class Pick:
         return f"(SELECT CASE WHEN {chosen} THEN {picked} ELSE {whole} END FROM {entries} AS stoker_entry)"  # noqa: S608
 
 
-def received(value: Any) -> Any:
-    """What a database sent for a column that was picked from, told apart."""
+def decode_picked(value: Any) -> Any:
+    """Return a value of a column that was picked from, as `PickedText` or `JsonText`."""
     if isinstance(value, str):
         value = Text(value.encode("utf-8", "surrogateescape"))
     if not isinstance(value, Text):
@@ -207,7 +208,7 @@ def received(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTimeouts:
-    """How long a database is waited for, in seconds, and how often it is tried again."""
+    """Timeouts of a database in seconds, and the number of attempts."""
 
     connect_s: float = 10.0
     """To be connected."""
@@ -216,7 +217,7 @@ class QueryTimeouts:
     lock_s: float = 30.0
     """For others who hold a lock; in SQLite for a writer."""
     attempts: int = 4
-    """Tries in all, when there is no connection or it is lost; each begins anew with a new snapshot."""
+    """Tries in all, when there is no connection or it is lost; each begins with a new snapshot."""
     backoff_s: float = 0.5
     """Before the second try; twice as long before each further one."""
 
@@ -235,7 +236,7 @@ class QueryTimeouts:
 class Request:
     """Rows of a table or query, in the order of their key."""
 
-    address: Address
+    address: DatabaseURL
     relation: str
     """`"table"` or `(query) AS q`."""
     name: str
@@ -251,7 +252,7 @@ class Request:
     picks: Mapping[str, Pick] = field(default_factory=dict[str, Pick])
     """Columns of which a part is enough."""
     unique: bool = True
-    """Whether a key that comes twice is an error."""
+    """A key that comes twice is an error."""
     timeouts: QueryTimeouts = QueryTimeouts()
     spill_dir: str | None = None
     """Folder of the file that rows are kept in; None: the system's for temporary files."""
@@ -285,7 +286,7 @@ class Request:
 
 
 def relation_of(table: str | None, query: str | None) -> tuple[str, str]:
-    """What stands after `FROM`, and its name.
+    """Return what follows `FROM`, and its name.
 
     >>> relation_of("lab.rows", None), relation_of(None, "SELECT 1 AS id;")
     (('"lab"."rows"', 'lab.rows'), ('(SELECT 1 AS id\\n) AS q', 'query'))

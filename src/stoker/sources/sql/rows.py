@@ -93,20 +93,20 @@ class Packed(NamedTuple):
     """By column how many values have which tag."""
 
 
-class Plain(NamedTuple):
+class NumberColumn(NamedTuple):
     """A column of numbers or times, all there."""
 
     tag: int
     values: NDArray[Any]
 
 
-Column: TypeAlias = "Plain | Sequence[Any]"
+Column: TypeAlias = "NumberColumn | Sequence[Any]"
 """Values as their driver gave them."""
 
 
 def as_list(column: Column) -> Sequence[Any]:
     """Values of a column one by one."""
-    return column.values.tolist() if isinstance(column, Plain) else column
+    return column.values.tolist() if isinstance(column, NumberColumn) else column
 
 
 def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
@@ -117,7 +117,7 @@ def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
 def pack_columns(columns: Sequence[Column]) -> Packed:
     """Columns of equal length as the bytes of rows."""
     columns = [_plain(column) for column in columns]
-    plain = [column for column in columns if isinstance(column, Plain)]
+    plain = [column for column in columns if isinstance(column, NumberColumn)]
     if len(plain) == len(columns):
         return pack_fixed(plain)
     counted: list[Counter[int]] = []
@@ -133,7 +133,7 @@ def pack_columns(columns: Sequence[Column]) -> Packed:
     return Packed(b"".join(chain.from_iterable(zip(*parts, strict=True))), lengths, counted)
 
 
-def pack_fixed(columns: Sequence[Plain]) -> Packed:
+def pack_fixed(columns: Sequence[NumberColumn]) -> Packed:
     """Columns of numbers and times, all there, as bytes: a tag and 8 bytes each."""
     count = len(columns[0].values)
     names = [(f"{part}{place}", kind) for place, (tag, _) in enumerate(columns)
@@ -151,17 +151,17 @@ _TEXTS = {Text: TEXT, JsonText: JSON, PickedText: PICKED}
 
 
 def _plain(column: Column) -> Column:
-    if isinstance(column, Plain):
+    if isinstance(column, NumberColumn):
         return column
     kinds = {*map(type, column)}
     tag = _PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
-    return column if tag is None else Plain(tag, np.asarray(column))
+    return column if tag is None else NumberColumn(tag, np.asarray(column))
 
 
 def _parts(column: Column) -> tuple[list[Sequence[bytes]], Counter[int]]:
     """For each value its bytes, or those that go before it and its own; and how many are of which kind."""
-    count = len(column.values) if isinstance(column, Plain) else len(column)
-    if isinstance(column, Plain):
+    count = len(column.values) if isinstance(column, NumberColumn) else len(column)
+    if isinstance(column, NumberColumn):
         packed = pack_fixed([column])
         data = bytes(packed.data)
         return [[data[at : at + 9] for at in range(0, 9 * count, 9)]], packed.tags[0]
@@ -284,12 +284,12 @@ def shown_key(values: Sequence[Value]) -> str:
 _TOKEN_BYTES = 16
 
 
-class GoneError(Exception):
+class SpillLostError(Exception):
     """The process that holds the rows has ended, or is on another machine."""
 
 
 class Spill:
-    """Rows as bytes; first appended, then sealed, then read by number."""
+    """Rows as bytes; first appended, then read by index."""
 
     def __init__(self, folder: str | None = None) -> None:
         try:
@@ -317,8 +317,8 @@ class Spill:
         self._lengths.append(lengths)
         self.size_bytes += len(data)
 
-    def seal(self) -> None:
-        """End writing; where rows begin is written behind them, for whoever maps the file."""
+    def finish_writing(self) -> None:
+        """End writing; where rows begin is written after them, for every process that maps the file."""
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -349,7 +349,7 @@ class Spill:
         return [whole[low:high] for low, high in zip(lows, highs, strict=True)]
 
     def reference(self) -> dict[str, Any]:
-        """What another process of this machine needs to map the rows."""
+        """Return what another process of this machine needs to map the rows."""
         return {
             "pid": self._pid,
             "fd": self._file.fileno(),
@@ -359,7 +359,7 @@ class Spill:
         }
 
     @classmethod
-    def of(cls, reference: dict[str, Any]) -> Spill:
+    def open_reference(cls, reference: dict[str, Any]) -> Spill:
         """The rows that another process holds.
 
         Raises:
@@ -374,7 +374,7 @@ class Spill:
             spill._lengths, spill.size_bytes = [], reference["bytes"]
             spill._open(spill._file.fileno(), reference["rows"])
         except (OSError, ValueError) as error:
-            raise GoneError(path) from error
+            raise SpillLostError(path) from error
         return spill
 
     def close(self) -> None:

@@ -10,7 +10,7 @@
         "receivers": {"column": "features", "list": 7, "features": ["snr.mean", "@north", "@east"],
                       "place": ["lat", "lon"], "present": "heard", "mask": "absent"},
         "target": {"columns": ["tx_lat", "tx_lon"], "metres_from": "receivers", "standardize": true},
-        "centre": {"centroid_of": "receivers"},
+        "center": {"centroid_of": "receivers"},
     }
 
 A key names the field; its column has the same name unless `column` says otherwise.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
@@ -29,24 +29,25 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
 from stoker.schema import DTYPE_BYTES, FLOATS, Field, Json, Sample, Schema
-from stoker.sources.given import listed
+from stoker.sources.arguments import listed
 from stoker.sources.sql.query import Pick
 from stoker.sources.sql.values import (
     EAST,
     NORTH,
     UNITS,
-    Centroid,
-    Entries,
+    BytesRule,
+    CentroidRule,
+    ColumnRule,
+    EntriesRule,
     Feature,
+    JsonArrayRule,
     MalformedError,
-    Number,
-    Numbers,
-    Place,
-    Raw,
-    Rows,
+    NumberRule,
+    PlaceRule,
+    RowBatch,
     Rule,
-    Times,
-    Words,
+    TimestampRule,
+    WordsRule,
 )
 
 Columns: TypeAlias = "Mapping[str, Any] | Sequence[str]"
@@ -63,29 +64,22 @@ _ALLOWED = {
     "metres_from": ("columns", "metres_from", "standardize"),
     "centroid_of": ("centroid_of",),
 }
-"""By what a rule is recognised, and what else it may say."""
+"""By what a rule is recognized, and what else it may say."""
 _FEATURE = ("path", "missing", "range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Undecided:
+class InferredRule(ColumnRule):
     """A column whose rule follows from what it holds: a number's dtype, or the words of text."""
 
-    field: str
-    column: str
     words: bool = False
     null: int | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
 
     def schema(self) -> Schema:
         """Not known yet."""
         raise AssertionError(self.field)
 
-    def make(self, rows: Rows) -> Sample:
+    def make(self, rows: RowBatch) -> Sample:
         """Not known yet."""
         raise MalformedError(self.column, "has no rule yet")
 
@@ -106,17 +100,17 @@ def parse_columns(columns: Columns) -> tuple[Rule, ...]:
     if not given or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"columns is {columns!r}. Expected names of columns, or fields and their rules")
     rules = [_rule(str(name), rule) for name, rule in given.items()]
-    origins = {rule.field for rule in rules if isinstance(rule, Entries) and rule.place}
+    origins = {rule.field for rule in rules if isinstance(rule, EntriesRule) and rule.place}
     for rule in rules:
-        if isinstance(rule, Place | Centroid) and rule.origin not in origins:
+        if isinstance(rule, PlaceRule | CentroidRule) and rule.origin not in origins:
             raise ConfigError(
                 f"columns[{rule.field!r}] is measured from {rule.origin!r}, which has no place. Expected a "
                 f"list with place=[latitude, longitude]{': ' if origins else ''}{', '.join(sorted(origins))}"
             )
-    names = [n for rule in rules for n in ([rule.field] if isinstance(rule, Undecided) else rule.schema())]
+    names = [n for rule in rules for n in ([rule.field] if isinstance(rule, InferredRule) else rule.schema())]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"two rules make a field {min(twice)!r}. Name the fields and masks apart")
-    return tuple(sorted(rules, key=lambda rule: isinstance(rule, Place | Centroid)))
+    return tuple(sorted(rules, key=lambda rule: isinstance(rule, PlaceRule | CentroidRule)))
 
 
 def _rule(name: str, given: Any) -> Any:
@@ -157,41 +151,41 @@ def _number(name: str, rule: dict[str, Any], where: str) -> Rule:
     if "dtype" not in rule:
         if len(rule) > ("column" in rule):
             raise ConfigError(f"{where}: say the dtype as well, as dtype: float32")
-        return Undecided(field=name, column=column)
+        return InferredRule(field=name, column=column)
     dtype = _dtype(rule["dtype"], where)
     if null is not None and null != "mask" and not isinstance(null, bool | int | float):
         raise ConfigError(f"{where}: null is {null!r}. Expected a number, or 'mask'")
     standardize = rule.get("standardize", False)
     if standardize and dtype not in FLOATS:
-        raise ConfigError(f"{where}: {dtype} cannot be standardised. Give a float dtype")
-    return Number(field=name, column=column, dtype=dtype, null=null, nan=bool(rule.get("nan", False)),
+        raise ConfigError(f"{where}: {dtype} cannot be standardized. Give a float dtype")
+    return NumberRule(field=name, column=column, dtype=dtype, null=null, nan=bool(rule.get("nan", False)),
                   standardize=bool(standardize))  # fmt: skip
 
 
 def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
     column, words, null = rule.get("column", name), rule["text"], rule.get("null")
     if words == "intern":
-        return Undecided(field=name, column=column, words=True, null=null)
+        return InferredRule(field=name, column=column, words=True, null=null)
     if not (found := listed(words)) or len({*map(str, found)}) < len(found):
         raise ConfigError(f"{where}: text is {words!r}. Expected a list of different words, or 'intern'")
-    return Words(field=name, column=column, words=tuple(map(str, words)), null=null)
+    return WordsRule(field=name, column=column, words=tuple(map(str, words)), null=null)
 
 
 def _times(name: str, rule: dict[str, Any], where: str) -> Rule:
     unit = rule["timestamp"]
     if unit not in UNITS:
         raise ConfigError(f"{where}: timestamp is {unit!r}. Expected {', '.join(UNITS)}")
-    return Times(field=name, column=rule.get("column", name), unit=unit, null=rule.get("null"))
+    return TimestampRule(field=name, column=rule.get("column", name), unit=unit, null=rule.get("null"))
 
 
 def _raw(name: str, rule: dict[str, Any], where: str) -> Rule:
     dtype, shape = _dtype(rule["bytes"], where), _shape(rule, where)
-    return Raw(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
+    return BytesRule(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
 
 
 def _array(name: str, rule: dict[str, Any], where: str) -> Rule:
     dtype, shape = _dtype(rule["json"], where), _shape(rule, where)
-    return Numbers(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
+    return JsonArrayRule(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
 
 
 def _entries(name: str, rule: dict[str, Any], where: str) -> Rule:
@@ -208,7 +202,7 @@ def _entries(name: str, rule: dict[str, Any], where: str) -> Rule:
     standardize = cast("tuple[str, ...] | None", listed(rule.get("standardize", ())))
     if standardize is None or not {*standardize} <= {*paths}:
         raise ConfigError(f"{where}: standardize is {rule['standardize']!r}. Expected some of {paths}")
-    return Entries(
+    return EntriesRule(
         field=name,
         column=rule.get("column", name),
         most=most,
@@ -240,12 +234,12 @@ def _place(name: str, rule: dict[str, Any], where: str) -> Rule:
     columns = listed(rule.get("columns"), 2)
     if columns is None:
         raise ConfigError(f"{where}: expected columns: [LATITUDE, LONGITUDE]")
-    return Place(field=name, columns=(str(columns[0]), str(columns[1])), origin=str(rule["metres_from"]),
+    return PlaceRule(field=name, columns=(str(columns[0]), str(columns[1])), origin=str(rule["metres_from"]),
                  standardize=bool(rule.get("standardize", False)))  # fmt: skip
 
 
 def _centroid(name: str, rule: dict[str, Any], where: str) -> Rule:
-    return Centroid(field=name, origin=str(rule["centroid_of"]))
+    return CentroidRule(field=name, origin=str(rule["centroid_of"]))
 
 
 _MAKERS = {
@@ -277,7 +271,7 @@ def _is_number(value: object) -> bool:
 def picks_of(rules: Sequence[Rule]) -> dict[str, Pick]:
     """Of which columns a database may pick what is used: those that a single rule reads, a list's."""
     workers = Counter(column for rule in rules for column in rule.columns)
-    picks = [rule.pick for rule in rules if isinstance(rule, Entries) and workers[rule.column] == 1]
+    picks = [rule.pick for rule in rules if isinstance(rule, EntriesRule) and workers[rule.column] == 1]
     return {pick.column: pick for pick in picks if pick.can_be_asked}
 
 
@@ -302,8 +296,8 @@ def plain(sample: Mapping[str, Any], schema: Schema) -> Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standard:
-    """What maps values of one field to mean 0 and deviation 1: `(value - mean) / deviation`."""
+class Standardization:
+    """Map of the values of one field to mean 0 and deviation 1: `(value - mean) / deviation`."""
 
     field: str
     places: tuple[int, ...]
@@ -325,7 +319,7 @@ class Standard:
         return array.reshape(-1, 1) if not self.places else array.reshape(-1, array.shape[-1])[:, self.places]
 
     def apply(self, samples: Sample) -> None:
-        """Standardise in place; what does not count stays as it is."""
+        """Standardize in place; what does not count stays as it is."""
         array = np.array(samples[self.field], np.float64)
         if not self.places:
             counted = True if self.known is None else samples[self.known]
@@ -337,23 +331,23 @@ class Standard:
         samples[self.field] = array
 
 
-def standards_of(rules: Sequence[Rule]) -> tuple[Standard, ...]:
-    """What rules ask to be standardised; mean and deviation are still to be found."""
-    found: list[Standard] = []
+def standards_of(rules: Sequence[Rule]) -> tuple[Standardization, ...]:
+    """Return what rules ask to be standardized; mean and deviation are still to be found."""
+    found: list[Standardization] = []
     for rule in rules:
-        if isinstance(rule, Number) and rule.standardize:
+        if isinstance(rule, NumberRule) and rule.standardize:
             known = f"{rule.field}_known" if rule.null == "mask" else None
-            found.append(Standard(field=rule.field, places=(), mask=None, known=known))
-        elif isinstance(rule, Place) and rule.standardize:
-            found.append(Standard(field=rule.field, places=(0, 1), mask=None))
-        elif isinstance(rule, Entries) and rule.standardize:
+            found.append(Standardization(field=rule.field, places=(), mask=None, known=known))
+        elif isinstance(rule, PlaceRule) and rule.standardize:
+            found.append(Standardization(field=rule.field, places=(0, 1), mask=None))
+        elif isinstance(rule, EntriesRule) and rule.standardize:
             paths = [feature.path for feature in rule.features]
             places = tuple(paths.index(path) for path in rule.standardize)
-            found.append(Standard(field=rule.field, places=places, mask=rule.mask))
+            found.append(Standardization(field=rule.field, places=places, mask=rule.mask))
     return tuple(found)
 
 
-def fitted(standards: Sequence[Standard], batches: Iterable[Sample]) -> tuple[Standard, ...]:
+def fitted(standards: Sequence[Standardization], batches: Iterable[Sample]) -> tuple[Standardization, ...]:
     """The same with mean and deviation of samples that come in batches; a deviation of 0 becomes 1.
 
     Source: Chan, Golub and LeVeque, 1979, for sums of chunks that lose no digits to the mean.
@@ -361,17 +355,14 @@ def fitted(standards: Sequence[Standard], batches: Iterable[Sample]) -> tuple[St
     sums: list[tuple[int, Any, Any]] = [(0, 0.0, 0.0) for _ in standards]
     for samples in batches:
         sums = [_joined(own, standard.values(samples)) for own, standard in zip(sums, standards, strict=True)]
-    found: list[Standard] = []
+    found: list[Standardization] = []
     for standard, (count, mean, square) in zip(standards, sums, strict=True):
         width = len(standard.places) or 1
         means = np.broadcast_to(mean, width)
         spread = np.broadcast_to(np.sqrt(square / max(count, 1)), width)
         found.append(
-            Standard(
-                field=standard.field,
-                places=standard.places,
-                mask=standard.mask,
-                known=standard.known,
+            replace(
+                standard,
                 # A mean of 0 comes out as some 1e-17 of the deviation, which differs between machines.
                 mean=tuple(
                     float(f"{value:.7g}") if abs(value) > 1e-9 * around else 0.0
@@ -393,7 +384,7 @@ def _joined(known: tuple[int, Any, Any], values: NDArray[np.float64]) -> tuple[i
     return total, mean + step * (len(values) / total), squares
 
 
-def to_json(standards: Sequence[Standard]) -> Mapping[str, Any]:
+def to_json(standards: Sequence[Standardization]) -> Mapping[str, Any]:
     """Mean and deviation by field, to be kept with a model that predicts it."""
     return {s.field: {"places": list(s.places), "mean": list(s.mean), "deviation": list(s.deviation)}
             for s in standards}  # fmt: skip

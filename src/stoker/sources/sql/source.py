@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, SplitError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.arguments import check_splits, check_texts, parse_names
 from stoker.sources.files import canonical_split
-from stoker.sources.given import check_splits, check_texts, given_names
+from stoker.sources.parts import check_index, even_runs
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.splits import DEFAULT_SPLITS, RULE, split_numbers
-from stoker.sources.sql.query import QueryTimeouts, Request, parse_address, relation_of
+from stoker.sources.sql.query import QueryTimeouts, Request, parse_database_url, relation_of
 from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
@@ -27,8 +28,8 @@ from stoker.sources.sql.rows import (
     NAMES,
     NULL,
     TEXT,
-    GoneError,
     Spill,
+    SpillLostError,
     Values,
     shown_key,
     unpack_columns,
@@ -36,8 +37,8 @@ from stoker.sources.sql.rows import (
 )
 from stoker.sources.sql.rules import (
     Columns,
-    Standard,
-    Undecided,
+    InferredRule,
+    Standardization,
     fields_of,
     fitted,
     parse_columns,
@@ -46,15 +47,15 @@ from stoker.sources.sql.rules import (
     standards_of,
     to_json,
 )
-from stoker.sources.sql.tables import Facts, Table, look_at, read_table
-from stoker.sources.sql.values import MalformedError, Number, Rows, Rule, Words, text_of
+from stoker.sources.sql.tables import TableSnapshot, TableSummary, look_at, read_table
+from stoker.sources.sql.values import MalformedError, NumberRule, RowBatch, Rule, WordsRule, text_of
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
 # The rows of a source: read once, shared by its splits and by workers, and what follows from them.
 
 
-class Bulk:
+class SharedRows:
     """One read of a table, done when it is first needed.
 
     A copy in another process maps the rows of the first one. Where that has ended, or the copy is on another
@@ -68,33 +69,26 @@ class Bulk:
         """Rules as they were given."""
         self._rules: tuple[Rule, ...] | None = None
         self._schema: Schema | None = None
-        self._table: Table | None = None
-        self._facts: Facts | None = None
-        self._elsewhere: dict[str, Any] | None = None
+        self._table: TableSnapshot | None = None
+        self._facts: TableSummary | None = None
+        self._remote: TableSnapshot | None = None
+        """The table as another process has it: its `rows` are what `Spill.open_reference` takes."""
         self._keys: list[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows stay where they are; a reference to them travels."""
-        state = {**self.__dict__, "_table": None, "_keys": None}
+        remote = self._remote
         if self._table is not None:
-            table = self._table
-            state["_elsewhere"] = {
-                "rows": table.rows.reference(),
-                "tags": table.tags,
-                "digest": table.digest,
-                "version": table.version,
-                "dropped": table.dropped,
-                "single": table.single,
-            }
-        return state
+            remote = replace(self._table, rows=cast("Any", self._table.rows.reference()))
+        return {**self.__dict__, "_table": None, "_keys": None, "_remote": remote}
 
     @property
     def is_read(self) -> bool:
-        """Whether rows are at hand."""
+        """True once rows are in this process."""
         return self._table is not None
 
     @property
-    def table(self) -> Table:
+    def table(self) -> TableSnapshot:
         """The rows."""
         if self._table is None:
             self._table = self._mapped() or self._read_again()
@@ -103,23 +97,22 @@ class Bulk:
     @property
     def count(self) -> int:
         """Number of rows; where a version names them they are counted, not read."""
-        known = self._elsewhere
-        if self._table is None and known is not None:
-            return int(known["rows"]["rows"])
+        if self._table is None and self._remote is not None:
+            return int(cast("Any", self._remote.rows)["rows"])
         if self._table is not None or self.request.version_query is None:
             return len(self.table.rows)
         return self._look().count
 
     @property
     def version(self) -> str | None:
-        """What `version_query` gave."""
+        """The answer to `version_query`."""
         return self._look().version if self._table is None else self._table.version
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """Rules with what follows from the rows filled in."""
         if self._rules is None:
-            self._rules = tuple(self._decided(r) if isinstance(r, Undecided) else r for r in self.written)
+            self._rules = tuple(self._decided(r) if isinstance(r, InferredRule) else r for r in self.written)
         return self._rules
 
     @property
@@ -131,7 +124,7 @@ class Bulk:
 
     @property
     def found(self) -> Json:
-        """What followed from the rows, for the recipe."""
+        """The rules that followed from the rows, for the recipe."""
         pairs = zip(self.written, self.rules, strict=True) if self._has_undecided() else ()
         return {rule.field: rule.to_json() for given, rule in pairs if given is not rule}
 
@@ -145,12 +138,12 @@ class Bulk:
 
     def keys(self) -> list[str]:
         """The keys of all rows as text, in order; where a version names the rows, only these are read."""
-        if self._table is not None or self._elsewhere is not None or self.request.version_query is None:
+        if self._table is not None or self._remote is not None or self.request.version_query is None:
             return [self.key(row) for row in range(len(self.table.rows))]
         if self._keys is None:
             only = read_table(replace(self.request, columns=(), picks={}))
             self._check_unchanged(only)
-            self._facts = Facts(len(only.rows), only.version)
+            self._facts = TableSummary(len(only.rows), only.version)
             width = len(self.request.key)
             self._keys = [shown_key(unpack_row(only.rows.row(n), width)) for n in range(len(only.rows))]
             only.rows.close()
@@ -160,35 +153,33 @@ class Bulk:
         """Give the rows back."""
         if self._table is not None:
             self._table.rows.close()
-        self._table = self._facts = self._elsewhere = self._rules = self._schema = self._keys = None
+        self._table = self._facts = self._remote = self._rules = self._schema = self._keys = None
 
-    def _look(self) -> Facts:
+    def _look(self) -> TableSummary:
         if self._facts is None:
             self._facts = look_at(self.request)
         return self._facts
 
-    def _mapped(self) -> Table | None:
-        if self._elsewhere is None:
+    def _mapped(self) -> TableSnapshot | None:
+        if self._remote is None:
             return None
-        known = dict(self._elsewhere)
         try:
-            known["rows"] = Spill.of(known["rows"])
-        except GoneError:
+            return replace(self._remote, rows=Spill.open_reference(cast("Any", self._remote.rows)))
+        except SpillLostError:
             return None
-        return Table(**known)
 
-    def _read_again(self) -> Table:
+    def _read_again(self) -> TableSnapshot:
         """Rows from the database.
 
         Raises:
             SourceError: They are not those that this source has spoken of before.
         """
-        table, known = read_table(self.request), self._elsewhere
-        self._check_unchanged(table, changed=known is not None and known["digest"] != table.digest)
+        table, known = read_table(self.request), self._remote
+        self._check_unchanged(table, changed=known is not None and known.digest != table.digest)
         return table
 
-    def _check_unchanged(self, table: Table, *, changed: bool = False) -> None:
-        looked = self._facts is not None and self._facts != Facts(len(table.rows), table.version)
+    def _check_unchanged(self, table: TableSnapshot, *, changed: bool = False) -> None:
+        looked = self._facts is not None and self._facts != TableSummary(len(table.rows), table.version)
         if changed or looked:
             table.rows.close()
             raise SourceError(
@@ -197,9 +188,9 @@ class Bulk:
             )
 
     def _has_undecided(self) -> bool:
-        return any(isinstance(rule, Undecided) for rule in self.written)
+        return any(isinstance(rule, InferredRule) for rule in self.written)
 
-    def _decided(self, rule: Undecided) -> Rule:
+    def _decided(self, rule: InferredRule) -> Rule:
         """The rule that follows from what a column holds.
 
         Raises:
@@ -213,14 +204,15 @@ class Bulk:
         if rule.words:
             if TEXT not in tags:
                 raise SourceError(f"{where} holds no text. Give it a dtype")
-            return Words(field=rule.field, column=rule.column, words=self._words(rule.column), null=rule.null)
+            words = self._words(rule.column)
+            return WordsRule(field=rule.field, column=rule.column, words=words, null=rule.null)
         floats = "float32" if rule.column in self.table.single else "float64"
         number = {INT: "int64", FLOAT: floats, BOOL: "bool"}
         most = tags.most_common(1)[0][0]
         if most not in number:
             raise SourceError(f"{where} holds {NAMES[most]}. {_RULES.get(most, _ANY_RULE)} (docs/sql.md)")
         mixed = FLOAT in tags and INT in tags
-        return Number(field=rule.field, column=rule.column, dtype=floats if mixed else number[most])
+        return NumberRule(field=rule.field, column=rule.column, dtype=floats if mixed else number[most])
 
     def _words(self, column: str) -> tuple[str, ...]:
         place = self.request.selected.index(column)
@@ -286,7 +278,7 @@ class SQLSource:
         timeouts: QueryTimeouts | None = None,
         spill_dir: str | Path | None = None,
     ) -> None:
-        keys = given_names("key", key, "the name of the column that tells rows apart")
+        keys = parse_names("key", key, "the name of the column that tells rows apart")
         check_texts(table=table, query=query, where=where, version_query=version_query)
         check_splits(split, splits, seed)
         if timeouts is not None and not isinstance(cast("object", timeouts), QueryTimeouts):
@@ -296,7 +288,7 @@ class SQLSource:
         relation, name = relation_of(table, query)
         rules = parse_columns(columns)
         request = Request(
-            address=parse_address(url),
+            address=parse_database_url(url),
             relation=relation,
             name=name,
             key=keys,
@@ -307,7 +299,7 @@ class SQLSource:
             picks={name: pick for name, pick in picks_of(rules).items() if name not in keys},
             spill_dir=None if spill_dir is None else str(spill_dir),
         )
-        self._bulk = Bulk(request, rules)
+        self._shared = SharedRows(request, rules)
         self._digests: dict[str, str] = {}
         self._seed = seed
         self._splits = dict(splits) if splits is not None else None
@@ -318,30 +310,30 @@ class SQLSource:
     def __repr__(self) -> str:
         """Database and table without user or password."""
         of = f", split={self._split!r}" if self._split else ""
-        return f"SQLSource({self._bulk.request.address.shown!r}, {self._bulk.request.name!r}{of})"
+        return f"SQLSource({self._shared.request.address.shown!r}, {self._shared.request.name!r}{of})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is derived from all training rows is derived here, once, not in every reader."""
+        """Derive what depends on all training rows here, once, not in every worker."""
         self._standards()
         return {**self.__dict__, "_kept": None}
 
     def __len__(self) -> int:
         """Rows of the split."""
-        return self._bulk.count if self._split is None else len(self._rows())
+        return self._shared.count if self._split is None else len(self._rows())
 
     @property
     def dropped(self) -> int:
         """Rows that `where` leaves out, of all splits."""
-        return self._bulk.table.dropped
+        return self._shared.table.dropped
 
     @property
     def where_it_is(self) -> str:
         """The database and the table, without user or password."""
-        return self._bulk.request.where_it_is
+        return self._shared.request.where_it_is
 
     @property
     def statistics(self) -> Mapping[str, Any]:
-        """Mean and deviation by standardised field: to be kept with a model that predicts one."""
+        """Mean and deviation by standardized field: to be kept with a model that predicts one."""
         return to_json(self._standards())
 
     def for_split(self, split: str | None) -> SQLSource:
@@ -355,74 +347,73 @@ class SQLSource:
 
     def schema(self) -> Schema:
         """Fields of every sample."""
-        return dict(self._bulk.schema)
+        return dict(self._shared.schema)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """The sample of one row; rows have no time, so `start` and `stop` change nothing.
 
         Raises:
             SourceError: The row is malformed; names key and column.
-            IndexError: No such number.
+            IndexError: There is no such sample.
         """
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
-        samples = self.read_many(range(number, number + 1))
+        check_index(index, len(self))
+        samples = self.read_many(range(index, index + 1))
         return {name: array[0, ...] for name, array in samples.items()}
 
-    def read_many(self, numbers: range) -> Sample:
+    def read_many(self, indices: range) -> Sample:
         """Consecutive samples at once, each field `(n, *shape)`: the same values as one by one.
 
         Raises:
             SourceError: A row is malformed; names the first.
-            IndexError: No such numbers.
+            IndexError: There are no such samples.
         """
-        if not 0 <= numbers.start < numbers.stop <= len(self):
-            raise IndexError(f"samples {numbers} do not exist: this source has {len(self)}")
+        if not 0 <= indices.start < indices.stop <= len(self):
+            raise IndexError(f"samples {indices} do not exist: this source has {len(self)}")
         standards = self._standards()
-        rows = self._rows()[numbers.start : numbers.stop]
+        rows = self._rows()[indices.start : indices.stop]
         samples = dict(self._kept_of(rows) or self._made(rows))
         for standard in standards:
             standard.apply(samples)
-        return plain(samples, self._bulk.schema)
+        return plain(samples, self._shared.schema)
 
-    def locate(self, number: int) -> str:
+    def locate(self, index: int) -> str:
         """The database, the table and the key of the row; its number where the rows were not read here."""
-        if not self._bulk.is_read:  # asking for a name must not read a table
-            return f"{self.where_it_is}, sample {number}"
-        return self._located(int(self._rows()[number]))
+        if not self._shared.is_read:  # asking for a name must not read a table
+            return f"{self.where_it_is}, sample {index}"
+        return self._located(int(self._rows()[index]))
 
     def _located(self, row: int) -> str:
-        return f"{self.where_it_is}, key {self._bulk.key(row)}"
+        return f"{self.where_it_is}, key {self._shared.key(row)}"
 
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 rows or about 8 MiB."""
         count, length = len(self), _RUN_ROWS
-        if self._bulk.is_read:
-            mean = self._bulk.table.rows.size_bytes // self._bulk.count
+        if self._shared.is_read:
+            mean = self._shared.table.rows.size_bytes // self._shared.count
             length = max(1, min(_RUN_ROWS, _RUN_BYTES // max(1, mean)))
-        return [range(first, min(first + length, count)) for first in range(0, count, length)]
+        return even_runs(count, length)
 
     def keys(self) -> Sequence[str]:
         """The keys of the rows as text; of several columns a JSON list."""
-        return [self._bulk.key(int(row)) for row in self._rows()]
+        return [self._shared.key(int(row)) for row in self._rows()]
 
     def identity(self) -> SourceIdentity:
         """The rows in order, or what `version_query` gave, and the rules; neither URL nor place."""
-        request = self._bulk.request
+        request = self._shared.request
         settings: dict[str, Json] = {
             "key": list(request.key),
-            "columns": {rule.field: rule.to_json() for rule in self._bulk.written},
+            "columns": {rule.field: rule.to_json() for rule in self._shared.written},
         }
         if request.version_query is not None:
-            version = [self._bulk.version, request.relation, request.where]
+            version = [self._shared.version, request.relation, request.where]
             digest = digest_json([*version, self._split_json()])
             settings["version_query"] = request.version_query
         else:
             digest = self._content()
-            settings["found"] = self._bulk.found
+            settings["found"] = self._shared.found
         if self._split is not None:
             settings["split"] = self._split_json()
-        if standards := standards_of(self._bulk.rules):
+        if standards := standards_of(self._shared.rules):
             settings["standardize"] = {
                 "fields": [standard.field for standard in standards],
                 "fitted_on": "train" if request.version_query else self._training()._content(),
@@ -432,7 +423,7 @@ class SQLSource:
 
     def close(self) -> None:
         """Give the rows back; they are read again when they are needed."""
-        self._bulk.close()
+        self._shared.close()
         self._numbers = self._kept = None
         self._digests.clear()
 
@@ -440,7 +431,7 @@ class SQLSource:
         self._split = None if split is None else canonical_split(split)
         self._shares = dict(DEFAULT_SPLITS if self._splits is None else self._splits)
         self._numbers: NDArray[np.int64] | None = None
-        self._fitted: tuple[Standard, ...] | None = None
+        self._fitted: tuple[Standardization, ...] | None = None
         self._kept: tuple[NDArray[np.int64], Sample] | None = None
         if self._split is not None and self._split not in {canonical_split(name) for name in self._shares}:
             raise SplitError(
@@ -458,10 +449,10 @@ class SQLSource:
         """Places of this split's rows among all, ascending."""
         if self._numbers is None:
             if self._split is None:
-                self._numbers = np.arange(self._bulk.count, dtype=np.int64)
+                self._numbers = np.arange(self._shared.count, dtype=np.int64)
             else:
                 self._numbers = split_numbers(
-                    self._bulk.keys(), self._shares, self._split, self._seed, where=self.where_it_is
+                    self._shared.keys(), self._shares, self._split, self._seed, where=self.where_it_is
                 )
         return self._numbers
 
@@ -472,21 +463,21 @@ class SQLSource:
     def _content(self) -> str:
         """The sha256 of this split's rows, in order."""
         if self._split is None:
-            return self._bulk.table.digest
+            return self._shared.table.digest
         if self._split not in self._digests:
             self._digests[self._split] = self._digest(self._rows())
         return self._digests[self._split]
 
     def _digest(self, rows: NDArray[np.int64]) -> str:
-        digest, data = hashlib.sha256(), self._bulk.table.rows
+        digest, data = hashlib.sha256(), self._shared.table.rows
         for row in rows.tolist():
             digest.update(data.row(row))
         return digest.hexdigest()
 
     def _made(self, rows: NDArray[np.int64]) -> Sample:
-        """Fields of rows before they are standardised."""
-        values, samples = Rows(columns=self._bulk.values(rows), count=len(rows)), {}
-        for rule in self._bulk.rules:
+        """Fields of rows before they are standardized."""
+        values, samples = RowBatch(columns=self._shared.values(rows), count=len(rows)), {}
+        for rule in self._shared.rules:
             try:
                 samples.update(rule.make(values))
             except MalformedError as error:
@@ -498,9 +489,9 @@ class SQLSource:
                 ) from error
         return samples
 
-    def _standards(self) -> tuple[Standard, ...]:
+    def _standards(self) -> tuple[Standardization, ...]:
         if self._fitted is None:
-            wanted = standards_of(self._bulk.rules)
+            wanted = standards_of(self._shared.rules)
             self._fitted = fitted(wanted, self._sound_training_samples()) if wanted else ()
         return self._fitted
 
@@ -508,7 +499,7 @@ class SQLSource:
         """Malformed rows have no part in statistics; they are quarantined when their turn comes."""
         training = self._training()
         rows = training._rows()
-        size = len(rows) * sum(field.size_bytes() for field in self._bulk.schema.values())
+        size = len(rows) * sum(field.size_bytes() for field in self._shared.schema.values())
         kept: list[Sample] | None = [] if training is self and size <= _KEPT_BYTES else None
         for first in range(0, len(rows), _CHUNK):
             chunk = rows[first : first + _CHUNK]

@@ -21,8 +21,8 @@ from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Sample, Schema, digest_json
 from stoker.sources.files import open_regular
-from stoker.sources.sql.databases import LostError, PostgresSession, SqliteSession
-from stoker.sources.sql.query import Request, parse_address, relation_of
+from stoker.sources.sql.databases import ConnectionLostError, PostgresSession, SqliteSession
+from stoker.sources.sql.query import Request, parse_database_url, relation_of
 from stoker.sources.sql.rows import (
     FLOAT,
     INT,
@@ -39,8 +39,8 @@ from stoker.sources.sql.rows import (
     shown_key,
     unpack_row,
 )
-from stoker.sources.sql.rules import Columns, Undecided, fields_of, parse_columns, plain
-from stoker.sources.sql.values import MalformedError, Number, Rows, Rule
+from stoker.sources.sql.rules import Columns, InferredRule, fields_of, parse_columns, plain
+from stoker.sources.sql.values import MalformedError, NumberRule, RowBatch, Rule
 from stoker.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TableSnapshot:
     """Rows as they were at one moment."""
 
     rows: Spill
@@ -79,7 +79,7 @@ class Table:
     digest: str
     """The sha256 of all rows in order."""
     version: str | None
-    """What `version_query` gave in the same snapshot."""
+    """The answer to `version_query` in the same snapshot."""
     dropped: int
     """Rows that `where` leaves out."""
     single: frozenset[str]
@@ -87,14 +87,14 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What can be had without reading rows."""
+class TableSummary:
+    """Facts of a table that need no read of its rows."""
 
     count: int
     version: str | None
 
 
-def read_table(request: Request) -> Table:
+def read_table(request: Request) -> TableSnapshot:
     """All rows that are asked for.
 
     Raises:
@@ -105,23 +105,23 @@ def read_table(request: Request) -> Table:
     return _with(request, _read)
 
 
-def look_at(request: Request) -> Facts:
+def look_at(request: Request) -> TableSummary:
     """Number of rows and version.
 
     Raises:
         SourceError, StalledError: As `read_table`.
     """
 
-    def look(session: Session, _: Callable[[int], None], request: Request) -> Facts:
+    def look(session: Session, _: Callable[[int], None], request: Request) -> TableSummary:
         _check_columns(session, request)
         (count,) = session.first(request.count_sql(filtered=True)) or (0,)
-        return Facts(count=int(count), version=_version(session, request))
+        return TableSummary(count=int(count), version=_version(session, request))
 
     return _with(request, look)
 
 
 def _with(request: Request, work: Callable[[Session, Callable[[int], None], Request], T]) -> T:
-    """What `work` makes of a session; a lost one is followed by another, some times."""
+    """Return what `work` makes of a session; a lost session is replaced a few times."""
     timeouts = request.timeouts
 
     clock, shown = ItemClock(), request.address.shown
@@ -146,7 +146,7 @@ def _with(request: Request, work: Callable[[Session, Callable[[int], None], Requ
     def attempts() -> T:
         return retry(
             attempt,
-            LostError,
+            ConnectionLostError,
             RetryPolicy(first_s=timeouts.backoff_s, longest_s=math.inf, attempts=timeouts.attempts),
             on_retry=note,
             give_up=give_up,
@@ -165,7 +165,7 @@ def _session(request: Request) -> Session:
     return SqliteSession(request) if request.address.kind == "sqlite" else PostgresSession(request)
 
 
-def _read(session: Session, begin: Callable[[int], None], request: Request) -> Table:
+def _read(session: Session, begin: Callable[[int], None], request: Request) -> TableSnapshot:
     there = _check_columns(session, request)
     version = _version(session, request)
     rows = Spill(request.spill_dir)
@@ -177,9 +177,9 @@ def _read(session: Session, begin: Callable[[int], None], request: Request) -> T
         dropped = int(total) - seen.count
     if not seen.count:
         raise SourceError(_nothing_left(request, dropped))
-    rows.seal()
-    _tell(request, seen.count, dropped, rows.size_bytes)
-    return Table(
+    rows.finish_writing()
+    _log_summary(request, seen.count, dropped, rows.size_bytes)
+    return TableSnapshot(
         rows=rows,
         tags=tuple(seen.tags),
         digest=seen.digest.hexdigest(),
@@ -189,8 +189,8 @@ def _read(session: Session, begin: Callable[[int], None], request: Request) -> T
     )
 
 
-def _take(session: Session, rows: Spill, begin: Callable[[int], None], request: Request) -> _Seen:
-    seen = _Seen(request)
+def _take(session: Session, rows: Spill, begin: Callable[[int], None], request: Request) -> RowChecker:
+    seen = RowChecker(request)
     for packed, keys in session.batches():
         begin(seen.count)
         seen.add(packed, keys)
@@ -207,7 +207,7 @@ def _nothing_left(request: Request, dropped: int) -> str:
     return f"{request.where_it_is} has no rows. Check that it is the right table"
 
 
-def _tell(request: Request, count: int, dropped: int, size_bytes: int) -> None:
+def _log_summary(request: Request, count: int, dropped: int, size_bytes: int) -> None:
     note = f"; where drops {format_count(dropped)}" if request.where is not None else ""
     _log.info("%s: %s rows, %s%s", request.where_it_is, format_count(count), format_bytes(size_bytes), note)
 
@@ -234,8 +234,8 @@ def _version(session: Session, request: Request) -> str | None:
     return digest_json([f"{type(value).__name__} {value}" for value in row])
 
 
-class _Seen:
-    """What is noted of rows as they come, in the order of their keys."""
+class RowChecker:
+    """Counts, digests and checks rows as they arrive, in the order of their keys."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -293,7 +293,7 @@ def _shown(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
+class LabelTable:
     """Rows of a table as fields."""
 
     schema: Schema
@@ -305,12 +305,12 @@ class Labels:
     repeated: tuple[str, ...]
     """Keys that come more than once."""
     malformed: Mapping[str, str]
-    """By key why its row is none."""
+    """By key the reason why its row is malformed."""
 
 
 def read_labels(
     table: str | Path, *, key: str | Sequence[str], columns: Columns, name: str | None = None
-) -> Labels:
+) -> LabelTable:
     """All rows of a table.
 
     Args:
@@ -331,7 +331,7 @@ def read_labels(
     if not keyed:
         raise SourceError(f"{_shown_key(table)} has no rows. Check that it is the right table")
     decided = tuple(
-        _decided(rule, keyed, single, _shown_key(table)) if isinstance(rule, Undecided) else rule
+        _decided(rule, keyed, single, _shown_key(table)) if isinstance(rule, InferredRule) else rule
         for rule in rules
     )
     schema = fields_of(decided)
@@ -346,7 +346,7 @@ def read_labels(
         except MalformedError as error:
             malformed[found] = f"column {error.column} {error}"
     repeated = tuple(found for found, count in times.items() if count > 1)
-    return Labels(
+    return LabelTable(
         schema=schema,
         fields=tuple(rule.field for rule in decided),
         samples=samples,
@@ -357,7 +357,7 @@ def read_labels(
 
 
 def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
-    rows = Rows.one(values)
+    rows = RowBatch.one(values)
     sample: Sample = {}
     for rule in rules:
         sample.update(rule.make(rows))
@@ -451,8 +451,8 @@ def _database_rows(
 ) -> Iterator[list[Value]]:
     relation, shown = relation_of(name, None)
     request = Request(
-        address=parse_address(table), relation=relation, name=shown, key=wanted[:keys], columns=wanted[keys:],
-        unique=False,
+        address=parse_database_url(table), relation=relation, name=shown, key=wanted[:keys],
+        columns=wanted[keys:], unique=False,
     )  # fmt: skip
     found = read_table(request)
     single.update(found.single)
@@ -467,7 +467,7 @@ def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
 
 
 def _decided(
-    rule: Undecided, keyed: Sequence[tuple[str, Mapping[str, Value]]], single: Collection[str], where: str
+    rule: InferredRule, keyed: Sequence[tuple[str, Mapping[str, Value]]], single: Collection[str], where: str
 ) -> Rule:
     """A number's dtype as it is found; words have to be listed, for they would change with the table."""
     tags = {values[rule.column].tag for _, values in keyed} - {NULL}
@@ -477,17 +477,17 @@ def _decided(
             "so that a corrected table means the same numbers"
         )
     floats = "float32" if rule.column in single else "float64"
-    return Number(field=rule.field, column=rule.column, dtype=floats if FLOAT in tags else "int64")
+    return NumberRule(field=rule.field, column=rule.column, dtype=floats if FLOAT in tags else "int64")
 
 
 def _shown_key(table: str | Path) -> str:
-    return parse_address(table).shown
+    return parse_database_url(table).shown
 
 
-def named(keys: Sequence[object]) -> str:
+def format_keys(keys: Sequence[object]) -> str:
     """The first of some keys, for messages.
 
-    >>> named([1, 2, 3, 4, 5])
+    >>> format_keys([1, 2, 3, 4, 5])
     '1, 2, 3 and 2 more'
     """
     more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""

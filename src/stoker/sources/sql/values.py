@@ -1,10 +1,11 @@
-"""Fields made of one value of a row: numbers, text by class, times, bytes."""
+"""Rules that make fields from the columns of rows: numbers, words, times, bytes, arrays, lists, places."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,7 +47,7 @@ class MalformedError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Rows:
+class RowBatch:
     """Values of some rows by column, and what rules have found in them for others."""
 
     columns: Mapping[str, Values]
@@ -55,13 +56,13 @@ class Rows:
     """Latitude and longitude in degrees, `(count, 2)`, by the field that has places."""
 
     @classmethod
-    def one(cls, values: Mapping[str, Value]) -> Rows:
+    def one(cls, values: Mapping[str, Value]) -> RowBatch:
         """A single row."""
         return cls(columns={name: Values([tag], [value]) for name, (tag, value) in values.items()}, count=1)
 
 
 class Rule(Protocol):
-    """How one field, or a few, come out of rows."""
+    """A way to make one field, or a few, from rows."""
 
     @property
     def field(self) -> str:
@@ -77,10 +78,10 @@ class Rule(Protocol):
         """Fields that it makes."""
         ...
 
-    def make(self, rows: Rows) -> Sample:
-        """The fields, `(count, *shape)`; floats may be float64 still, and are not standardised.
+    def make(self, rows: RowBatch) -> Sample:
+        """The fields, `(count, *shape)`; floats may be float64 still, and are not standardized.
 
-        A row's values do not depend on its neighbours, to the last bit.
+        A row's values do not depend on its neighbors, to the last bit.
 
         Raises:
             MalformedError: A value is not as declared. Which row's is not said: ask for them one by one.
@@ -93,29 +94,80 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """A number or a truth value."""
+class ColumnRule:
+    """A rule that reads one column."""
 
     field: str
     column: str
-    dtype: str
-    null: float | str | None = None
-    """What stands for NULL: a number, or `mask`; None: NULL is malformed."""
-    nan: bool = False
-    """Whether NaN and infinities are let through."""
-    standardize: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The one column."""
         return (self.column,)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerRule(ColumnRule, ABC):
+    """A value as an int64 scalar."""
+
+    null: int | None = None
+    """The value for NULL; None: NULL is malformed."""
+
+    def schema(self) -> Schema:
+        """An int64 scalar."""
+        return {self.field: Field(shape=(), dtype="int64")}
+
+    def make(self, rows: RowBatch) -> Sample:
+        """The integers."""
+        column = rows.columns[self.column]
+        found = [
+            self.null if value.tag == NULL and self.null is not None else self._integer(value)
+            for value in column.each()
+        ]
+        return {self.field: np.array(found, np.int64)}
+
+    @abstractmethod
+    def _integer(self, value: Value) -> int:
+        """Return the integer of a value that is not NULL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRule(ColumnRule, ABC):
+    """A value as an array of the declared shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def schema(self) -> Schema:
+        """An array of the declared shape."""
+        return {self.field: Field(shape=self.shape, dtype=self.dtype)}
+
+    def make(self, rows: RowBatch) -> Sample:
+        """The arrays."""
+        return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
+
+    @abstractmethod
+    def _array(self, value: Value) -> NDArray[Any]:
+        """Return the array of a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberRule(ColumnRule):
+    """A number or a truth value."""
+
+    dtype: str
+    null: float | str | None = None
+    """The value for NULL: a number, or `mask`; None: NULL is malformed."""
+    nan: bool = False
+    """Let NaN and infinities through."""
+    standardize: bool = False
+
     def schema(self) -> Schema:
         """A scalar; with `null="mask"` also `<field>_known`."""
         known = {f"{self.field}_known": Field(shape=(), dtype="bool")} if self.null == "mask" else {}
         return {self.field: Field(shape=(), dtype=self.dtype), **known}
 
-    def make(self, rows: Rows) -> Sample:
+    def make(self, rows: RowBatch) -> Sample:
         """The values; 0 where NULL is masked."""
         column = rows.columns[self.column]
         if self.null is None and NULL in column.tags:
@@ -135,30 +187,12 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class WordsRule(IntegerRule):
     """Text as its place in a list."""
 
-    field: str
-    column: str
     words: tuple[str, ...]
-    null: int | None = None
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
-
-    def schema(self) -> Schema:
-        """An int64 scalar."""
-        return {self.field: Field(shape=(), dtype="int64")}
-
-    def make(self, rows: Rows) -> Sample:
-        """The numbers of the words."""
-        return {self.field: np.array([*map(self._place, rows.columns[self.column].each())], np.int64)}
-
-    def _place(self, value: Value) -> int:
-        if value.tag == NULL and self.null is not None:
-            return self.null
+    def _integer(self, value: Value) -> int:
         if value.tag != TEXT:
             raise MalformedError(self.column, f"is {NAMES[value.tag]}, expected text")
         word = text_of(value.value, self.column)
@@ -173,37 +207,19 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """A moment, as a whole number since 1970 UTC."""
+class TimestampRule(IntegerRule):
+    """A moment, as a whole number since 1970 UTC: a time, ISO 8601 text, or seconds since 1970."""
 
-    field: str
-    column: str
     unit: str
-    null: int | None = None
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
-
-    def schema(self) -> Schema:
-        """An int64 scalar."""
-        return {self.field: Field(shape=(), dtype="int64")}
-
-    def make(self, rows: Rows) -> Sample:
-        """Times as they are, ISO 8601 text, or seconds since 1970."""
-        return {self.field: np.array([*map(self._time, rows.columns[self.column].each())], np.int64)}
-
-    def _time(self, found: Value) -> int:
-        tag, value = found
-        if tag == NULL and self.null is not None:
-            return self.null
+    def _integer(self, value: Value) -> int:
+        tag, found = value
         if tag == TIME:
-            micros = int(value)
-        elif tag in (INT, FLOAT) and math.isfinite(value):
-            micros = round(value * 1_000_000)
+            micros = int(found)
+        elif tag in (INT, FLOAT) and math.isfinite(found):
+            micros = round(found * 1_000_000)
         elif tag == TEXT:
-            micros = _iso_micros(text_of(value, self.column), self.column)
+            micros = _iso_micros(text_of(found, self.column), self.column)
         else:
             raise MalformedError(self.column, f"is {NAMES[tag]}, expected a time")
         if not abs(micros) < FOREVER_US:
@@ -216,37 +232,19 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
+class BytesRule(ArrayRule):
     """Bytes as an array, in the order of this kind of machine (little end first)."""
 
-    field: str
-    column: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
-
-    def schema(self) -> Schema:
-        """An array of the declared shape."""
-        return {self.field: Field(shape=self.shape, dtype=self.dtype)}
-
-    def make(self, rows: Rows) -> Sample:
-        """The bytes as they are."""
-        return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
-
-    def _array(self, found: Value) -> NDArray[Any]:
-        tag, value = found
+    def _array(self, value: Value) -> NDArray[Any]:
+        tag, data = value
         if tag != BYTES:
             raise MalformedError(self.column, f"is {NAMES[tag]}, expected bytes")
         dtype = np.dtype(self.dtype)
         wanted = math.prod(self.shape) * dtype.itemsize
-        if len(value) != wanted:
+        if len(data) != wanted:
             shown = f"{self.dtype} of shape {self.shape}"
-            raise MalformedError(self.column, f"has {len(value):,} bytes, expected {wanted:,}: {shown}")
-        return np.frombuffer(value, dtype).reshape(self.shape)
+            raise MalformedError(self.column, f"has {len(data):,} bytes, expected {wanted:,}: {shown}")
+        return np.frombuffer(data, dtype).reshape(self.shape)
 
     def to_json(self) -> Json:
         """Column, dtype and shape."""
@@ -257,7 +255,7 @@ def numbers_of(column: Values, dtype: str, name: str, *, nan: bool = False, null
     """A column as numbers of `dtype`, floats as float64; `null` stands for NULL.
 
     Raises:
-        MalformedError: A value is no such number.
+        MalformedError: A value is not such a number.
     """
     values = column.values
     tags = {*column.tags}
@@ -272,7 +270,7 @@ def numbers_of(column: Values, dtype: str, name: str, *, nan: bool = False, null
         low, high = _whole_range(dtype)
         if all(low <= value <= high for value in values):
             return np.array(values, dtype)
-    # One by one, to say which is no such number.
+    # One by one, to name the value that is wrong.
     known = (v if t == NULL and null is not None else number_of(Value(t, v), dtype, name, nan=nan)
              for t, v in zip(column.tags, values, strict=True))  # fmt: skip
     return np.array([*known], "float64" if dtype in FLOATS else dtype)
@@ -287,7 +285,7 @@ def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> An
     """A value as a number of `dtype`.
 
     Raises:
-        MalformedError: It is none, does not fit, or is not finite.
+        MalformedError: It is not a number, does not fit, or is not finite.
     """
     tag, found = value
     if tag not in (INT, FLOAT, BOOL):
@@ -340,12 +338,12 @@ def _iso_micros(text: str, column: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 # JSON columns: arrays of numbers, and lists of objects as padded arrays with a mask.
 #
-# Places are turned into metres north and east of the centroid of those entries that count, on a sphere,
+# Places are turned into meters north and east of the centroid of those entries that count, on a sphere,
 # with degrees of longitude as long as they are at that latitude, the shorter way round.
 
 
 METRES = 6_371_008.8 * math.pi / 180
-"""Metres in a degree of latitude, on a sphere of the Earth's mean radius (IUGG)."""
+"""Meters in a degree of latitude, on a sphere of the Earth's mean radius (IUGG)."""
 _LARGEST_LIST = float(np.finfo(np.float32).max)
 _MARK = b"\xef"
 """Begins the mark that some programs put before text in UTF-8."""
@@ -360,34 +358,27 @@ class Feature:
     path: str
     """Names joined by dots, `snr_db.mean`; or `@north`, `@east`."""
     missing: float | None = None
-    """What stands where there is none; None: such a row is malformed."""
+    """The value where an entry has no number; None: such a row is malformed."""
     low: float = 0.0
     high: float = 1.0
     """Values that become 0 and 1; others are scaled along, and never cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
+class EntriesRule(ColumnRule):
     """A list of objects, one row of numbers for each, filled up with zeros."""
 
-    field: str
-    column: str
     most: int
     """Entries at most; a row with more is malformed."""
     features: tuple[Feature, ...]
     mask: str
-    """Name of the field that is True where there is no entry, or one that does not count."""
+    """Name of the field that is True where an entry is missing or does not count."""
     present: str | None = None
     """Path to what says whether an entry counts."""
     place: tuple[str, str] | None = None
     """Paths to latitude and longitude in degrees."""
     standardize: tuple[str, ...] = ()
-    """Paths of the features that are standardised."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
+    """Paths of the features that are standardized."""
 
     def schema(self) -> Schema:
         """`(most, features)` float32, and the mask."""
@@ -398,7 +389,7 @@ class Entries:
 
     @property
     def pick(self) -> Pick:
-        """What of the column it uses."""
+        """The parts of the column that it uses."""
         paths = tuple(map(_steps, self._paths))
         return Pick(column=self.column, most=self.most, paths=paths)
 
@@ -408,7 +399,7 @@ class Entries:
         wanted = [feature.path for feature in self.features if feature.path not in (NORTH, EAST)]
         return list(dict.fromkeys([*wanted, *(self.place or ()), *([self.present] if self.present else [])]))
 
-    def make(self, rows: Rows) -> Sample:
+    def make(self, rows: RowBatch) -> Sample:
         """Features of all entries in their order; the centroids are left in `rows`."""
         raw, counts = self._numbers(rows.columns[self.column])
         there = np.arange(self.most) < counts[:, None]
@@ -435,7 +426,7 @@ class Entries:
         }  # fmt: skip
 
     def _numbers(self, column: Values) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """What lies at each path, `(n, most, paths)`, NaN where nothing does; and the entries of each row."""
+        """Return the number at each path, `(n, most, paths)`, NaN for none, and the entries of each row."""
         paths = self._paths
         found = picked_numbers(column, len(paths))
         if found is None:
@@ -448,7 +439,7 @@ class Entries:
         return raw, counts
 
     def _entries(self, value: Value, paths: Sequence[str]) -> list[list[Any]]:
-        """What lies at each path of each entry."""
+        """Return the value at each path of each entry."""
         found = parsed(value, self.column)
         if value.tag == PICKED:
             return [list(entry) for entry in picked_entries(found)]
@@ -484,7 +475,7 @@ class Entries:
     def _filled(
         self, raw: NDArray[np.float64], path: str, needed: NDArray[np.bool_], missing: float | None
     ) -> NDArray[np.float64]:
-        """Numbers of a path, with `missing` where there is none."""
+        """Return the numbers of a path, `missing` where an entry has none."""
         column = raw[..., self._paths.index(path)]
         gaps = np.isnan(column)
         if missing is None and (gaps & needed).any():
@@ -492,21 +483,21 @@ class Entries:
         return np.where(gaps, missing or 0.0, column)
 
     def _places(
-        self, raw: NDArray[np.float64], there: NDArray[np.bool_], mask: NDArray[np.bool_], rows: Rows
+        self, raw: NDArray[np.float64], there: NDArray[np.bool_], mask: NDArray[np.bool_], rows: RowBatch
     ) -> tuple[Any, Any]:
-        """Metres north and east of the centroids; entries that do not count may lack a place."""
+        """Meters north and east of the centroids; entries that do not count may lack a place."""
         if self.place is None:
             return 0.0, 0.0
         latitude, longitude = (self._filled(raw, path, ~mask, None) for path in self.place)
-        centres = np.stack([_mean(latitude, ~mask), middle_longitudes(longitude, ~mask)], 1)
-        rows.centroids[self.field] = centres
-        north, east = metres_from(centres[:, None], latitude, longitude)
+        centers = np.stack([_mean(latitude, ~mask), middle_longitudes(longitude, ~mask)], 1)
+        rows.centroids[self.field] = centers
+        north, east = metres_from(centers[:, None], latitude, longitude)
         return np.where(mask, 0.0, north), np.where(mask, 0.0, east)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A place in metres north and east of another field's centroid."""
+class PlaceRule:
+    """A place in meters north and east of another field's centroid."""
 
     field: str
     columns: tuple[str, str]
@@ -519,8 +510,8 @@ class Place:
         """`(2,)` float32: north, east."""
         return {self.field: Field(shape=(2,), dtype="float32")}
 
-    def make(self, rows: Rows) -> Sample:
-        """Metres, float64."""
+    def make(self, rows: RowBatch) -> Sample:
+        """Meters, float64."""
         latitude, longitude = (numbers_of(rows.columns[name], "float64", name) for name in self.columns)
         for name, values, most in ((self.columns[0], latitude, 90), (self.columns[1], longitude, 180)):
             if not (fits := abs(values) <= most).all():
@@ -535,7 +526,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Centroid:
+class CentroidRule:
     """The centroid itself, in degrees."""
 
     field: str
@@ -550,7 +541,7 @@ class Centroid:
         """`(2,)` float32: latitude, longitude."""
         return {self.field: Field(shape=(2,), dtype="float32")}
 
-    def make(self, rows: Rows) -> Sample:
+    def make(self, rows: RowBatch) -> Sample:
         """Degrees."""
         return {self.field: rows.centroids[self.origin]}
 
@@ -560,26 +551,8 @@ class Centroid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class JsonArrayRule(ArrayRule):
     """A JSON array of numbers, nested or not."""
-
-    field: str
-    column: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The one column."""
-        return (self.column,)
-
-    def schema(self) -> Schema:
-        """An array of the declared shape."""
-        return {self.field: Field(shape=self.shape, dtype=self.dtype)}
-
-    def make(self, rows: Rows) -> Sample:
-        """The arrays."""
-        return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
 
     def _array(self, value: Value) -> NDArray[Any]:
         found = parsed(value, self.column)
@@ -631,28 +604,28 @@ def middle_longitudes(longitudes: NDArray[np.float64], counted: NDArray[np.bool_
 
 
 def _turned(degrees: Any) -> Any:
-    """The same angle between -180 and 180 degrees; what lies there stays as it is, to the last bit."""
+    """The same angle between -180 and 180 degrees; one in that range stays as it is, to the last bit."""
     return degrees - 360 * np.round(degrees / 360)
 
 
-def metres_from(centres: NDArray[np.float64], latitude: Any, longitude: Any) -> tuple[Any, Any]:
-    """Metres north and east of `centres`, `(..., 2)`, of places in degrees.
+def metres_from(centers: NDArray[np.float64], latitude: Any, longitude: Any) -> tuple[Any, Any]:
+    """Meters north and east of `centers`, `(..., 2)`, of places in degrees.
 
     >>> [round(float(m)) for m in metres_from(np.array([45.0, 8.0]), 46.0, 9.0)]
     [111195, 78627]
     """
     # Python's own cosine: that of numpy differs in the last bits between processors.
-    degrees = centres[..., 0]
+    degrees = centers[..., 0]
     cosines = np.array([math.cos(math.radians(d)) for d in degrees.ravel().tolist()]).reshape(degrees.shape)
-    east = _turned(longitude - centres[..., 1]) * METRES * cosines
+    east = _turned(longitude - centers[..., 1]) * METRES * cosines
     return (latitude - degrees) * METRES, east
 
 
 def parsed(value: Value, column: str) -> Any:
-    """What JSON means.
+    """Return a JSON value as Python objects.
 
     Raises:
-        MalformedError: It is none.
+        MalformedError: The value is not JSON.
     """
     if value.tag not in (JSON, PICKED, TEXT, BYTES):
         raise MalformedError(column, f"is {NAMES[value.tag]}, expected JSON")
@@ -713,7 +686,7 @@ def _steps(path: str) -> tuple[str, ...]:
 
 
 def _at(entry: Any, path: str) -> Any:
-    """What lies at a path, None where it leads nowhere."""
+    """Return the value at a path; None where the path leads nowhere."""
     for name in _steps(path):
         if not isinstance(entry, dict):
             return None

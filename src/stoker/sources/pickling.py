@@ -17,8 +17,8 @@ from stoker.errors import SourceError, StokerError, arg
 from stoker.sources.torch_identity import (
     MOST_MEMBERS,
     MOST_OF_ONE,
-    Finding,
-    Member,
+    HeldObject,
+    PicklingObstacle,
     members,
     obstacles,
     state_of,
@@ -30,7 +30,7 @@ _INNER = re.compile(r"^(?:job\.)?source(?:\._source)*\._dataset\b")
 """The path of a Dataset inside whatever wraps it."""
 
 
-def packed(thing: object, name: str = "source", *, otherwise: str = _HERE) -> bytes:
+def pickle_for_process(thing: object, name: str = "source", *, otherwise: str = _HERE) -> bytes:
     """`thing` pickled, classes and functions of scripts and notebooks with their code.
 
     Args:
@@ -62,7 +62,7 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle, and functions of `functools.lru_cache` from where no other process can import them.
 
     cloudpickle sends classes of a script with their code, but such a function by its name alone, which the
-    other process does not know. It is made anew there, and remembers nothing yet.
+    other process does not know. It is made again there, and remembers nothing yet.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -95,8 +95,8 @@ def _dumped(thing: object) -> bytes:
         return file.getvalue()
 
 
-def _refuse(found: list[Finding], otherwise: str) -> None:
-    shown = [Finding(_plain(one.path), one.what, one.cure) for one in found[:_MOST_NAMED]]
+def _refuse(found: list[PicklingObstacle], otherwise: str) -> None:
+    shown = [PicklingObstacle(_plain(one.path), one.what, one.cure) for one in found[:_MOST_NAMED]]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     cures = ". ".join(dict.fromkeys(one.cure for one in shown))
     raise SourceError(
@@ -105,9 +105,9 @@ def _refuse(found: list[Finding], otherwise: str) -> None:
     )
 
 
-def _culprit(thing: object, name: str) -> Member | None:
-    """The innermost member that cannot be pickled by itself."""
-    worst: Member | None = None
+def _culprit(thing: object, name: str) -> HeldObject | None:
+    """Return the innermost member that cannot be pickled alone."""
+    worst: HeldObject | None = None
     for member in members(thing, name):
         if worst is not None and not member.path.startswith(worst.path):
             continue
@@ -145,12 +145,12 @@ _NUMBER_BYTES = 9
 """A number in a pickle, about."""
 
 
-def held_bytes(thing: object) -> int:
+def estimate_pickle_bytes(thing: object) -> int:
     """Bytes of data in a pickle of `thing`, about; code is not counted.
 
-    >>> held_bytes({"a": np.zeros(1000), "b": [bytes([n % 256] * 100) for n in range(10_000)]})
+    >>> estimate_pickle_bytes({"a": np.zeros(1000), "b": [bytes([n % 256] * 100) for n in range(10_000)]})
     1008002
-    >>> held_bytes([float(n) for n in range(10_000)])
+    >>> estimate_pickle_bytes([float(n) for n in range(10_000)])
     90000
     """
     total, seen = 0.0, set[int]()
@@ -177,7 +177,7 @@ def held_bytes(thing: object) -> int:
 
 
 def _items(value: Any) -> Sequence[Any] | None:
-    """What a container or an object holds; None where it is to be asked itself."""
+    """Return what a container or an object holds; None where its own size is to be taken."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         return array.reshape(-1).tolist() if array.dtype == object else None

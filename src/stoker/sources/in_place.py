@@ -1,4 +1,4 @@
-"""Where the bytes of samples lie in the user's own files, for caches that serve them from there.
+"""Offsets of samples in the user's own files, for caches that serve them in place.
 
 A field can be served in place when its bytes in the file are its values as served: contiguous, uncompressed,
 in the machine's byte order, with the axes in the order of serving. Anything else is refused, with the cure.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError
 from stoker.schema import DTYPE_BYTES, Field
-from stoker.sources.hdf5_layout import SPACE
+from stoker.sources.hdf5_fields import SPACE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedField:
-    """One field of the samples of a part, as it lies in a file."""
+class FieldLocations:
+    """One field of the samples of a part, as it is stored in a file."""
 
     field: Field
     """With the dtype that is in the file."""
@@ -32,24 +32,24 @@ class PlacedField:
     lengths: NDArray[np.int64] | None = None
     """Steps along axis 0 of each sample, where they differ."""
 
-    def take(self, rows: NDArray[np.int64]) -> PlacedField:
+    def take(self, rows: NDArray[np.int64]) -> FieldLocations:
         """The same of some samples."""
         lengths = None if self.lengths is None else self.lengths[rows]
-        return PlacedField(field=self.field, path=self.path, at=self.at[rows], lengths=lengths)
+        return replace(self, at=self.at[rows], lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedPart:
+class PartLocations:
     """The samples of one part of a source."""
 
     count: int
-    fields: Mapping[str, PlacedField]
+    fields: Mapping[str, FieldLocations]
     values: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
-    """What lies in no file, `(count, *shape)`: parameters from names and attributes."""
+    """Values that are in no file, `(count, *shape)`: parameters from names and attributes."""
 
-    def take(self, rows: NDArray[np.int64]) -> PlacedPart:
+    def take(self, rows: NDArray[np.int64]) -> PartLocations:
         """The same of some samples."""
-        return PlacedPart(
+        return PartLocations(
             count=len(rows),
             fields={name: one.take(rows) for name, one in self.fields.items()},
             values={name: values[rows] for name, values in self.values.items()},
@@ -57,14 +57,14 @@ class PlacedPart:
 
 
 @runtime_checkable
-class Placing(Protocol):
-    """A source that can say where its samples lie."""
+class InPlaceSource(Protocol):
+    """A source that can say where its samples are stored."""
 
-    def places(self) -> Sequence[PlacedPart]:
+    def places(self) -> Sequence[PartLocations]:
         """One entry for each part of its identity.
 
         Raises:
-            SourceError: They cannot be served from where they lie; says why, and what to do.
+            SourceError: They cannot be served in place; says why, and what to do.
         """
         ...
 

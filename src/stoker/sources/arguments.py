@@ -1,5 +1,7 @@
-"""What a user gave to a source, looked at before anything is read: later it would be an error of Python's
-own that names neither the argument nor what was expected.
+"""Checks of the arguments of a source, before anything is read.
+
+Later, a wrong argument would be an error of Python's own, which names neither the argument nor what was
+expected.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _ADAPTERS = {
     ".zarr": "arrays.ArraySource",
     ".npy": "arrays.ArraySource",
     ".tar": "tar.TarSource",
-    ".parquet": "parquet.ParquetSource",
+    ".parquet": "tables.ParquetSource",
 }
 """Sources of files that are not in `stoker` itself, by suffix, below `stoker.sources`."""
 
@@ -30,11 +32,13 @@ def check_dataset(dataset: object) -> None:
         ConfigError: With a call that reads it, where there is one.
     """
     if isinstance(dataset, str | bytes | bytearray | os.PathLike):
-        raise ConfigError(f"the dataset is {shown(dataset)}. Expected a Dataset or a source. {_way(dataset)}")
+        raise ConfigError(
+            f"the dataset is {format_value(dataset)}. Expected a Dataset or a source. {_way(dataset)}"
+        )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise ConfigError(
-            f"the dataset is {shown(dataset)}. Expected items by number, from 0. For a dict of arrays of "
-            "one length give torch.utils.data.StackDataset(**dataset)"
+            f"the dataset is {format_value(dataset)}. Expected items by number, from 0. For a dict of "
+            "arrays of one length give torch.utils.data.StackDataset(**dataset)"
         )
 
 
@@ -47,11 +51,12 @@ def check_source(source: object) -> None:
     if isinstance(source, type) or not isinstance(source, Source):
         check_dataset(source)
         raise ConfigError(
-            f"the source is {shown(source)}. Expected a source: for a Dataset stoker.TorchSource(dataset)"
+            f"the source is {format_value(source)}. Expected a source: for a Dataset "
+            "stoker.TorchSource(dataset)"
         )
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as messages show it: paths and text in full, others shortened."""
     return repr(value) if isinstance(value, str | os.PathLike) else reprlib.repr(value)
 
@@ -70,7 +75,7 @@ def _way(given: object) -> str:
     return "Give a source that reads it, as stoker.HDF5Source(path), or a Dataset with its items"
 
 
-def given_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:
+def parse_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:
     """One name or several, as a tuple.
 
     Args:
@@ -89,7 +94,7 @@ def given_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[s
 
 
 def listed(value: object, count: int | None = None) -> tuple[object, ...] | None:
-    """The entries of a list, of `count` entries if that is given; None where it is no such list.
+    """The entries of a list, of `count` entries if that is given; None where it is not such a list.
 
     >>> listed([1, 2]), listed("ab"), listed((1,), 2)
     ((1, 2), None, None)
@@ -112,7 +117,7 @@ def check_texts(**given: object) -> None:
 
 
 def check_path(what: str, value: object) -> None:
-    """Refuse what is no path.
+    """Refuse what is not a path.
 
     Raises:
         ConfigError: Names the argument.
@@ -121,8 +126,8 @@ def check_path(what: str, value: object) -> None:
         raise ConfigError(f"{what} is {value!r}. Expected a path, as {str(Path('data') / what)!r}")
 
 
-def check_whole(what: str, value: object, *, least: int | None = None) -> None:
-    """Refuse what is no whole number, or too small a one.
+def check_int(what: str, value: object, *, least: int | None = None) -> None:
+    """Refuse what is not a whole number, or is too small.
 
     Raises:
         ConfigError: Names the argument.
@@ -135,13 +140,13 @@ def check_whole(what: str, value: object, *, least: int | None = None) -> None:
 
 
 def check_splits(split: object, splits: object, seed: object) -> None:
-    """Refuse what is no name of a split, no fractions by name, or no seed.
+    """Refuse what is not the name of a split, fractions by name, or a seed.
 
     Raises:
         ConfigError: Names the argument.
     """
     check_texts(split=split)
-    check_whole("seed", seed)
+    check_int("seed", seed)
     if splits is None:
         return
     shares = cast("Mapping[object, object]", splits) if isinstance(splits, Mapping) else {None: None}

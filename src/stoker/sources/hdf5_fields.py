@@ -1,7 +1,7 @@
-"""What an HDF5 file's datasets mean: which axis is the sample, time, space, channel.
+"""Datasets of an HDF5 file as fields of samples: which axis is the sample, time, space, channel.
 
 Axes are words: `n` sample, `t` time, `x y z` space, anything else a channel or feature axis. They are
-declared by the user, stated in the file, or found by `stoker.sources.hdf5_layouts`. Fields with space axes
+declared by the user, stated in the file, or found by `stoker.sources.hdf5_axes`. Fields with space axes
 come out as `(T, H, W, C)`: time first, space in stored order, channels last; one space axis gets H = 1.
 Without time the first axis is absent; with three space axes there is one more. Other fields keep their
 order, with time moved to the front.
@@ -40,7 +40,7 @@ class Piece:
     shape: tuple[int, ...]
     """As stored, the sample axis included."""
     dtype: str
-    """What it is read as: native byte order, float64 as float32, complex128 as complex64."""
+    """The dtype it is read as: native byte order, float64 as float32, complex128 as complex64."""
     chunks: tuple[int, ...] | None = None
     """Chunk shape; None when contiguous."""
     narrowed: bool = False
@@ -66,7 +66,7 @@ class Piece:
 
 
 class FieldRole(Enum):
-    """What a field is made of; see `stoker.sources.hdf5_layouts` for all but data."""
+    """The kind of a field; see `stoker.sources.hdf5_include` for all but data."""
 
     DATA = "data"
     TIME = "time"
@@ -84,14 +84,14 @@ class FieldLayout:
     pieces: tuple[Piece, ...]
     """In channel order."""
     role: FieldRole = FieldRole.DATA
-    """What is made of them."""
+    """The kind of field that they make."""
     points: int = 0
     """Of times and coordinates: entries that belong to the data; the dataset may have one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """What one file holds."""
+    """The fields and samples of one file."""
 
     fields: tuple[FieldLayout, ...]
     """In schema order; scalars of `values` follow."""
@@ -102,7 +102,7 @@ class FileLayout:
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """Parameters of the whole file; each becomes a scalar float32 field."""
     notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    """What else identifies the file's content (boundary conditions)."""
+    """Further facts that identify the file's content (boundary conditions)."""
     left_out: tuple[str, ...] = ()
     """Parameters of the file that the user's fields do not name."""
 
@@ -112,11 +112,11 @@ class FileLayout:
         return tuple(piece for one in self.fields for piece in one.pieces)
 
     def row_name(self, row: int) -> str:
-        """What a sample is called inside its file, in keys."""
+        """Return the name of a sample inside its file, for keys."""
         return self.groups[row] if self.groups else str(row)
 
     def row_place(self, row: int) -> str:
-        """Where a sample is inside its file, for messages."""
+        """Return the place of a sample inside its file, for messages."""
         return f"group {self.groups[row]!r}" if self.groups else f"row {row}"
 
 
@@ -162,7 +162,7 @@ def make_piece(
     """Describe an open dataset.
 
     Raises:
-        SourceError: It has no data, a dtype that is no number, or another number of axes than declared.
+        SourceError: It has no data, a dtype that is not a number, or another number of axes than declared.
     """
     shape = dataset.shape
     if shape is None or math.prod(shape) == 0:
@@ -224,7 +224,7 @@ def arrange(raw: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
 
 
 def piece_field(piece: Piece, strides: Mapping[str, int]) -> Field:
-    """What `arrange` makes of one sample of a piece, without touching data."""
+    """Return the field that `arrange` makes of a piece, without reading data."""
     axes = sample_axes(piece)
     sizes = dict(zip(axes, sample_shape(piece, strides), strict=True))
     time = (sizes["t"],) if "t" in sizes else ()
@@ -263,7 +263,7 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
 
 
 def _included_field(layout: FieldLayout, strides: Mapping[str, int]) -> Field:
-    """Return what `stoker.sources.hdf5_layouts.finish` makes of one sample."""
+    """Return what `stoker.sources.hdf5_include.finish` makes of one sample."""
     if layout.role is FieldRole.DT:
         return Field(shape=(), dtype="float32")
     if layout.role is FieldRole.TIME:
