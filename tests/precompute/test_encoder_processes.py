@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+import stoker
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.plan.resources import probe
 from stoker.precompute import (
@@ -230,6 +231,26 @@ def test_little_memory_is_not_spent_on_another_torch(
     monkeypatch.setattr(run_module, "probe", lambda **_: replace(found, host_bytes=400 * MIB))
     run(FakeSource((MANY,)), Noting(marker), tmp_path / "c")
     assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
+
+
+class Unchanged(FakeEncoder):
+    """Gives the only field of its samples back."""
+
+    def schema(self, sample_schema: Any) -> Any:
+        return sample_schema
+
+    def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return batch
+
+
+def test_groups_of_less_than_a_page_arrive(tmp_path: Path) -> None:
+    """Shared memory is mapped page by page: one field of a few bytes needs one page, not two."""
+    values = np.random.default_rng(0).standard_normal((MANY, 3), dtype=np.float32)
+    np.save(tmp_path / "x.npy", values)
+    source = stoker.ArraySource(tmp_path / "x.npy", layout="rows")
+    cache = precompute(source, Unchanged(), tmp_path / "c", name="c", workers=1, progress=None)
+
+    assert np.array_equal(np.stack([cache[n]["data"].numpy() for n in range(MANY)]), values)
 
 
 def test_a_child_that_cannot_be_started_is_done_without(

@@ -256,7 +256,7 @@ class SharedArrays:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+        self._map: mmap.mmap | None = None
 
     @classmethod
     def create(cls) -> SharedArrays:
@@ -275,7 +275,7 @@ class SharedArrays:
         size = max(mmap.PAGESIZE, sum(map(align, sizes)))
         if os.fstat(self.fd).st_size < size:
             os.posix_fallocate(self.fd, 0, size)  # or memory that is short would end us by a signal later
-        if len(self._map) < size:
+        if self._map is None or len(self._map) < size:
             self._map = mmap.mmap(self.fd, size)  # the one before goes with the last array that views it
         return slot_arrays(memoryview(self._map), schema, dict(shapes))
 
