@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 
-import stoker
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.plan.resources import probe
 from stoker.precompute import (
@@ -31,6 +30,7 @@ from stoker.precompute import (
     precompute,
 )
 from stoker.precompute import run as run_module
+from stoker.sources.arrays import ArraySource
 from stoker.store import open_cache
 from stoker.units import MIB
 from tests.kit import forked as subprocess
@@ -247,7 +247,7 @@ def test_groups_of_less_than_a_page_arrive(tmp_path: Path) -> None:
     """Shared memory is mapped page by page: one field of a few bytes needs one page, not two."""
     values = np.random.default_rng(0).standard_normal((MANY, 3), dtype=np.float32)
     np.save(tmp_path / "x.npy", values)
-    source = stoker.ArraySource(tmp_path / "x.npy", layout="rows")
+    source = ArraySource(tmp_path / "x.npy", layout="rows")
     cache = precompute(source, Unchanged(), tmp_path / "c", name="c", workers=1, progress=None)
 
     assert np.array_equal(np.stack([cache[n]["data"].numpy() for n in range(MANY)]), values)
