@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import mmap
 import os
 import random
 import shutil
@@ -51,6 +50,12 @@ class CountedEncoder(FakeEncoder):
         self.counts, self.pause_s = counts, pause_s
         self.last: list[int] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "counts": self.counts.filename}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "counts": np.memmap(state["counts"], np.int64, "r+")}
+
     def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         time.sleep(self.pause_s)
         numbers = np.rint(batch["nu"].numpy().astype(np.float64) * 7).astype(np.int64)
@@ -61,8 +66,10 @@ class CountedEncoder(FakeEncoder):
 
 
 def shared_counts(samples: int) -> Counts:
-    """Zeros that forked processes share."""
-    return np.frombuffer(mmap.mmap(-1, 8 * samples), np.int64)
+    """Zeros that forked processes share, and others find by the name of our descriptor."""
+    fd = os.memfd_create("counts")
+    os.ftruncate(fd, 8 * samples)
+    return np.memmap(f"/proc/{os.getpid()}/fd/{fd}", np.int64, "r+")
 
 
 def fill(root: Path, counts: Counts, pause_s: float, workers: int, say: children.Say) -> None:
