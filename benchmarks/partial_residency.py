@@ -29,7 +29,7 @@ from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
 from stoker.plan import Demand, Plan, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
-from stoker.run.plan import Step, served_loads
+from stoker.run.plan import TimedStep, served_loads
 
 RECORDS, BATCH, ROUNDS = 2_000, 32, 3
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -41,7 +41,7 @@ def reserve(cache: stoker.Cache, fraction: float) -> int:
     return max(0, probe().host_bytes - int((fraction + 0.0125) * size))
 
 
-def planned(cache: stoker.Cache, fraction: float, step: Step, files: list[Path]) -> Plan:
+def planned(cache: stoker.Cache, fraction: float, step: TimedStep, files: list[Path]) -> Plan:
     """The plan for that fraction, made with both tiers as they are now."""
     drop_from_page_cache(files)
     served = served_loads(cache, None, BATCH, step=step)
@@ -91,7 +91,7 @@ def once(
     """Step, plan and run, one after another."""
     files = [cache.path / shard.file for shard in cache.index.shards]
     step_s = alone(step)
-    expected = planned(cache, fraction, Step(seconds=step_s, cpus=cpus), files).stall_at(step_s)
+    expected = planned(cache, fraction, TimedStep(seconds=step_s, cpus=cpus), files).stall_at(step_s)
     assert expected is not None
     found = measured(cache, fraction, step, files, seconds)
     return {

@@ -33,7 +33,7 @@ from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
 from stoker.plan import Demand, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
-from stoker.run.plan import Step, served_loads
+from stoker.run.plan import TimedStep, served_loads
 
 WINDOWS = stoker.Windows()
 TRAJECTORIES, STEPS = 4_000, 101
@@ -89,7 +89,7 @@ def alone(step: Callable[[], None]) -> float:
 def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> float:
     """What a plan says that was made with the tiers as they are now."""
     place.before()
-    step = Step(seconds=step_s, cpus=step_cpus)
+    step = TimedStep(seconds=step_s, cpus=step_cpus)
     served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
     outputs = make_outputs(place.cache.schema, place.windows, None)
     demand = Demand(

@@ -121,11 +121,11 @@ def test_a_command_that_waits_for_another_program_is_let_be(tmp_path: Path) -> N
 
 ENDS = """
 import threading, time
-from stoker.cli import edge
+from stoker.cli import command
 from stoker.cli.main import app
-edge.EXIT_S = 0.3
+command.EXIT_S = 0.3
 threading.Thread(target=time.sleep, args=(600,)).start()
-edge.run(app, ["inspect", "none"])
+command.run(app, ["inspect", "none"])
 """
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from stoker.cli.edge import edge
+from stoker.cli.command import command_output
 from stoker.cli.flags import Debug, Json
 from stoker.errors import ConfigError, SourceError
 from stoker.export import Exporter, tensors_of
@@ -146,7 +146,7 @@ def csv_info(
     Example:
       stoker csv-info data/waves --delimiter ";"
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         source = CsvSource(folder, delimiter=delimiter)
         found = Info(str(folder), len(source), list(source.schema()["data"].shape))
         out.show(found, lambda info, console: console.print(f"{info.files} files of shape {info.shape}"))

@@ -107,7 +107,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _Face(ModuleType):
+class _PublicModule(ModuleType):
     """This module, in which `precompute` and `cached` stay the functions.
 
     Each (and `profile`) shares its name with the module that defines it, and importing a submodule sets it as
@@ -120,4 +120,4 @@ class _Face(ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _PublicModule

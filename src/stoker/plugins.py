@@ -102,7 +102,7 @@ def find_plugin(group: Group, name: str, setting: str) -> Plugin:
         setting: What names it, for the message, as `data.kind`.
 
     Raises:
-        ConfigError: There is none, or several packages give it.
+        ConfigError: No package gives it, or several do.
     """
     known = plugins_of(group)
     if name in known:

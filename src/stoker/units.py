@@ -6,6 +6,7 @@ numbers with the unit in the name (`size_bytes`, `wait_s`).
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB = 1024
@@ -61,6 +62,19 @@ def format_seconds(duration_s: float) -> str:
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def format_rate(bytes_s: float) -> str:
+    """Bytes a second in decimal units, as networks and disks are sold.
+
+    >>> format_rate(1e12), format_rate(3.13e9), format_rate(999.9e6), format_rate(math.inf)
+    ('1 TB/s', '3.13 GB/s', '1 GB/s', 'no limit')
+    """
+    if math.isinf(bytes_s):
+        return "no limit"
+    units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+    unit, name = next(((unit, name) for unit, name in units if bytes_s >= 0.9995 * unit), (1.0, "B/s"))
+    return f"{bytes_s / unit:.3g} {name}"
 
 
 def format_count(count: float, noun: str = "") -> str:

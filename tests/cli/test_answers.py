@@ -16,8 +16,8 @@ import torch
 import typer
 
 from stoker.cli import output
-from stoker.cli.edge import console, edge
-from stoker.cli.edge import run as run_app
+from stoker.cli.command import command_output, console
+from stoker.cli.command import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config
 from stoker.run.caches import inspect_cache
@@ -45,7 +45,7 @@ def test_a_failure_with_json_is_one_object_too(project: Path) -> None:
 def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
     number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as stop, edge(as_json=True, debug=False):
+    with pytest.raises(typer.Exit) as stop, command_output(as_json=True, debug=False):
         raise OSError(number, os.strerror(number), "/data/x")
 
     message = json.loads(capsys.readouterr().out)["error"]

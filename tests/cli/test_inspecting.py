@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from stoker.cli import output
-from stoker.cli.edge import console
+from stoker.cli.command import console
 from stoker.run.caches import Explanation
 from stoker.store import Difference
 from tests.cli.commands import Screen, run, run_json, strip_ansi

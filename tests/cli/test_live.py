@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stoker.cli.output import Screen, Watcher, draw, line, watching
+from stoker.cli.output import TrainDisplay, TrainScreen, draw, line, watching
 
 INTERVAL: dict[str, Any] = {
     "step": 120, "epoch": 2, "total": 1000, "stall": 0.25, "wait_s": 0.5, "step_s": 1.5, "examples": 6400,
@@ -32,13 +32,13 @@ class Clock:
         return self.now_s
 
 
-def played(clock: Clock, watcher: Watcher, step_s: float = 50.0) -> None:
+def played(clock: Clock, watcher: TrainDisplay, step_s: float = 50.0) -> None:
     for kind, facts in EVENTS:
         clock.now_s += step_s
         watcher.listen(kind, facts)
 
 
-def text_of(screen: Screen, width: int = 120) -> str:
+def text_of(screen: TrainScreen, width: int = 120) -> str:
     out = Console(file=io.StringIO(), width=width)
     out.print(draw(screen))
     return out.file.getvalue()
@@ -47,7 +47,7 @@ def text_of(screen: Screen, width: int = 120) -> str:
 def test_one_screen_has_everything_a_person_asks_for() -> None:
     clock, shown = Clock(), list[str]()
 
-    played(clock, Watcher(pytest.fail, lambda screen: shown.append(text_of(screen)), clock=clock))
+    played(clock, TrainDisplay(pytest.fail, lambda screen: shown.append(text_of(screen)), clock=clock))
 
     last = shown[-1]
     for what in (
@@ -64,13 +64,13 @@ def test_one_screen_has_everything_a_person_asks_for() -> None:
 
 
 def test_a_screen_can_be_drawn_before_anything_is_known() -> None:
-    assert "measured in a moment" in text_of(Screen())
-    assert line(Screen()).startswith("step 0 of 0")
+    assert "measured in a moment" in text_of(TrainScreen())
+    assert line(TrainScreen()).startswith("step 0 of 0")
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     clock, said = Clock(), list[str]()
-    watcher = Watcher(said.append, None, clock=clock)
+    watcher = TrainDisplay(said.append, None, clock=clock)
     played(clock, watcher)
     for _ in range(25):
         clock.now_s += 1.0

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
 from stoker.monitor.gpu import GpuWatch
-from stoker.run.train import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.run.train import COST, GPU, RunTracking, Startup, StartupPhase, tracking
 from tests.cli.commands import run, run_json
 
 
@@ -98,7 +98,7 @@ def a_tracking(project: Path, told: list[Any], **settings: Any) -> RunTracking:
     config = load_config(
         project / "c.yaml", ["training.run_dir=run", *(f"{k}={v}" for k, v in settings.items())]
     )
-    startup = Startup(started_s=0.0, phases=[Phase(name="caches", seconds=1.0)], values={})
+    startup = Startup(started_s=0.0, phases=[StartupPhase(name="caches", seconds=1.0)], values={})
     return RunTracking(Run(config), startup, tell=lambda kind, facts: told.append(facts))
 
 

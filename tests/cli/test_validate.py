@@ -158,7 +158,8 @@ def test_a_complete_cache_in_a_folder_that_cannot_be_written_is_no_failure(
 ) -> None:
     run("precompute", "c.yaml")
     monkeypatch.setattr(
-        "stoker.run.folders._obstacle", lambda path: "no" if "latent_cache" in str(path) else None
+        "stoker.run.folders.find_obstacle",
+        lambda path, **_: "no" if "latent_cache" in str(path) else None,
     )
 
     rows = run_json("validate", "c.yaml")["rows"]

@@ -27,7 +27,7 @@ from stoker.compat import (
     validate_ram_for_cache,
 )
 from stoker.errors import SourceError
-from stoker.run.validate import Row
+from stoker.run.validate import CheckRow
 
 SETTINGS: dict[str, Any] = {
     "latent": {"dim": 32, "tokens": 16},
@@ -49,7 +49,7 @@ def write_samples(folder: Path, count: int, *, steps: int = 10, **more: object) 
     return folder
 
 
-def statuses(rows: list[Row]) -> Mapping[str, str]:
+def statuses(rows: list[CheckRow]) -> Mapping[str, str]:
     return {row.check: row.status for row in rows}
 
 

@@ -11,7 +11,7 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.plan import rates as rates_module
 from stoker.run import bench
-from stoker.run.bench import BenchResult, Figure, draw_bench, job_of_cache, run_bench
+from stoker.run.bench import BenchFigure, BenchResult, draw_bench, job_of_cache, run_bench
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -26,8 +26,8 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "LEAST_S", 0.01)
 
 
-def figure(bytes_s: float, **more: Any) -> Figure:
-    return Figure(**{"what": "made up", "bytes_s": bytes_s, "scatter": 0.0, **more})
+def figure(bytes_s: float, **more: Any) -> BenchFigure:
+    return BenchFigure(**{"what": "made up", "bytes_s": bytes_s, "scatter": 0.0, **more})
 
 
 def test_each_tier_stands_beside_its_limit(cache: Cache, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_no_time_is_no_measurement() -> None:
 
 @pytest.mark.draws
 @pytest.mark.parametrize("tiers", [{}, {"host": figure(5e9, limit="gather", fraction=0.8, batch_s=1e-4)}])
-def test_a_picture_of_anything(tiers: dict[str, Figure], tmp_path: Path) -> None:
+def test_a_picture_of_anything(tiers: dict[str, BenchFigure], tmp_path: Path) -> None:
     found = {"gather": figure(6e9), "copy": figure(8e9, scatter=0.5)}
     result = BenchResult(
         machine="m", cache="", limits=found, tiers=tiers, advice="Do. " * 90, picture=None, seconds=1.0

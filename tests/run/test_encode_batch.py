@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from stoker.config import Config
 from stoker.encoders.module import ModuleEncoder
 from stoker.precompute.measure import EncodeBatch, measure_encode_batch
-from stoker.run import build
 from stoker.run.caches import locate
 from stoker.run.context import Run
 from stoker.run.precompute import precompute_config
@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(device)
         return EncodeBatch(samples=2 + len(calls), device=device, trials=(), why="test")
 
-    monkeypatch.setattr(build, "measure_encode_batch", measure)
+    monkeypatch.setattr(sys.modules["stoker.precompute.measure"], "measure_encode_batch", measure)
     return calls
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.run.folders import is_open, obstacle, require_writable
+from stoker.run.folders import find_obstacle, is_open, require_writable
 
 
 def test_a_folder_that_can_be_made_has_no_obstacle_and_is_not_made(tmp_path: Path) -> None:
-    assert obstacle(tmp_path) is None
-    assert obstacle(tmp_path / "a" / "b") is None
+    assert find_obstacle(tmp_path) is None
+    assert find_obstacle(tmp_path / "a" / "b") is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -21,9 +21,9 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
 
-    assert obstacle(tmp_path / "file") == f"{tmp_path}/file is not a folder"
-    assert obstacle(tmp_path / "file" / "x" / "y") == f"{tmp_path}/file is not a folder"
-    assert obstacle(tmp_path / "link") == f"{tmp_path}/link is a link to nothing"
+    assert find_obstacle(tmp_path / "file") == f"{tmp_path}/file is not a folder"
+    assert find_obstacle(tmp_path / "file" / "x" / "y") == f"{tmp_path}/file is not a folder"
+    assert find_obstacle(tmp_path / "link") == f"{tmp_path}/link is a link to nothing"
 
 
 def test_a_folder_without_the_right_to_write_is_named_with_its_setting(

@@ -11,17 +11,17 @@ from stoker.errors import SourceError, arg
 from stoker.extras.radio.demo import RadioSpec
 from stoker.precompute.background import SpotReport
 from stoker.precompute.measure import EncodeBatch
-from stoker.run.bench import BenchResult, EncodeBench, Figure
+from stoker.run.bench import BenchFigure, BenchResult, EncodeBench
 from stoker.run.caches import CacheFolder, CacheSummary, Explanation
 from stoker.run.precompute import PrecomputeResult, TaskFailure
 from stoker.run.staging import StageReport, StageResult
-from stoker.run.train import Phase, TrainResult
-from stoker.run.validate import Row, Validation
+from stoker.run.train import StartupPhase, TrainResult
+from stoker.run.validate import CheckRow, Validation
 from stoker.schema import Field
 from stoker.store import Difference
 from stoker.train.config import TrainReport
 
-FIGURE = Figure(what="copying", bytes_s=2.5, scatter=0.125)
+FIGURE = BenchFigure(what="copying", bytes_s=2.5, scatter=0.125)
 FIGURE_JSON: dict[str, Any] = {
     "what": "copying", "bytes_s": 2.5, "scatter": 0.125, "limit": None, "fraction": None, "batch_s": None,
 }  # fmt: skip
@@ -54,7 +54,8 @@ REPORT = TrainReport(
     reconstruction_nrmse=0.05,
 )  # fmt: skip
 TRAIN = TrainResult(
-    report=REPORT, phases=(Phase(name="caches", seconds=1.5, note="none"),), metrics={"m": 1.0}, gpu="no GPU",
+    report=REPORT, phases=(StartupPhase(name="caches", seconds=1.5, note="none"),),
+    metrics={"m": 1.0}, gpu="no GPU",
     caches=(), cache_s=1.5, total_s=3.0, train_s=4.0, reason="fits", epoch_steps=4, mended=1,
     spot_check=SpotReport(wanted=2, checked=2, different=(), failed=()), over_budget="waited",
 )  # fmt: skip
@@ -74,7 +75,7 @@ TRAIN_JSON: dict[str, Any] = {
     "spot_check": {"wanted": 2, "checked": 2, "different": [], "failed": []}, "reason": "fits", "caches": [],
 }  # fmt: skip
 RESULTS: list[tuple[Any, dict[str, Any]]] = [
-    (Phase(name="caches", seconds=1.5), {"name": "caches", "seconds": 1.5, "note": ""}),
+    (StartupPhase(name="caches", seconds=1.5), {"name": "caches", "seconds": 1.5, "note": ""}),
     (
         BenchResult(
             machine="m", cache="", limits={"copy": FIGURE}, tiers={}, advice="none",
@@ -118,7 +119,7 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (
-        Validation(rows=(Row(check="disk", status="fail", detail="full", exit_code=6),)),
+        Validation(rows=(CheckRow(check="disk", status="fail", detail="full", exit_code=6),)),
         {"rows": [{"check": "disk", "status": "fail", "detail": "full"}], "exit_code": 6},
     ),
     (

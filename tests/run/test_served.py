@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
-from stoker.run.plan import Step, _apart, served_loads
+from stoker.run.plan import TimedStep, _apart, served_loads
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import attach_mirror
 from stoker.store.mirror.transfer import push
@@ -35,7 +35,7 @@ def test_each_tier_is_served_in_the_batches_asked_for(cache: Cache, windows: Win
 
 @pytest.mark.parametrize("cpus", [0.0, 1.0])
 def test_a_known_step_is_imitated(cache: Cache, cpus: float) -> None:
-    loads = served_loads(cache, Windows(), 8, seconds=0.05, step=Step(seconds=3e-3, cpus=cpus))
+    loads = served_loads(cache, Windows(), 8, seconds=0.05, step=TimedStep(seconds=3e-3, cpus=cpus))
 
     for load in loads.values():
         assert load.at_step is not None

@@ -20,9 +20,10 @@ from stoker.run import precompute as module
 from stoker.run.build import build_jobs
 from stoker.run.caches import explain
 from stoker.run.context import Run
-from stoker.run.loaders import OneTask, Served, TaskPairs, serve
+from stoker.run.loaders import RunLoaders, serve
 from stoker.run.plan import plan_config, plan_tasks
 from stoker.run.precompute import precompute_config
+from stoker.run.tasks import TaskLoader, TaskMixture
 from stoker.run.train import prepare, train_config
 from tests.conftest import write_burgers
 from tests.run.conftest import Configure
@@ -49,7 +50,7 @@ def two(configure: Configure, tmp_path: Path) -> Configure:
     return make
 
 
-def loaders(config: Config) -> Served:
+def loaders(config: Config) -> RunLoaders:
     return serve(Run(config), [result.cache for result in prepare(Run(config)).caches])
 
 
@@ -120,7 +121,7 @@ def test_an_interrupted_mixture_goes_on_and_ends_as_if_it_had_not_been(two: Conf
 def test_the_operator_sees_which_task_it_is_and_which_conditions_are_its_own(two: Configure) -> None:
     config = two()
     served = loaders(config)
-    assert isinstance(served.train, TaskPairs)
+    assert isinstance(served.train, TaskMixture)
     assert isinstance(served.val, dict)
 
     batches = list(served.train)
@@ -131,7 +132,7 @@ def test_the_operator_sees_which_task_it_is_and_which_conditions_are_its_own(two
             assert torch.equal(batch.cond[f"{name}?"].bool(), mask)
     assert {batch.task for batch in batches} == {"burgers1d", "long"}
     one = served.val["long"]
-    assert isinstance(one, OneTask)
+    assert isinstance(one, TaskLoader)
     assert {batch.task for batch in one} == {"long"}
     assert list(next(iter(one)).cond) == list(batches[0].cond)
     assert len(list(one)) == len(one)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from stoker.cli.edge import joined
+from stoker.cli.command import joined
 from stoker.config import Config
 from stoker.errors import ConfigError, Interrupted, StalledError
 from stoker.scale import group

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from stoker.cli.edge import Edge, Teller, at_edge
+from stoker.cli.command import CommandOutput, ProgressLine, cli_command
 from stoker.cli.flags import CachePath, Config, Overrides, duration, share, size
 from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
@@ -18,17 +18,9 @@ if TYPE_CHECKING:
     from stoker.store.mirror.transfer import TransferProgress, TransferReport
 
 
-def register_caches(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(verify)
-    app.command()(compact)
-    app.command()(gc)
-    app.command()(stage)
-
-
-@at_edge
+@cli_command
 def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     path: CachePath,
     repair: Annotated[
         bool, typer.Option("--repair", help="Set aside what is damaged or lost, so that the rest serves.")
@@ -69,7 +61,7 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out.show(report, output.verify, exit_code=0 if report.ok else FormatError.exit_code)
 
 
-def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> None:
+def _repair(out: CommandOutput, path: str, config: Path | None, overrides: list[str]) -> None:
     from stoker.cli import output
     from stoker.config import load_config
     from stoker.run.context import Run
@@ -81,9 +73,9 @@ def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> 
     out.show(result, output.repair, exit_code=0 if result.ok else IncompleteError.exit_code)
 
 
-@at_edge
+@cli_command
 def compact(
-    out: Edge,
+    out: CommandOutput,
     path: CachePath,
     compression: Annotated[
         str | None,
@@ -94,8 +86,8 @@ def compact(
 ) -> None:
     """Merge short shards, or compress a cache.
 
-    Reads and checks every record that moves. The old shards stay until `stoker gc`, for whoever has them
-    open. Exit code 4 when a shard with a damaged record was left as it is.
+    Reads and checks every record that moves. The old shards stay until `stoker gc`, for processes that have
+    them open. Exit code 4 when a shard with a damaged record was left as it is.
 
     \b
     Example:
@@ -109,11 +101,11 @@ def compact(
     out.show(report, output.compact, exit_code=FormatError.exit_code if report.left else 0)
 
 
-@at_edge
+@cli_command
 def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     cache_dir: Annotated[
-        str, typer.Argument(metavar="CACHE_DIR", help="The folder, or address, that holds caches by name.")
+        str, typer.Argument(metavar="CACHE_DIR", help="The folder, or URL, that holds caches by name.")
     ],
     keep: Annotated[
         int | None,
@@ -154,7 +146,7 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     from stoker.store.remote import is_url
 
     policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-    # Copies of an address may be kept anywhere, and be named by their folder.
+    # Mirrors of a URL may be kept anywhere, and be named by their folder.
     if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
         report = clean(resolve_local(cache_dir), policy, dry_run=dry_run, at_address=at_address)
     elif at_address:
@@ -167,9 +159,9 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out.show(report, output.gc)
 
 
-@at_edge
+@cli_command
 def stage(
-    out: Edge,
+    out: CommandOutput,
     config: Config,
     overrides: Overrides = None,
     prune: Annotated[
@@ -207,24 +199,18 @@ def stage(
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The commands that bring caches to an address and from there: push, pull.
+# The commands that bring caches to a URL and from there: push, pull.
 
 
 Address = Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/caches; docs/objects.md.")]
 
 
-def register_remote(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(push)
-    app.command()(pull)
-
-
-@at_edge
-def push(out: Edge, path: CachePath, url: Address) -> None:
+@cli_command
+def push(out: CommandOutput, path: CachePath, url: Address) -> None:
     """Bring a cache to an address.
 
     To URL/NAME/FINGERPRINT, on an object store or a shared folder. Each shard is checked, and a push
-    that was stopped goes on.
+    that was stopped resumes.
 
     \b
     Example:
@@ -232,14 +218,14 @@ def push(out: Edge, path: CachePath, url: Address) -> None:
     """
     from stoker.store.mirror.transfer import push as run
 
-    with Teller(out) as teller:
-        report = run(path, url, listen=partial(_listen, teller))
+    with ProgressLine(out) as progress:
+        report = run(path, url, listen=partial(_listen, progress))
     out.show(report, render_transfer)
 
 
-@at_edge
+@cli_command
 def pull(
-    out: Edge,
+    out: CommandOutput,
     url: Address,
     cache_dir: Annotated[
         str, typer.Argument(metavar="[CACHE_DIR]", help="The folder that holds caches.")
@@ -255,7 +241,7 @@ def pull(
     """Bring a cache here from an address.
 
     It goes to CACHE_DIR/NAME/FINGERPRINT, several shards at a time, each checked before it gets its place. A
-    pull that was stopped goes on. With --records or --rank, whole shards that hold any of them.
+    pull that was stopped resumes. With --records or --rank, whole shards that hold any of them.
 
     \b
     Example:
@@ -266,8 +252,8 @@ def pull(
     from stoker.store.mirror.transfer import pull as run
 
     wanted = RecordSelection(rank=rank, world_size=world_size, records=_range(records))
-    with Teller(out) as teller:
-        report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
+    with ProgressLine(out) as progress:
+        report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, progress))
     out.show(report, render_transfer)
 
 
@@ -280,8 +266,8 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(first), int(stop)
 
 
-def _listen(teller: Teller, now: TransferProgress) -> None:
-    teller.tell(
+def _listen(progress: ProgressLine, now: TransferProgress) -> None:
+    progress.tell(
         f"{format_count(now.done)} of {format_count(now.count, 'shard')}, "
         f"{format_bytes(now.bytes)} of {format_bytes(now.total)}",
         last=now.done == now.count,

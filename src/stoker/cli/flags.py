@@ -2,7 +2,7 @@
 
 `precompute` of the earlier system took `--splits train val`, `--latent-dim 64` and more. Each still works
 and becomes a `key=value` setting. The same setting given both ways is then given twice, which
-`load_config` refuses, since nobody could say which one was meant.
+`load_config` refuses, since it cannot know which one was meant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, the rest on standard error.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and log more.")]
-# readable=False: the parser is not to look at paths; whoever opens one says what is wrong with it
+# readable=False: the parser does not look at paths; the code that opens one says what is wrong
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", readable=False, help="YAML file with the settings.")
 ]
@@ -37,7 +37,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
 ]
-# text, not a Path, which would make one slash of an address's two or three
+# text, not a Path, which would make one slash of a URL's two or three
 CachePath = Annotated[
     str,
     typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),

@@ -16,8 +16,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import caches, serving, training
-from stoker.cli.edge import INTERRUPTED, Edge, at_edge, edge, joined, run, stop_on_sigterm
+from stoker.cli.command import (
+    INTERRUPTED,
+    CommandOutput,
+    cli_command,
+    command_output,
+    joined,
+    run,
+    stop_on_sigterm,
+)
 from stoker.cli.flags import (
     CachePath,
     Config,
@@ -35,9 +42,9 @@ from stoker.cli.flags import (
     spread_flags,
     tell_settings,
 )
-from stoker.cli.training import load_settings, run_training
+from stoker.cli.training import load_settings, refuse_words, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
-from stoker.plugins import Plugin, load_extension, plugins_of
+from stoker.plugins import PACKAGE, Plugin, load_extension, plugins_of
 from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, attach
 
 ORDER = (
@@ -46,10 +53,16 @@ ORDER = (
     "compat",
 )
 """How the help lists commands, whichever module they are from."""
+MODULES = {
+    "stoker.cli.training": ("demo", "bench", "profile"),
+    "stoker.cli.caches": ("verify", "compact", "gc", "stage", "push", "pull"),
+    "stoker.cli.serving": ("serve", "job"),
+}
+"""Commands of the core that are in other modules, each imported when one of its commands is used."""
 
 
 class PluginGroup(TyperGroup):
-    """The commands of the core, then those of plugins, imported when they or the help are asked for.
+    """The commands of the core, then those of plugins, imported when they or the help are used.
 
     A command of the core stays what it is whatever plugins are called.
     """
@@ -74,7 +87,13 @@ class PluginGroup(TyperGroup):
 
 
 def _commands() -> Mapping[str, Plugin]:
-    return plugins_of("stoker.commands")
+    """Return the commands that are imported on use, by name; those of the core win over those of plugins."""
+    own = {
+        name: Plugin("stoker.commands", name, f"{module}:{name}", PACKAGE)
+        for module, names in MODULES.items()
+        for name in names
+    }
+    return {**plugins_of("stoker.commands"), **own}
 
 
 def _as_command(name: str, made: Any, **settings: bool) -> Any:
@@ -91,7 +110,7 @@ def _refusal(plugin: Plugin, error: ConfigError) -> Any:
     """A command that does nothing but say why it cannot be run."""
 
     def refuse(ctx: typer.Context) -> None:
-        with edge(as_json="--json" in ctx.args, debug="--debug" in ctx.args):
+        with command_output(as_json="--json" in ctx.args, debug="--debug" in ctx.args):
             raise error
 
     refuse.__doc__ = f"Cannot be used (package {', '.join((plugin.package, *plugin.others))})."
@@ -123,7 +142,7 @@ def main() -> None:
             set_start_method("spawn")
         run(app, words)
     except KeyboardInterrupt:
-        out = Edge(as_json="--json" in words, debug=False)
+        out = CommandOutput(as_json="--json" in words, debug=False)
         sys.exit(out.fail(INTERRUPTED, Interrupted.exit_code).exit_code)
 
 
@@ -144,14 +163,11 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-training.register_demo(app)
-
-
 @app.command(cls=EarlierFlags)
 @spread_flags
-@at_edge
+@cli_command
 def precompute(
-    out: Edge,
+    out: CommandOutput,
     words: Words = None,
     *,
     config: ConfigFlag = None,
@@ -177,13 +193,13 @@ def precompute(
 
     with joined(settings) as run:
         result = precompute_config(run, splits=split_words(splits or []), manifest=manifest)
-    out.show(result, output.precompute_of_tasks, exit_code=result.exit_code)
+    out.show(result, output.precompute, exit_code=result.exit_code)
 
 
 @app.command()
-@at_edge
+@cli_command
 def plan(
-    out: Edge,
+    out: CommandOutput,
     ctx: typer.Context,
     words: Words = None,
     simulate: Annotated[
@@ -206,8 +222,6 @@ def plan(
     """
     if not words and not simulate:
         ctx.fail("Missing argument 'CONFIG'.")
-    from stoker.cli.training import refuse_words
-
     if simulate:
         load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
         return
@@ -227,9 +241,9 @@ def plan(
 
 
 @app.command()
-@at_edge
+@cli_command
 def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     words: Words = None,
     config: ConfigFlag = None,
     stage: Stage = None,
@@ -248,7 +262,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 ) -> None:
     """Encode what is missing, then train.
 
-    Trains the latent operator; a run that was interrupted goes on when the command is given again. Exit code
+    Trains the latent operator; an interrupted run resumes when the command is given again. Exit code
     5 when more of the time was waited for data than --max-stall allows.
 
     \b
@@ -270,8 +284,8 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 @app.command()
-@at_edge
-def inspect(out: Edge, path: CachePath) -> None:
+@cli_command
+def inspect(out: CommandOutput, path: CachePath) -> None:
     """Show what a cache holds.
 
     Records, fields, sizes, statistics and quarantined samples, from the index alone. Of a folder of
@@ -293,17 +307,10 @@ def inspect(out: Edge, path: CachePath) -> None:
     out.show(found, output.inspect_folder, exit_code=code)
 
 
-caches.register_caches(app)
-caches.register_remote(app)
-training.register_bench(app)
-training.register_profile(app)
-serving.register(app)
-
-
 @app.command()
-@at_edge
+@cli_command
 def validate(
-    out: Edge,
+    out: CommandOutput,
     config: Config,
     overrides: Overrides = None,
     print_config: Annotated[
@@ -339,9 +346,9 @@ def validate(
 
 
 @app.command()
-@at_edge
+@cli_command
 def why(
-    out: Edge,
+    out: CommandOutput,
     a: Annotated[
         str,
         typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),

@@ -44,12 +44,12 @@ LEAST_WIDTH = 40
 SHOWN = 20
 """Lines of one kind (damaged records, quarantined samples) before the rest becomes a count."""
 DIGEST = re.compile(r"[0-9a-f]{32,}$")
-"""How a value ends that nobody reads whole."""
+"""The end of a value that is too long to be read."""
 STATUS_STYLE = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
 def precompute(result: PrecomputeResult, console: Console) -> None:
-    """Two lines per cache, then its quarantined samples."""
+    """Print two lines per cache, then its quarantined samples, then the tasks that failed."""
     rows: list[Cells] = []
     for cache in result.caches:
         rows += cache_rows(cache.name, cache, named=False)
@@ -63,6 +63,8 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
                 f"  stoker inspect {cache.address or cache.path} lists them; --retry-quarantined tries again"
             )
             console.print(escape(line))
+    for failure in result.failed:
+        console.print(escape(f"task {failure.task} failed: {failure.error}"))
 
 
 def plan(result: PlanResult, console: Console) -> None:
@@ -83,9 +85,10 @@ def plan(result: PlanResult, console: Console) -> None:
 
 
 def train(result: TrainResult, console: Console) -> None:
-    """What a run came to, its pictures, and how it started."""
+    """Print what a run came to, its pictures, how it started, and each task's own errors."""
     table(console, _train_rows("train", result))
     console.print(_startup(result))
+    _task_errors(result, console)
 
 
 def events(say: Callable[[str], None]) -> EventSink:
@@ -213,7 +216,7 @@ def validate(result: Validation, console: Console) -> None:
 
 
 def why(result: Explanation, console: Console) -> None:
-    """Each differing entry with both values, or that there is none."""
+    """Each differing entry with both values, or that nothing differs."""
     console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n")
     if result.same:
         console.print("same recipe")
@@ -260,13 +263,13 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
 def _physical(report: TrainReport) -> str:
     """Errors of decoded fields, and what the encoder itself loses."""
     lost = report.reconstruction_nrmse
-    beside = f"persistence {_number(report.physical_persistence_nrmse)}"
-    beside += "" if lost is None else f"; the encoder itself loses {_number(lost)}"
-    return f"in physical space {_number(report.physical_nrmse)} ({beside})"
+    compared = f"persistence {_number(report.physical_persistence_nrmse)}"
+    compared += "" if lost is None else f"; the encoder itself loses {_number(lost)}"
+    return f"in physical space {_number(report.physical_nrmse)} ({compared})"
 
 
 def _waited(result: TrainResult) -> list[str]:
-    """What a run waited for, and its step beside one that never waits; nothing where neither is known."""
+    """Return what a run waited for, and its step next to one that never waits; nothing if unknown."""
     report = result.report
     said: list[str] = []
     if report.ceiling_step_s is not None and report.step_s is not None:
@@ -308,7 +311,7 @@ def table(
     console: Console, rows: Sequence[Cells], *, fixed: int = 1, right: Sequence[int] = (), gap: int = 3
 ) -> None:
     """Cells side by side. On a terminal too narrow for that, what follows the first `fixed` cells is wrapped
-    beside them, or below where little room is left; by words, never in a path, so that it can be copied.
+    next to them, or below where little room is left; by words, never in a path, so that it can be copied.
     """
     texts = [[Text.from_markup(cell) for cell in row] for row in rows]
     # The last cell of a row runs on as long as it is.
@@ -543,13 +546,6 @@ COLUMNS = {
 """Errors of a task in the order of their columns; those in physical space are there with a decoder."""
 
 
-def precompute_of_tasks(result: PrecomputeResult, console: Console) -> None:
-    """The caches, then the tasks that failed."""
-    precompute(result, console)
-    for failure in result.failed:
-        console.print(escape(f"task {failure.task} failed: {failure.error}"))
-
-
 def plan_of_tasks(result: TaskPlans, console: Console) -> None:
     """A row for each task and tier that holds some of it, then the reasons."""
     rows: list[Cells] = [bold("task", "tier", "records", "bytes")]
@@ -562,27 +558,22 @@ def plan_of_tasks(result: TaskPlans, console: Console) -> None:
         console.print(escape(f"{task}: {each.reason}"))
 
 
-def train_of_tasks(result: TrainResult, console: Console) -> None:
-    """What a run came to, then each task's own errors."""
-    train(result, console)
+def _task_errors(result: TrainResult, console: Console) -> None:
+    """Print the errors of each task of several."""
     tasks = result.report.tasks
     names = [name for name in COLUMNS if any(name in errors for errors in tasks.values())]
     rows: list[Cells] = [bold("task", *(COLUMNS[name] for name in names))]
     for task, errors in tasks.items():
-        rows.append((escape(task), *(_figure(errors.get(name)) for name in names)))
+        rows.append((escape(task), *(_number(errors.get(name)) for name in names)))
     if tasks:
         table(console, rows, fixed=len(names) + 1, right=range(1, len(names) + 1), gap=2)
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 # ----------------------------------------------------------------------------------------------------------
-# A training run as it goes on: one screen on a terminal, a line every ten seconds without one.
+# A training run in progress: one screen on a terminal, a line every ten seconds without one.
 #
 # Both are drawn from the events of the training loop alone. The picture is made by `draw`, a pure function
-# of `Screen`; so what is on the screen can be tested without one.
+# of `TrainScreen`; so what is on the screen can be tested without one.
 
 
 LINE_S = 10.0
@@ -593,7 +584,7 @@ PARTS = ("fetch", "read", "gather", "copy", "transform", "wait")
 
 
 @dataclass(slots=True, kw_only=True)
-class Screen:
+class TrainScreen:
     """What is known of a run; filled by its events."""
 
     name: str = ""
@@ -640,7 +631,7 @@ class Screen:
         return {part: found.get(part, 0.0) / spent_s if spent_s else 0.0 for part in PARTS}
 
 
-def draw(screen: Screen) -> Group:
+def draw(screen: TrainScreen) -> Group:
     """One screen: how far, how fast, waiting for what, and from where it is served."""
     head = Table.grid(padding=(0, 2))
     left = "" if screen.left_s is None else f"{format_seconds(screen.left_s)} left"
@@ -659,7 +650,7 @@ def draw(screen: Screen) -> Group:
     return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen), _reason(screen))
 
 
-def _waits(screen: Screen) -> RenderableType:
+def _waits(screen: TrainScreen) -> RenderableType:
     stall = screen.last.get("stall")
     table = Table.grid(padding=(0, 2))
     if stall is None:
@@ -670,12 +661,12 @@ def _waits(screen: Screen) -> RenderableType:
     return table
 
 
-def _said(screen: Screen) -> list[str]:
+def _said(screen: TrainScreen) -> list[str]:
     """Parts of the wait that are worth a word."""
     return [f"{part} {format_percent(value)}" for part, value in screen.parts().items() if value >= 0.0005]
 
 
-def _tiers(screen: Screen) -> Table:
+def _tiers(screen: TrainScreen) -> Table:
     """A bar per tier: the share of examples that it serves now, and the records that are meant for it."""
     served = cast("Mapping[str, int]", screen.last.get("tiers", {}))
     total = sum(served.values())
@@ -688,7 +679,7 @@ def _tiers(screen: Screen) -> Table:
     return table
 
 
-def _reason(screen: Screen) -> RenderableType:
+def _reason(screen: TrainScreen) -> RenderableType:
     return Padding(Text(screen.reason, style="dim"), (0, 0, 0, 2)) if screen.reason else Text("")
 
 
@@ -697,7 +688,7 @@ def _bar(fraction: float, style: str) -> ProgressBar:
     return ProgressBar(total=1.0, completed=done, width=BAR, complete_style=style, finished_style=style)
 
 
-def line(screen: Screen) -> str:
+def line(screen: TrainScreen) -> str:
     """The same in one line."""
     parts = [f"step {format_count(screen.step)} of {format_count(screen.total)}"]
     parts += [f"{format_count(screen.rate)} samples/s"]
@@ -712,18 +703,18 @@ def line(screen: Screen) -> str:
     return " · ".join(parts)
 
 
-class Watcher:
+class TrainDisplay:
     """Listens to the training loop and shows it; `listen` is the `EventSink`."""
 
     def __init__(
         self,
         say: Callable[[str], None],
-        show: Callable[[Screen], None] | None,
+        show: Callable[[TrainScreen], None] | None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`show` draws a screen; None: `say` gets a line every `LINE_S` instead."""
-        self._screen = Screen()
+        self._screen = TrainScreen()
         self._say = say
         self._show = show
         self._clock = clock
@@ -756,15 +747,15 @@ def watching(console: Console, say: Callable[[str], None], *, live: bool) -> Gen
         live: Draw a screen; else lines.
     """
     if not live:
-        yield Watcher(say, None).listen
+        yield TrainDisplay(say, None).listen
         return
     view = Live(console=console, auto_refresh=False, transient=True)
 
-    def show(screen: Screen) -> None:
+    def show(screen: TrainScreen) -> None:
         view.start()  # not before training: what encodes has a screen of its own
         view.update(draw(screen), refresh=True)
 
     try:
-        yield Watcher(say, show).listen
+        yield TrainDisplay(say, show).listen
     finally:
         view.stop()

@@ -2,7 +2,7 @@
 
 Commands that encode run in a child of this process. When the child crashes while it encodes, or makes no
 progress past the encoder's deadline (also with the interpreter's lock held, or stopped), it is ended and
-started again; it resumes from the sealed shards. A group that fails `MAX_TRIES` times ends that: the last
+started again; it resumes from the committed shards. A group that fails `MAX_TRIES` times ends that: the last
 stage and stack are printed. What happens outside encoding is passed through as it is, and a command that was
 asked to end is never started again.
 
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.edge import INTERRUPTED, keep_standard_streams, name_of_rank, printing
+from stoker.cli.command import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.runtime.processes.child import oom_kills
@@ -77,7 +77,7 @@ class FileCall:
 
 
 def file_call(pid: int) -> FileCall | None:
-    """The call on a file that the main thread of a process is in; None: it is in none, or nobody can tell."""
+    """Return the call on a file that the main thread of a process is in; None: no such call is known."""
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:  # noqa: PTH123  pathlib costs 10 ms
             text = file.read().strip()
@@ -119,7 +119,7 @@ def _name_of(pid: int, text: str) -> str:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:  # noqa: PTH123
             memory.seek(first if kind == "first" else second)
             path = memory.read(_PATH_BYTES).partition(b"\0")[0]
-    if kind == "close":  # the descriptor is nobody's any more
+    if kind == "close":  # the descriptor is closed already
         return ""
     return os.fsdecode(path) or os.readlink(f"/proc/{pid}/fd/{first}")  # noqa: PTH115  pathlib costs 10 ms
 
@@ -158,7 +158,7 @@ STACK_CHARS = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class ChildEnd:
     """How one child ended."""
 
     code: int
@@ -180,7 +180,7 @@ class End:
 
     @property
     def while_encoding(self) -> bool:
-        """Whether starting it again is safe and may help."""
+        """True if starting it again is safe and may help."""
         inside = (self.beat.limit_s > 0 and self.beat.stage != "end") or self.beat.stage == "lost"
         return (
             inside and not self.asked and not self.unanswered and (self.code < 0 or self.beat.stage == "lost")
@@ -232,7 +232,7 @@ def guard(words: Sequence[str]) -> int:
     while True:
         try:
             notes_fd = notes_fd or os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
-            child = _Child(words, watched, notes_fd)
+            child = _GuardedChild(words, watched, notes_fd)
         except OSError as error:
             return _fail(_not_started(error), ResourceError.exit_code, words)
         end = child.run()
@@ -266,7 +266,7 @@ def _not_started(error: OSError) -> str:
     return f"the command's process cannot be started: {error}. {hint}"
 
 
-def _passed_on(end: End, words: Sequence[str]) -> int:
+def _passed_on(end: ChildEnd, words: Sequence[str]) -> int:
     if end.code >= 0:
         return _answer(end.output, end.code)
     if end.unanswered:
@@ -303,7 +303,7 @@ def _answer(text: str, code: int) -> int:
     return code
 
 
-class _Child:
+class _GuardedChild:
     """One run of the command."""
 
     def __init__(self, words: Sequence[str], watched: set[signal.Signals], notes_fd: int) -> None:
@@ -334,14 +334,14 @@ class _Child:
         self._unanswered = ""
         self._asked: list[float] = []
 
-    def run(self) -> End:
+    def run(self) -> ChildEnd:
         """Wait for its end, and bring it about when it is overdue."""
         try:
             self._watch()
             code, beat = self._process.code(), self._page.look()
             if self._overdue and beat.stage == "end":
                 code = beat.number  # its work was done and its answer given
-            return End(
+            return ChildEnd(
                 code=-signal.SIGKILL if code is None else code,
                 beat=beat,
                 output=_text(self._output_fd) if self._output_fd is not None else "",
@@ -376,7 +376,7 @@ class _Child:
                     return
 
     def _storage_hangs(self) -> bool:
-        """Whether the child has been waiting for one answer of its storage for too long."""
+        """Return True if the child has been waiting too long for its storage."""
         call, now = file_call(self._process.pid), time.monotonic()
         if call is None or call != self._call:
             self._call, self._call_since = call, now
@@ -385,7 +385,7 @@ class _Child:
         return bool(self._unanswered)
 
     def _pass_on(self, info: signal.struct_siginfo | None) -> None:
-        """Hand on what was sent to us alone; Ctrl-C on a terminal goes to everybody in front by itself."""
+        """Hand on what was sent to us alone; Ctrl-C on a terminal reaches the child without us."""
         if info is None or info.si_signo not in ENDING:
             return
         now = time.monotonic()

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, at_edge
+from stoker.cli.command import CommandOutput, cli_command
 from stoker.cli.flags import duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
@@ -43,15 +43,9 @@ Dir = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(serve)
-    app.command()(job)
-
-
-@at_edge
+@cli_command
 def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
     state_dir: Dir = STATE_DIR,
     host: Annotated[
@@ -178,9 +172,9 @@ def render_started(started: Started, console: Console) -> None:
         console.print(escape(line))
 
 
-@at_edge
+@cli_command
 def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     verb: Annotated[str, typer.Argument(metavar="|".join(VERBS), help="What to do.")],
     words: Annotated[
         list[str] | None,
@@ -246,7 +240,7 @@ def _one(verb: str, words: list[str]) -> str:
     return words[0]
 
 
-def _do(out: Edge, client: ServiceClient, verb: str, id: str, epochs: int | None) -> None:
+def _do(out: CommandOutput, client: ServiceClient, verb: str, id: str, epochs: int | None) -> None:
     if verb == "show":
         out.show(client.job(id), _render_job)
     elif verb == "delete":
@@ -309,7 +303,7 @@ def _body(words: list[str]) -> dict[str, Any]:
     return {**body, "config": {**body["config"], **given}}
 
 
-def _follow(out: Edge, client: ServiceClient, id: str) -> None:
+def _follow(out: CommandOutput, client: ServiceClient, id: str) -> None:
     """Show the log as it grows; the exit code is that of the job."""
     place = 0
     while True:

@@ -10,22 +10,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, at_edge, joined, refuse_ranks
+from stoker.cli.command import CommandOutput, cli_command, joined, refuse_ranks
 from stoker.cli.flags import config_and_overrides, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
 from stoker.plugins import load_extension
 from stoker.runtime.guard import started_ns
-from stoker.units import format_percent, format_seconds
+from stoker.units import format_percent, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
     from stoker.profile.result import Profile
-    from stoker.run.bench import BenchResult, EncodeBench, Figure, ServedJob
+    from stoker.run.bench import BenchFigure, BenchJob, BenchResult, EncodeBench
     from stoker.run.train import TrainResult
 
 
-def load_settings(out: Edge, path: Path, overrides: Sequence[str], *, earlier: bool = False) -> Config:
+def load_settings(
+    out: CommandOutput, path: Path, overrides: Sequence[str], *, earlier: bool = False
+) -> Config:
     """Return the settings of a file and a command line; what of them has no effect any more is said."""
     from stoker.config import load_config
 
@@ -35,7 +37,9 @@ def load_settings(out: Edge, path: Path, overrides: Sequence[str], *, earlier: b
     return settings
 
 
-def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage: str | None = None) -> None:
+def run_training(
+    out: CommandOutput, settings: Config, *, live: bool | None = None, stage: str | None = None
+) -> None:
     """Encode what is missing, train and print the result; `live` None: a screen on a terminal alone."""
     from stoker.cli import output
     from stoker.cli.output import watching
@@ -51,11 +55,11 @@ def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage
                 listener(kind, facts)
 
         result = train_config(run, started=started, on_event=listen, stage=stage)
-    out.show(result, output.train_of_tasks)
+    out.show(result, output.train)
     judge(out, result)
 
 
-def judge(out: Edge, result: TrainResult) -> None:
+def judge(out: CommandOutput, result: TrainResult) -> None:
     """End with exit code 5 where a run waited longer than it was allowed to."""
     if result.over_budget is not None:
         out.note(result.over_budget)
@@ -66,14 +70,9 @@ def judge(out: Edge, result: TrainResult) -> None:
 # The command that does the whole job on data it makes: a simulation, or rows of a database.
 
 
-def register_demo(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(demo)
-
-
-@at_edge
+@cli_command
 def demo(
-    out: Edge,
+    out: CommandOutput,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -119,21 +118,16 @@ def demo(
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The command that sets one's own cache beside the limits of the machine.
+# The command that compares a cache with the limits of the machine.
 
 
 PICTURE = Path("runs/bench.png")
 BATCH_SIZE = 256
 
 
-def register_bench(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(bench)
-
-
-@at_edge
+@cli_command
 def bench(
-    out: Edge,
+    out: CommandOutput,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -198,7 +192,7 @@ def show_encode(result: EncodeBench, console: Console) -> None:
     console.print(escape(result.setting))
 
 
-def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
+def _job(words: list[str], batch_size: int | None) -> BenchJob | None:
     from stoker.config import load_config
     from stoker.run.bench import job_of_cache, job_of_config
     from stoker.run.context import Run
@@ -221,7 +215,7 @@ def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
 
 
 def show_bench(result: BenchResult, console: Console) -> None:
-    """Tiers beside their limits, the limits, what to do."""
+    """Print tiers with their limits, the limits, and what to do."""
     console.print(escape(result.machine))
     if result.cache:
         console.print(escape(result.cache))
@@ -232,26 +226,22 @@ def show_bench(result: BenchResult, console: Console) -> None:
         rows += [(name, *_figures(figure), _note(figure)) for name, figure in result.tiers.items()]
         rows.append(("",))
     rows.append(bold("limit of this machine", "at most", "", "", ""))
-    rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
+    rows += [(name, format_rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
     table(console, rows, fixed=4, right=range(1, 4), gap=2)
     console.print("", escape(result.advice), sep="\n")
     if result.picture is not None:
         console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"))
 
 
-def _figures(figure: Figure) -> Cells:
+def _figures(figure: BenchFigure) -> Cells:
     fraction = "-" if figure.fraction is None else format_percent(figure.fraction)
     batch = "-" if figure.batch_s is None else format_seconds(figure.batch_s)
-    return (_rate(figure.bytes_s), batch, fraction)
+    return (format_rate(figure.bytes_s), batch, fraction)
 
 
-def _note(figure: Figure) -> str:
+def _note(figure: BenchFigure) -> str:
     scattered = f", rounds differ by {format_percent(figure.scatter)}" if figure.scatter > 0.2 else ""
     return escape(figure.what + scattered)
-
-
-def _rate(bytes_s: float) -> str:
-    return f"{bytes_s / 1e9:.3g} GB/s" if bytes_s >= 1e9 else f"{bytes_s / 1e6:.3g} MB/s"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -261,14 +251,9 @@ def _rate(bytes_s: float) -> str:
 PAGE = Path("runs/profile.html")
 
 
-def register_profile(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(profile)
-
-
-@at_edge
+@cli_command
 def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     what: Annotated[
         Path,
         typer.Argument(metavar="SCRIPT | CONFIG", readable=False, help="What trains: Python, or settings."),
@@ -329,7 +314,10 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def _of_config(
-    out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
+    out: CommandOutput,
+    path: Path,
+    overrides: list[str],
+    asked: tuple[int, float | None, Mapping[str, float], float],
 ) -> Profile:
     from stoker.run.context import Run
     from stoker.run.profile import profile_config

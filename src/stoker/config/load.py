@@ -21,14 +21,13 @@ from stoker.config.models import ONLY_IN, OTHER_NAMES, Config, StageConfig, Stag
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
 from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
 from stoker.errors import ConfigError
-from stoker.sources.sql.query import has_password
 from stoker.train.config import STAGES
 
 # ----------------------------------------------------------------------------------------------------------
 # Settings of earlier systems: what each means here.
 #
 # A name that still means something sets what it means; one that means nothing any more is accepted with a
-# note. A layer (the file, or the command line) is translated by itself, so that the command line may
+# note. A layer (the file, or the command line) is translated separately, so that the command line may
 # override an earlier name in the file.
 #
 # `translate` serves every command. `modernize` goes further, for `stoker compat` and `stoker.compat` alone:
@@ -101,7 +100,7 @@ ALIKE = 0.85
 
 
 @dataclass(slots=True, kw_only=True)
-class Layer:
+class SettingsLayer:
     """Settings from one place, by today's dotted name."""
 
     where: str
@@ -124,7 +123,7 @@ class Layer:
         self.values[name], self.spelled[name] = value, spelled
 
 
-def translate(given: Mapping[str, object], where: str) -> Layer:
+def translate(given: Mapping[str, object], where: str) -> SettingsLayer:
     """Settings of one place under today's names.
 
     Args:
@@ -134,7 +133,7 @@ def translate(given: Mapping[str, object], where: str) -> Layer:
     Raises:
         ConfigError: Two names set the same thing.
     """
-    layer = Layer(where=where)
+    layer = SettingsLayer(where=where)
     for name, value in given.items():
         if name not in EARLIER:
             layer.put(name, value, name)
@@ -148,7 +147,7 @@ def translate(given: Mapping[str, object], where: str) -> Layer:
     return layer
 
 
-def _switch(layer: Layer, name: str, position: object) -> None:
+def _switch(layer: SettingsLayer, name: str, position: object) -> None:
     """Set what a switch means; today's own name for it must not say something else."""
     if not isinstance(position, bool):
         raise ConfigError(f"{layer.where}: {name} is {shown(position)}. Expected true or false")
@@ -244,7 +243,7 @@ def of_then(given: dict[str, object], overrides: dict[str, object], where: str) 
     return [f"{where}: training.batch_size is not given: {BATCH_TRAJECTORIES} trajectories"]
 
 
-def lift_sequential(file: Layer, overrides: Mapping[str, object]) -> None:
+def lift_sequential(file: SettingsLayer, overrides: Mapping[str, object]) -> None:
     """Let `training.use_parallel_encoding=true` on the command line lift the file's `num_workers: 0`."""
     if overrides.get("training.use_parallel_encoding") is True and file.values.get("precompute.workers") == 0:
         del file.values["precompute.workers"]
@@ -288,7 +287,7 @@ def _shortest(name: str) -> str:
 
 
 def _resembles(name: str) -> bool:
-    """Whether `name`, in a section that is known, is nearly a known name: then it may be a slip."""
+    """Return True if `name`, in a known section, is nearly a known name: it may be a typing error."""
     section, _, leaf = name.rpartition(".")
     if section not in all_sections():
         return False
@@ -321,17 +320,17 @@ def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
             command line.
 
     Raises:
-        ConfigError: It is no such mapping, or a name is none that a task can set.
+        ConfigError: It is not such a mapping, or a task cannot set one of the names.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}: tasks is {given!r}. Expected settings by task, as {_EXAMPLE}")
     blocks: dict[str, dict[str, object]] = {}
     for key, value in cast("Mapping[str, Any]", given).items():
         entry = _ENTRY.fullmatch(str(key))
-        task, flat = (
-            (entry["task"], {entry["setting"]: value}) if entry else (str(key), _flat(value, where, key))
-        )
-        for name, one in flat.items():
+        task, block = (entry["task"], {entry["setting"]: value}) if entry else (str(key), value)
+        if not isinstance(block, Mapping):
+            raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
+        for name, one in _leaves(cast("Mapping[str, object]", block)):
             _check_name(name, f"{where}: tasks.{task}.{name}")
             blocks.setdefault(task, {})[name] = one
     return blocks
@@ -389,19 +388,6 @@ def check_weights(config: Config, where: str) -> None:
 
 
 _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
-
-
-def _flat(block: object, where: str, task: str, prefix: str = "") -> dict[str, object]:
-    if not isinstance(block, Mapping):
-        raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
-    flat: dict[str, object] = {}
-    for key, value in cast("Mapping[str, Any]", block).items():
-        name = f"{prefix}{as_name(key)}"
-        if name in all_settings() or not isinstance(value, Mapping):
-            flat[name] = value
-        else:
-            flat.update(_flat(cast("Mapping[str, Any]", value), where, task, f"{name}."))
-    return flat
 
 
 def _check_name(name: str, said: str) -> None:
@@ -488,12 +474,14 @@ def _build(
     return config.with_tasks(of_task).noted(where, tuple(notes))
 
 
-def _of_task(task: str, *layers: Layer) -> list[Layer]:
+def _of_task(task: str, *layers: SettingsLayer) -> list[SettingsLayer]:
     """The layers, whose messages name the task."""
     return [replace(layer, where=f"{layer.where}: tasks.{task}") for layer in layers]
 
 
-def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
+def _validated(
+    merged: Mapping[str, object], where: str, file: SettingsLayer, command: SettingsLayer
+) -> Config:
     merged = with_defaults(merged)
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
@@ -561,7 +549,7 @@ def _require_file(path: Path) -> None:
 
 
 def holds_caches(folder: Path) -> bool:
-    """Whether a folder is that of a cache, or of some."""
+    """Return True if a folder is that of one cache, or of several."""
     return any(next(folder.glob(f"{above}recipe.json"), None) for above in ("", "*/", "*/*/"))
 
 
@@ -681,7 +669,7 @@ def _example(section: str) -> str:
     return f"{name}={shown(all_settings()[name].default)}"
 
 
-def _merge(file: Layer, command: Layer) -> dict[str, object]:
+def _merge(file: SettingsLayer, command: SettingsLayer) -> dict[str, object]:
     """The command line over the file; one entry of a mapping leaves the others as they are."""
     merged = dict(file.values)
     batch = ("training.batch_size", "training.batch_trajectories")
@@ -733,7 +721,9 @@ def _at(nested: Mapping[str, object], name: str) -> object:
     return place
 
 
-def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, command: Layer) -> list[str]:
+def _explain(
+    error: ValidationError, merged: Mapping[str, object], file: SettingsLayer, command: SettingsLayer
+) -> list[str]:
     """One line for each setting with a wrong value."""
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -765,7 +755,7 @@ _ENTRIES: Mapping[str, Any] = {"stages": Stages, "training.transforms": Steps}
 """Settings that are lists of mappings, and their types."""
 
 
-def _check_batch(layer: Layer) -> None:
+def _check_batch(layer: SettingsLayer) -> None:
     trajectories = layer.values.get("training.batch_trajectories")
     if trajectories is not None and layer.values.get("training.batch_size") is not None:
         raise ConfigError(
@@ -774,14 +764,14 @@ def _check_batch(layer: Layer) -> None:
         )
 
 
-def _check_together(config: Config, file: Layer, command: Layer) -> None:
+def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer) -> None:
     """What no setting can be judged for alone."""
     for name, fact in _contradictions(config, file, command):
         from_command = any(key == name or key.startswith(f"{name}.") for key in command.values)
         raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
 
 
-def _contradictions(config: Config, file: Layer, command: Layer) -> Iterator[tuple[str, str]]:
+def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer) -> Iterator[tuple[str, str]]:
     """Settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
     for name, kinds in misplaced(config.data, kind):
@@ -796,7 +786,7 @@ def _contradictions(config: Config, file: Layer, command: Layer) -> Iterator[tup
     for name, cure in beside_engine(engine, given):
         yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
-        if url and "://" in url and has_password(url):
+        if url and "://" in url and _has_password(url):
             yield (
                 name,
                 "holds a password, and settings are copied into every run's folder. Put it in ~/.pgpass or "
@@ -810,6 +800,12 @@ def _contradictions(config: Config, file: Layer, command: Layer) -> Iterator[tup
         if "model.heads" in command.values:
             yield "model.heads", f"is {heads}, and model.width {width} is not a multiple of it. {share}"
         yield "model.width", f"{width} is not a multiple of model.heads {heads}. {share}"
+
+
+def _has_password(url: str) -> bool:
+    from stoker.sources.sql.query import has_password  # most settings name no database
+
+    return has_password(url)
 
 
 def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:

@@ -139,7 +139,7 @@ Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Numbers: TypeAlias = Number | Annotated[tuple[Number, ...], Field(min_length=1)]
 
 
-class _Step(BaseModel):
+class _TransformStep(BaseModel):
     """What all kinds share: no unknown names, and the fields that are changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -147,7 +147,7 @@ class _Step(BaseModel):
     fields: tuple[str, ...] | None = None
 
 
-class FlipStep(_Step):
+class FlipStep(_TransformStep):
     """As `stoker.transforms.Flip`."""
 
     kind: Literal["flip"]
@@ -156,14 +156,14 @@ class FlipStep(_Step):
     negate: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
 
 
-class RollStep(_Step):
+class RollStep(_TransformStep):
     """As `stoker.transforms.Roll`."""
 
     kind: Literal["roll"]
     axes: Axes = (-2,)
 
 
-class CropStep(_Step):
+class CropStep(_TransformStep):
     """As `stoker.transforms.Crop`."""
 
     kind: Literal["crop"]
@@ -173,14 +173,14 @@ class CropStep(_Step):
     border: Literal["zeros", "wrap", "reflect"] = "zeros"
 
 
-class NoiseStep(_Step):
+class NoiseStep(_TransformStep):
     """As `stoker.transforms.Noise`."""
 
     kind: Literal["noise"]
     std: Numbers
 
 
-class NormalizeStep(_Step):
+class NormalizeStep(_TransformStep):
     """As `stoker.transforms.Normalize`; without `mean` and `std` by the statistics of the training cache."""
 
     kind: Literal["normalize"]

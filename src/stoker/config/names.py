@@ -32,7 +32,7 @@ class Setting:
     text: str
     """What it means."""
     mapping: bool
-    """Whether its value is a mapping with names of the user's choice."""
+    """True if its value is a mapping with names of the user's choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

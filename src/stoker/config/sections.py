@@ -62,7 +62,7 @@ Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 def _of_units(value: object) -> object:
-    """Bytes of a size with a unit, as `100GB`; anything else as it is, for whoever judges numbers."""
+    """Bytes of a size with a unit, as `100GB`; anything else as it is, to be judged as a number."""
     found = parse_bytes(value) if isinstance(value, str) else None
     return value if found is None else found
 

@@ -3,13 +3,17 @@
 README.md has the map of this folder.
 """
 
+from typing import TYPE_CHECKING
+
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
-from stoker.loader.mixture import Mixture
 from stoker.loader.order import Weights, subset
 from stoker.loader.windows import Windows
+
+if TYPE_CHECKING:
+    from stoker.loader.mixture import Mixture
 
 __all__ = [
     "Loader",
@@ -24,3 +28,12 @@ __all__ = [
     "Windows",
     "subset",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import `Mixture` when it is first asked for: most runs have one cache."""
+    if name != "Mixture":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from stoker.loader.mixture import Mixture
+
+    return Mixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stoker.monitor import StallMeter
 from stoker.plan import Plan, probe, rates
 from stoker.plan.rates import Limit
 from stoker.precompute.measure import EncodeBatch
-from stoker.run.build import Settled, build_jobs, measure_jobs, settled_batch
+from stoker.run.build import EncodeBatchChoice, build_jobs, measure_jobs, settled_batch
 from stoker.run.caches import locate
 from stoker.run.context import Run, batch_examples
 from stoker.run.folders import require_writable
@@ -27,7 +27,7 @@ from stoker.runtime.files import make_folder, replace_atomically
 from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
-from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
+from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
 
 ROUNDS = 2
 SCATTER = 0.2
@@ -43,7 +43,7 @@ PLAIN_BYTES, PLAIN_BATCH = 4 * KIB, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class BenchFigure:
     """One limit or one tier, measured."""
 
     what: str
@@ -67,15 +67,15 @@ class BenchResult(JsonResult):
     machine: str
     cache: str
     """Name, records and batch; empty where there was no cache."""
-    limits: Mapping[str, Figure]
-    tiers: Mapping[str, Figure]
+    limits: Mapping[str, BenchFigure]
+    tiers: Mapping[str, BenchFigure]
     advice: str
     picture: Path | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedJob:
+class BenchJob:
     """What is served: a cache, and how."""
 
     cache: Cache
@@ -100,7 +100,7 @@ class ServedJob:
         )
 
 
-def job_of_config(run: Run) -> ServedJob:
+def job_of_config(run: Run) -> BenchJob:
     """The training cache of a configuration, in its batches.
 
     Raises:
@@ -117,18 +117,18 @@ def job_of_config(run: Run) -> ServedJob:
     return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
 
 
-def job_of_cache(path: Path, batch_size: int) -> ServedJob:
+def job_of_cache(path: Path, batch_size: int) -> BenchJob:
     """A cache by its folder: windows of its trajectories, or whole records where there are none."""
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
 
 
-def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> ServedJob:
+def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
     files = [cache.path / shard.file for shard in cache.index.shards]
     numbers = list(cache.numbers)
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / sum(file.stat().st_size for file in files))))
-    return ServedJob(
+    return BenchJob(
         cache=cache,
         windows=windows,
         batch_size=batch_size,
@@ -138,7 +138,7 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
     )
 
 
-def run_bench(job: ServedJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
+def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
     """Measure for about `seconds`, and draw.
 
     Raises:
@@ -158,7 +158,7 @@ def run_bench(job: ServedJob | None, *, seconds: float, picture: Path | None) ->
             found[name].append(measure(turn_s))
     figures = {name: _figure(what, found[name]) for name, (what, _) in limited.items() if any(found[name])}
     tiers = {
-        name: _held(_figure(what, found[name]), limit, figures, _batch_bytes(job))
+        name: _compare_with_limit(_figure(what, found[name]), limit, figures, _batch_bytes(job))
         for name, (what, _, limit) in served.items()
         if any(found[name])
     }
@@ -177,7 +177,7 @@ def run_bench(job: ServedJob | None, *, seconds: float, picture: Path | None) ->
     return result
 
 
-def _limits(job: ServedJob | None) -> dict[str, tuple[str, Limit]]:
+def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
     row, batch = (PLAIN_BYTES, PLAIN_BATCH) if job is None else (_row_bytes(job), job.batch_size)
     held = SERVED_BYTES if job is None else min(SERVED_BYTES, sum(path.stat().st_size for path in job.files))
     found: dict[str, tuple[str, Limit]] = {
@@ -206,28 +206,32 @@ def _limits(job: ServedJob | None) -> dict[str, tuple[str, Limit]]:
     return found
 
 
-def _served(job: ServedJob | None) -> dict[str, tuple[str, Limit, str]]:
+def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
     """Per tier: what is done, how it is measured, and the limit that it is held against."""
     if job is None:
         return {}
-    cold = _Served(job, "disk", cold=True)
+    cold = _TierMeasurement(job, "disk", cold=True)
     host = "gather" if job.device == "cpu" else "to the GPU"
     found: dict[str, tuple[str, Limit, str]] = {}
     if job.device != "cpu":
-        found["device"] = ("batches from the GPU's memory", _Served(job, "device"), "gather, GPU")
-    found["host"] = ("batches from host memory", _Served(job, "host"), host)
-    found["disk, warm"] = ("batches read and verified, no disk needed", _Served(job, "disk"), "page cache")
+        found["device"] = ("batches from the GPU's memory", _TierMeasurement(job, "device"), "gather, GPU")
+    found["host"] = ("batches from host memory", _TierMeasurement(job, "host"), host)
+    found["disk, warm"] = (
+        "batches read and verified, no disk needed",
+        _TierMeasurement(job, "disk"),
+        "page cache",
+    )
     found["disk, cold"] = ("batches read from the disk and verified", cold, "disk, random")
     return found
 
 
-class _Served:
+class _TierMeasurement:
     """Measures a tier by having batches served; filling it is no part of the figure.
 
     Each turn has a loader of its own, since what one holds in memory another could not read from the disk.
     """
 
-    def __init__(self, job: ServedJob, tier: str, *, cold: bool = False) -> None:
+    def __init__(self, job: BenchJob, tier: str, *, cold: bool = False) -> None:
         self._job = job
         self._tier = tier
         self._cold = cold
@@ -264,25 +268,25 @@ class _Served:
                 break
 
 
-def _figure(what: str, values: Sequence[float]) -> Figure:
+def _figure(what: str, values: Sequence[float]) -> BenchFigure:
     best = max(values)
-    return Figure(what=what, bytes_s=best, scatter=1 - min(values) / best)
+    return BenchFigure(what=what, bytes_s=best, scatter=1 - min(values) / best)
 
 
-def _held(figure: Figure, limit: str, figures: Mapping[str, Figure], batch_bytes: float) -> Figure:
-    """A tier's figure beside its limit."""
+def _compare_with_limit(
+    figure: BenchFigure, limit: str, figures: Mapping[str, BenchFigure], batch_bytes: float
+) -> BenchFigure:
+    """Return a tier's figure with the part of its limit that it reaches."""
     against = figures.get(limit)
-    return Figure(
-        what=figure.what,
-        bytes_s=figure.bytes_s,
-        scatter=figure.scatter,
+    return replace(
+        figure,
         limit=limit,
         fraction=None if against is None else figure.bytes_s / against.bytes_s,
         batch_s=batch_bytes / figure.bytes_s,
     )
 
 
-def _example_bytes(job: ServedJob) -> int:
+def _example_bytes(job: BenchJob) -> int:
     """Bytes of one example as it is stored."""
     schema = job.cache.schema
     if any(f.ragged for f in schema.values()):
@@ -293,7 +297,7 @@ def _example_bytes(job: ServedJob) -> int:
     return sum(f.row_bytes * steps if f.time else f.size_bytes() for f in schema.values())
 
 
-def _row_bytes(job: ServedJob) -> int:
+def _row_bytes(job: BenchJob) -> int:
     """Bytes that one row of a gather takes: a step of a window, or the largest field of a record."""
     schema = job.cache.schema
     if job.windows is None:
@@ -301,11 +305,11 @@ def _row_bytes(job: ServedJob) -> int:
     return max(f.row_bytes for f in schema.values() if f.time)
 
 
-def _batch_bytes(job: ServedJob | None) -> float:
+def _batch_bytes(job: BenchJob | None) -> float:
     return 0.0 if job is None else float(_example_bytes(job) * job.batch_size)
 
 
-def _about(job: ServedJob) -> str:
+def _about(job: BenchJob) -> str:
     cache, batch = job.cache, format_bytes(_batch_bytes(job))
     kind = "records" if job.windows is None else "windows"
     size = format_bytes(sum(file.stat().st_size for file in job.files))
@@ -318,7 +322,9 @@ def _machine() -> str:
     return f"{found.cpus:g} cores, {format_bytes(found.host_bytes)} of memory usable ({found.host_limit})"
 
 
-def _advice(job: ServedJob | None, figures: Mapping[str, Figure], tiers: Mapping[str, Figure]) -> str:
+def _advice(
+    job: BenchJob | None, figures: Mapping[str, BenchFigure], tiers: Mapping[str, BenchFigure]
+) -> str:
     """What to do, in a sentence or three."""
     said: list[str] = []
     if job is None:
@@ -336,7 +342,7 @@ def _advice(job: ServedJob | None, figures: Mapping[str, Figure], tiers: Mapping
     return " ".join(said)
 
 
-def _choice(plan: Plan, tiers: Mapping[str, Figure]) -> list[str]:
+def _choice(plan: Plan, tiers: Mapping[str, BenchFigure]) -> list[str]:
     """Which tier the records belong to, and from which step on nothing waits."""
     held = plan.tier
     figure = tiers.get("disk, cold" if held == "disk" else held)
@@ -402,7 +408,7 @@ def _draw_tiers(axes: Any, result: BenchResult) -> None:
         axes.barh(place, figure.bytes_s, color=BLUE, height=0.62)
         said = "" if figure.fraction is None else f"{format_percent(figure.fraction)} of {figure.limit}, "
         batch = "" if figure.batch_s is None else f"{format_seconds(figure.batch_s)} a batch"
-        _label(axes, top, place, f"{_rate(figure.bytes_s)}   {said}{batch}", figure)
+        _label(axes, top, place, f"{format_rate(figure.bytes_s)}   {said}{batch}", figure)
     _finish(axes, names, "what each tier serves, beside its limit")
 
 
@@ -411,12 +417,12 @@ def _draw_limits(axes: Any, result: BenchResult) -> None:
     for place, name in enumerate(names):
         figure = result.limits[name]
         axes.barh(place, figure.bytes_s, color=GREY, height=0.62)
-        _label(axes, figure.bytes_s, place, f"{_rate(figure.bytes_s)}   {figure.what}", figure)
+        _label(axes, figure.bytes_s, place, f"{format_rate(figure.bytes_s)}   {figure.what}", figure)
     _finish(axes, names, "what this machine can do at most")
     axes.set_xlabel("bytes a second, logarithmic", fontsize=9, color=TEXT)
 
 
-def _label(axes: Any, x: float, place: int, text: str, figure: Figure) -> None:
+def _label(axes: Any, x: float, place: int, text: str, figure: BenchFigure) -> None:
     scattered = figure.scatter > 0.2
     shown = text + (f"   rounds differ by {format_percent(figure.scatter)}" if scattered else "")
     style = {"va": "center", "fontsize": 8.5, "color": ORANGE if scattered else TEXT}
@@ -437,20 +443,8 @@ def _finish(axes: Any, names: list[str], title: str) -> None:
     axes.spines["bottom"].set_color(GREY)
 
 
-def _tick(value: float, _place: int) -> str:
-    return _rate(value)
-
-
-def _rate(bytes_s: float) -> str:
-    """Bytes a second, in the decimal units of data sheets.
-
-    >>> _rate(1e12), _rate(7.25e9), _rate(85e6)
-    ('1 TB/s', '7.25 GB/s', '85 MB/s')
-    """
-    unit, name = next(
-        ((unit, name) for unit, name in ((1e12, "TB/s"), (1e9, "GB/s")) if bytes_s >= unit), (1e6, "MB/s")
-    )
-    return f"{bytes_s / unit:.3g} {name}"
+def _tick(bytes_s: float, _place: int) -> str:
+    return format_rate(bytes_s)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -465,7 +459,7 @@ class EncodeBench(JsonResult):
     json_keys = ("task", "setting", "fixed_rule", "in_force")
 
     task: str
-    settled: Settled | None
+    settled: EncodeBatchChoice | None
     """What is in force; None: `auto`, and nothing was encoded or measured before."""
     fixed_rule: int
     """Samples in one call by the fixed rule."""

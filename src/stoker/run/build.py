@@ -13,30 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.config.sections import Names
-from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.mesh import mesh_encoder_for
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.plan.resources import resolve_device
 from stoker.plugins import find_plugin
-from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.run.context import Run, encode_devices, kept_fields
-from stoker.run.staging import staged_data
-from stoker.run.user_code import user_encoder
 from stoker.runtime.files import make_folder
 from stoker.runtime.jsonio import read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.schema import Schema, as_json, canonical_json, digest_json
 from stoker.sources.files import resolve_files
-from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source, SplittableSource
 from stoker.sources.splits import SplitOf, Subset
 from stoker.store import Digests, load_recipe, make_recipe
@@ -44,14 +37,20 @@ from stoker.store.cache import peek_cache
 from stoker.store.storage import open_storage
 from stoker.units import format_count
 
+if TYPE_CHECKING:
+    from stoker.encoders.features import FeatureEncoder
+    from stoker.precompute import EncodeBatch
+    from stoker.sources.meshes import MeshLayout, MeshSource
+
 log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
 # Sources by kind: what `data.kind` names, made from the settings of one task and split.
 #
-# A builder imports its source itself, since most need an optional package. It gives all samples of the
-# split; `data.limit` is applied to what it returns. Builders are entry points of the group `stoker.sources`,
-# these here as well as those of other packages. `stoker.config.sections` says what belongs to another kind.
+# A builder imports its source itself: most need an optional package, and a run needs one of them. It gives
+# all samples of the split; `data.limit` is applied to what it returns. Builders are entry points of the group
+# `stoker.sources`, these here as well as those of other packages. `stoker.config.sections` says what belongs
+# to another kind.
 
 
 Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
@@ -60,6 +59,8 @@ Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
 
 def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
     """Simulations in HDF5 files."""
+    from stoker.sources.hdf5 import HDF5Source
+
     paths = data.files if data.files is not None else resolve_files(data.root, task)
     return HDF5Source(
         paths,
@@ -137,6 +138,8 @@ def arrays_source(data: DataConfig, task: str, split: str) -> Source:
 
 def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
     """Particles, meshes, and grids with a group `fields`."""
+    from stoker.sources.meshes import MeshSource
+
     own = data.arrays
     if own.offsets is not None:
         raise ConfigError(
@@ -181,7 +184,7 @@ def _files(data: DataConfig) -> Names:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Statistics of the train split, fitted once and kept beside the caches.
+# Statistics of the train split, fitted once and kept next to the caches.
 #
 # They belong to the encoder, so a fingerprint needs them on every start; reading all samples again for that
 # would undo what a cache is for. What is kept is found by the content of the train split, not by its name.
@@ -203,7 +206,9 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
     with suppress(OSError, FormatError, KeyError, TypeError):
         kept = read_strict(folder.read(name, limit_bytes=LIMIT_BYTES), where=name)
         if kept.get("check") == digest_json(kept["statistics"]):
-            return _from_json(kept["statistics"])
+            values: dict[str, Any] = kept["statistics"]
+            values |= {"shift": tuple(values["shift"]), "scale": tuple(values["scale"])}
+            return Statistics(**values)
     statistics = fit_statistics(source, field)
     data = as_json(statistics)
     # A folder that cannot be written is no error here: then they are fitted again next time.
@@ -211,16 +216,6 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.put(name, canonical_json({"statistics": data, "check": digest_json(data)}).encode())
     return statistics
-
-
-def _from_json(data: dict[str, Any]) -> Statistics:
-    return Statistics(
-        field=data["field"],
-        method=data["method"],
-        shift=tuple(data["shift"]),
-        scale=tuple(data["scale"]),
-        digest=data["digest"],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +274,11 @@ def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
 
     A table may change between two readings, and then one row would be in two splits.
     """
-    data, found = staged_data(run), dict[str, Source]()
+    data, found = run.config.data, dict[str, Source]()
+    if data.stage != "never":
+        from stoker.run.staging import staged_data  # few runs stage files
+
+        data = staged_data(run)
     make: Builder = find_plugin("stoker.sources", data.kind, "data.kind").load()
     shared: Source | None = None
     for split in splits:
@@ -330,6 +329,8 @@ def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
         ConfigError: No folder is given.
         EncoderError: It holds no such model.
     """
+    from stoker.encoders.features import FeatureEncoder
+
     own = config.encoder
     if own.folder is None:
         raise ConfigError(
@@ -381,6 +382,8 @@ def grid_encoder_of(config: Config, field: str, *, grid: tuple[int, ...], channe
 
 
 def _mesh_encoder(config: Config, schema: Schema) -> Encoder:
+    from stoker.encoders.mesh import mesh_encoder_for
+
     own = config.encoder
     return mesh_encoder_for(
         schema,
@@ -391,11 +394,17 @@ def _mesh_encoder(config: Config, schema: Schema) -> Encoder:
     )
 
 
+def _module_encoder(config: Config, schema: Schema) -> Encoder:
+    from stoker.run.user_code import user_encoder
+
+    return user_encoder(config.encoder, schema)
+
+
 ENCODERS: Mapping[str, Callable[[Config, Schema], Encoder | None]] = {
     "grid": grid_encoder,
     "features": feature_encoder,
     "mesh": _mesh_encoder,
-    "module": lambda config, schema: user_encoder(config.encoder, schema),
+    "module": _module_encoder,
     "identity": lambda _config, _schema: None,
 }
 """By `encoder.kind`, the function that makes the encoder from the settings and the fields of the samples."""
@@ -416,7 +425,7 @@ WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class EncodeBatchChoice:
     """The number in force."""
 
     samples: int | None
@@ -425,7 +434,7 @@ class Settled:
     """The reason for it, in words."""
 
 
-def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> Settled | None:
+def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> EncodeBatchChoice | None:
     """Return the number in force for the caches of a task; None where `auto` has nothing to go by yet.
 
     Args:
@@ -437,7 +446,7 @@ def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> Settled 
     """
     asked = run.config.precompute.encode_batch
     if asked != "auto" or encoder is None:
-        return Settled(samples=None if asked == "auto" else asked, where="precompute.encode_batch")
+        return EncodeBatchChoice(samples=None if asked == "auto" else asked, where="precompute.encode_batch")
     folder, records = run.cache_dir, encoder.schema(source.schema())
     identity = encoder.identity()
     counts = Counter[int | None]()
@@ -450,7 +459,7 @@ def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> Settled 
                 counts[samples] += 1 + _stored(path.parent)
     if counts:
         best = max(counts, key=lambda samples: (counts[samples], -(samples or 0)))
-        return Settled(samples=best, where="the number of the cache that is there")
+        return EncodeBatchChoice(samples=best, where="the number of the cache that is there")
     return _noted(folder, _key(identity, records))
 
 
@@ -485,6 +494,8 @@ def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
     Raises:
         StokerError: As `measure_encode_batch`.
     """
+    from stoker.precompute import measure_encode_batch  # the number is nearly always known
+
     first = jobs[0]
     assert first.encoder is not None
     most = max(part.count for job in jobs for part in job.source.identity().parts)
@@ -497,7 +508,7 @@ def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
     )
 
 
-def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
+def _measure(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatchChoice:
     """Measure once for all processes that share the cache folder, and note what came out."""
     first, folder = jobs[0], run.cache_dir
     assert first.encoder is not None
@@ -518,16 +529,16 @@ def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
             open_storage(folder / BATCH_FOLDER).put(f"{key}.json", note)
     except (ReadOnlyError, OSError):  # nothing can be stored there either
         found = measure_jobs(run, jobs)
-    return Settled(samples=found.samples, where=f"measured on {found.device}: {found.why}")
+    return EncodeBatchChoice(samples=found.samples, where=f"measured on {found.device}: {found.why}")
 
 
-def _noted(folder: Path, key: str) -> Settled | None:
+def _noted(folder: Path, key: str) -> EncodeBatchChoice | None:
     with suppress(OSError, FormatError, KeyError):
         note = open_storage(folder / BATCH_FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
         found = read_strict(note, where=f"{BATCH_FOLDER}/{key}.json")
         samples = found["samples"]
         if samples is None or (type(samples) is int and samples > 0):
-            return Settled(samples=samples, where=f"measured before on {found['device']}")
+            return EncodeBatchChoice(samples=samples, where=f"measured before on {found['device']}")
     return None
 
 

@@ -16,7 +16,6 @@ from stoker.encoders.wrappers import KEEPING, STEADY
 from stoker.errors import ConfigError, FormatError, SourceError, StokerError
 from stoker.run.build import CacheJob, build_jobs, grid_encoder_of
 from stoker.run.context import Run, kept_fields, names_of_caches
-from stoker.run.user_code import user_encoder
 from stoker.runtime.jsonio import as_object
 from stoker.schema import Json, JsonResult, Schema
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
@@ -43,7 +42,7 @@ log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class CacheLocation:
     """One cache of a configuration."""
 
     recipe: Recipe
@@ -60,7 +59,7 @@ class Located:
         return self.recipe.count - done
 
 
-def locate(run: Run, split: str) -> Located:
+def locate(run: Run, split: str) -> CacheLocation:
     """The recipe of one cache of a task, and the cache if it has been begun.
 
     Raises:
@@ -69,7 +68,7 @@ def locate(run: Run, split: str) -> Located:
     return locate_with_job(run, split)[1]
 
 
-def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, Located]:
+def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, CacheLocation]:
     """As `locate`, after the job that makes the cache; None for that where the source is gone."""
     try:
         (job,) = build_jobs(run, [split])
@@ -79,10 +78,10 @@ def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, Located]:
         if found is None:
             raise
         cache = found[split]
-        return None, Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
+        return None, CacheLocation(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
 
 
-def locate_job(run: Run, job: CacheJob) -> Located:
+def locate_job(run: Run, job: CacheJob) -> CacheLocation:
     """As `locate`, of a source that is there."""
     recipe = job_recipe(run, job)
     folder = run.cache_dir / job.name / recipe.fingerprint
@@ -90,7 +89,7 @@ def locate_job(run: Run, job: CacheJob) -> Located:
         cache = open_cache(folder, require_complete=False)
     except (StokerError, OSError):
         cache = None  # nothing there yet, or nothing that can be served
-    return Located(recipe=recipe, folder=folder, cache=cache)
+    return CacheLocation(recipe=recipe, folder=folder, cache=cache)
 
 
 def recipe_of(run: Run, split: str) -> Recipe:
@@ -304,7 +303,7 @@ def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None
 
 
 def data_is_gone(run: Run) -> bool:
-    """Whether no file that the settings name exists: one that is damaged, or a part of them, is not gone."""
+    """Return True if no file that the settings name exists; damaged files and some of several count."""
     data, task = run.config.data, run.task
     if data.kind != "hdf5":
         return False
@@ -319,7 +318,7 @@ def data_is_gone(run: Run) -> bool:
 
 
 def matches(run: Run, recipe: Recipe, split: str) -> bool:
-    """Whether `recipe` is what the settings ask for, as far as can be told without the data."""
+    """Return True if `recipe` is what the settings ask for, as far as can be told without the data."""
     config = run.config
     if is_imported(recipe):
         return not _imported_otherwise(config, recipe)
@@ -363,7 +362,7 @@ def _complete(folder: Path) -> list[Cache]:
 
 
 def _same_files(config: Config, recipe: Recipe, task: str) -> bool:
-    """Whether the parts are the files that the settings name: no others, and all that are named plainly."""
+    """Return True if the parts are the files that the settings name: no others, and all without a pattern."""
     names = [Path(part.name).name for part in recipe.parts]
     if config.data.files is None:
         return all(name.startswith(task) for name in names)
@@ -376,7 +375,7 @@ def _same_files(config: Config, recipe: Recipe, task: str) -> bool:
 
 
 def _covers(pattern: Path, name: str) -> bool:
-    """Whether a file of that name can be one of a path, a pattern or a folder."""
+    """Return True if a file of that name may be meant by a path, a pattern or a folder."""
     return fnmatch(name, pattern.name) or pattern.suffix.lower() not in SUFFIXES
 
 
@@ -396,7 +395,7 @@ def _plain_names(config: Config, rule: Mapping[str, Any]) -> list[str]:
 
 
 def _same_layout(config: Config, source: Mapping[str, Any]) -> bool:
-    """Whether preset and declared datasets agree; axes that only the files tell are taken as they are."""
+    """Return True if preset and declared datasets agree; axes that only the files know are accepted."""
     settings = source["settings"]
     preset, found = config.data.preset, str(settings.get("preset"))
     if {*settings.get("include", ())} != {*config.data.include}:
@@ -484,7 +483,9 @@ def _same_grid_encoder(config: Config, entry: Mapping[str, Any], field: str) -> 
 
 
 def _same_module(config: Config, entry: Mapping[str, Any]) -> bool:
-    """Whether the module of the settings, made again, is the one that encoded."""
+    """Return True if the module of the settings, created again, is the one that encoded."""
+    from stoker.run.user_code import user_encoder
+
     time = config.encoder.time or entry["config"].get("time")
     try:
         encoder = user_encoder(config.encoder.model_copy(update={"time": time}), {})
@@ -524,12 +525,12 @@ class Explanation(JsonResult):
 
     @property
     def same(self) -> bool:
-        """Whether both have one fingerprint."""
+        """True if both have the same fingerprint."""
         return not self.differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class _LabeledRecipe:
     """One of the two recipes."""
 
     label: str
@@ -543,7 +544,7 @@ def explain(a: str | Path, b: str | Path | None = None, *, overrides: Sequence[s
 
     Args:
         a: A cache, a recipe's folder or a settings file.
-        b: The other one. None: the folder beside `a` whose recipe differs least.
+        b: The other one. None: the folder next to `a` whose recipe differs least.
         overrides: `key=value`, over the settings files among the two.
     Raises:
         FormatError: There is no cache to compare with.
@@ -551,7 +552,7 @@ def explain(a: str | Path, b: str | Path | None = None, *, overrides: Sequence[s
     """
     if overrides and not any(path is not None and _is_config(path) for path in (a, b)):
         raise ConfigError(
-            f"settings ({', '.join(overrides)}) were given beside caches alone. They belong to a settings "
+            f"settings ({', '.join(overrides)}) were given, and only caches. Settings go with a settings "
             "file: compare with one, as c.yaml"
         )
     first = _side(a, None, overrides)
@@ -584,7 +585,7 @@ def differences_of(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def _inside(recipe: Recipe, wrapper: str) -> Recipe | None:
-    """The recipe as it were without a wrapper around its encoder; None where there is none."""
+    """Return the recipe without a wrapper around its encoder; None where the encoder has no such wrapper."""
     encoder = as_object(recipe.entries["encoder"]) or {}
     if encoder.get("class") != wrapper:
         return None
@@ -595,12 +596,12 @@ def _is_config(path: str | Path) -> bool:
     return Path(path).suffix.lower() in {".yaml", ".yml"}
 
 
-def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side:
+def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _LabeledRecipe:
     """`name` picks one of a configuration's caches; None: the first."""
     if not _is_config(path):
         at = resolve_local(path)
         folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
-        return _Side(label=display_path(folder), recipe=load_recipe(folder), folder=folder)
+        return _LabeledRecipe(label=display_path(folder), recipe=load_recipe(folder), folder=folder)
     run = Run(load_config(path, overrides))
     known = names_of_caches(run)
     if name is not None and name not in known:
@@ -608,12 +609,12 @@ def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side
     chosen = name or next(iter(known))
     recipe = recipe_of(*known[chosen])
     folder = run.cache_dir / chosen / recipe.fingerprint
-    return _Side(label=f"{path} ({chosen}, {recipe.fingerprint})", recipe=recipe, folder=folder)
+    return _LabeledRecipe(label=f"{path} ({chosen}, {recipe.fingerprint})", recipe=recipe, folder=folder)
 
 
-def _nearest(side: _Side) -> _Side:
-    """The recipe beside `side` that differs in the fewest entries; its own one if that has a cache."""
-    found: list[tuple[int, str, _Side]] = []
+def _nearest(side: _LabeledRecipe) -> _LabeledRecipe:
+    """Return the recipe next to `side` that differs in the fewest entries; its own if that has a cache."""
+    found: list[tuple[int, str, _LabeledRecipe]] = []
     parent = side.folder.parent
     for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
         own = folder.resolve() == side.folder.resolve()
@@ -623,7 +624,7 @@ def _nearest(side: _Side) -> _Side:
             recipe = load_recipe(folder)
         except (StokerError, OSError):
             continue
-        other = _Side(label=display_path(folder), recipe=recipe, folder=folder)
+        other = _LabeledRecipe(label=display_path(folder), recipe=recipe, folder=folder)
         found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
     if not found:
         raise FormatError(
@@ -633,8 +634,8 @@ def _nearest(side: _Side) -> _Side:
 
 
 def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Difference]] | None:
-    """The recipe beside `folder` that differs least from `recipe`, and in what; None: there is no other."""
-    side = _Side(label=display_path(folder), recipe=recipe, folder=folder)
+    """Return the folder next to `folder` whose recipe differs least from `recipe`, and the differences."""
+    side = _LabeledRecipe(label=display_path(folder), recipe=recipe, folder=folder)
     try:
         other = _nearest(side)
     except FormatError:
@@ -642,5 +643,5 @@ def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Differ
     return other.folder, differences_of(other.recipe, recipe)
 
 
-def _is_from_config(side: _Side) -> bool:
+def _is_from_config(side: _LabeledRecipe) -> bool:
     return side.label != display_path(side.folder)

@@ -325,7 +325,7 @@ def describe_machine() -> str:
         driver = "no NVIDIA driver"
     else:
         gpu.close()
-        device = f"GPU beside a CPU ({resources.cpus:g} cores"
+        device = f"GPU and CPU ({resources.cpus:g} cores"
         driver = "NVIDIA driver found"
     memory = f"{format_bytes(resources.host_bytes)} usable of {format_bytes(resources.host_total_bytes)})"
     return f"stoker {stoker.__version__} · {device}, {memory} · {driver}: {build}"
@@ -334,8 +334,8 @@ def describe_machine() -> str:
 # ----------------------------------------------------------------------------------------------------------
 # What a run folder remembers between commands: whether its run finished, and how long a step took.
 #
-# `run.json` lies beside the checkpoints. An interrupted run with the same settings goes on where it
-# stopped; a finished one, or one with other settings, begins anew. The time of a step counts for steps of
+# `run.json` is next to the checkpoints. An interrupted run with the same settings resumes; a finished one,
+# or one with other settings, starts again. The time of a step counts for steps of
 # the same work only.
 
 
@@ -349,7 +349,7 @@ _FREE = (
 
 
 def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
-    """What an interrupted run must share with this one: model, training and data, wherever they lie."""
+    """Return the digest of what an interrupted run must share with this one: model, training and data."""
     settings: dict[str, Any] = config.to_dict()
     training = {k: v for k, v in settings["training"].items() if k not in _FREE}
     kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
@@ -362,7 +362,7 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
 
 
 def unfinished(run: Run, digest: str) -> int | None:
-    """Ranks with which an interrupted run of these settings was begun in the run folder; None: none was."""
+    """Return the number of ranks that began an interrupted run of these settings; None: no such run."""
     diary = _read(run.run_dir)
     if diary.get("settings") != digest or diary.get("finished") is not False:
         return None
@@ -370,7 +370,7 @@ def unfinished(run: Run, digest: str) -> int | None:
 
 
 def work_digest(run: Run, schema: Schema) -> str:
-    """What decides how long a step takes: the model, its batch of records like `schema`, and the device."""
+    """Return the digest of what decides the time of a step: model, batch of such records, and device."""
     work: dict[str, Json] = {
         "model": run.config.to_dict()["model"],
         "fields": schema_to_json(schema),
@@ -383,7 +383,7 @@ def work_digest(run: Run, schema: Schema) -> str:
 
 
 def last_step_s(run: Run, schema: Schema) -> float | None:
-    """Seconds that a step of the last run here took, loading left out; None when there was none like it."""
+    """Return the seconds of a step of the last run here, without loading; None without a similar run."""
     diary = _read(run.run_dir)
     step_s = diary.get("step_s")
     if not isinstance(step_s, float) or step_s <= 0 or diary.get("work") != work_digest(run, schema):
@@ -409,7 +409,7 @@ def write_diary(
 
 
 def _read(run_dir: Path) -> dict[str, Any]:
-    """The diary; empty when there is none, or a damaged one."""
+    """Return the content of `run.json`; empty if it is missing or damaged."""
     with suppress(OSError, FormatError):
         return read_strict(open_storage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
     return {}

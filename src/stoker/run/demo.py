@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config, load_config
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
-from stoker.run.caches import Located
+from stoker.run.caches import CacheLocation
 from stoker.run.context import Run, describe_machine
 from stoker.run.plan import PlanResult, plan_located
 from stoker.run.precompute import CacheResult
@@ -133,7 +133,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     The file appears under its name whole, or not at all.
 
     Raises:
-        ReadOnlyError, ResourceError, SourceError: The folder cannot be written, has no room, or is none.
+        ReadOnlyError, ResourceError, SourceError: The folder cannot be written, is full, or is not a folder.
     """
     states = solve_burgers(
         initial_states(spec.trajectories, spec.points, spec.seed),
@@ -221,7 +221,7 @@ def run_demo(
     result = train_prepared(run, prepare(run), started=started, on_event=on_event)
     cache = result.caches[0].cache
     # Only now: it serves batches for two seconds to find out what they take, and knows a step by then.
-    plan = plan_located(run.parts()[0], Located(recipe=cache.recipe, folder=cache.path, cache=cache))
+    plan = plan_located(run.parts()[0], CacheLocation(recipe=cache.recipe, folder=cache.path, cache=cache))
     return DemoResult(
         machine=describe_machine(),
         data=str(config.data.files),
@@ -253,7 +253,7 @@ def _make_data(config: Config) -> str:
 
 
 def _is_made(path: Path) -> bool:
-    """Whether `path` holds what this version simulates."""
+    """Return True if `path` holds what this version simulates."""
     try:
         with h5py.File(path) as opened:
             file: Any = opened

@@ -40,7 +40,7 @@ from stoker.train.state import (
 from stoker.train.step import Losses, Stepped, Stepper, StopFlag
 
 
-class Lesson(Protocol):
+class Learner(Protocol):
     """What is learned: a module, its loss, and how it is judged."""
 
     @property
@@ -97,7 +97,7 @@ BATCH_EVERY_S = 1.0
 
 
 def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by name
-    lesson: Lesson,
+    learner: Learner,
     train: Loader,
     val: Loader | None,
     config: TrainConfig,
@@ -110,11 +110,11 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
     """Train in place, continuing from the newest complete checkpoint in `folder`.
 
     Args:
-        lesson: What is learned.
+        learner: What is learned.
         train, val: Batches; None: no validation.
         config: How; what is of the operator alone counts for nothing here.
         folder: Checkpoints are kept here, see `TrainConfig.save_every_s`; None: none are.
-        expected: There was a checkpoint, so that it is an error if there is none.
+        expected: There was a checkpoint, so that a missing one is an error.
         meter: The one that `train` writes into.
         on_event: Told of `start resume skip batch epoch checkpoint best stop`.
 
@@ -133,7 +133,7 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
             "one, or leave patience out"
         )
     tell = on_event or ignore_event
-    objective = _RecordObjective(lesson=lesson, train=train, val=val, config=config)
+    objective = _RecordObjective(learner=learner, train=train, val=val, config=config)
     with StopFlag() as stop:
         if folder is not None:
             root = folder / "checkpoints"
@@ -168,9 +168,9 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
 
 @dataclass(slots=True, kw_only=True)
 class _RecordObjective:
-    """A lesson in training."""
+    """A learner in training."""
 
-    lesson: Lesson
+    learner: Learner
     train: Loader
     val: Loader | None
     config: TrainConfig
@@ -186,7 +186,7 @@ class _RecordObjective:
 
     def __post_init__(self) -> None:
         """Make an optimizer for the module, where it is."""
-        model = self.lesson.model.train()
+        model = self.learner.model.train()
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, self.config)
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -199,14 +199,14 @@ class _RecordObjective:
     @property
     def facts(self) -> dict[str, Json]:
         """What to tell at the start."""
-        count = sum(p.numel() for p in self.lesson.model.parameters())
+        count = sum(p.numel() for p in self.learner.model.parameters())
         return {"parameters": count, **numerics_of(self.device, False)}
 
     def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
         """Return what moves the module's weights."""
         return Stepper(
             losses=self._losses,
-            models=[self.lesson.model],
+            models=[self.learner.model],
             optimizer=self.optimizer,
             grad_clip=self.config.grad_clip,
             device=self.device,
@@ -216,10 +216,10 @@ class _RecordObjective:
 
     def _losses(self, batch: Mapping[str, Tensor]) -> Losses:
         numbers = batch["index"]
-        return Losses(self.lesson.losses(batch), torch.stack([numbers, torch.zeros_like(numbers)], 1))
+        return Losses(self.learner.losses(batch), torch.stack([numbers, torch.zeros_like(numbers)], 1))
 
     def twin(self) -> None:
-        """Return None: a lesson holds its module, so it cannot be copied without it."""
+        """Return None: a learner holds its module, so it cannot be copied without it."""
 
     def begin_pass(self, *, resumed: bool) -> None:
         """Zero the sums of a pass."""
@@ -249,7 +249,7 @@ class _RecordObjective:
         """Judge the weights on the validation set."""
         assert self.val is not None  # the loop asks only where there is one
         progress = self.progress
-        progress.errors = dict(self.lesson.judge(interruptible(self.val)))
+        progress.errors = dict(self.learner.judge(interruptible(self.val)))
         loss = self.error
         if loss is not None and not math.isfinite(loss):
             raise DivergedError(
@@ -286,7 +286,7 @@ class _RecordObjective:
 
     def checkpoint(self, place: Mapping[str, Any]) -> Checkpoint:
         """Return all that it takes to continue."""
-        model = self.lesson.model
+        model = self.learner.model
         self.progress.sums = self.sums.tolist()
         state: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -304,7 +304,7 @@ class _RecordObjective:
         Raises:
             StaleStateError: It is of another network, or of other data.
         """
-        model, before = self.lesson.model, found.state["shapes"]
+        model, before = self.learner.model, found.state["shapes"]
         if before != (shapes := _shapes(model)):
             differ = [name for name in {*shapes, *before} if shapes.get(name) != before.get(name)]
             raise StaleStateError(

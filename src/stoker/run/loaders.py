@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stoker.config import Config
-from stoker.config.models import CropStep, NormalizeStep, Step
-from stoker.encoders.wrappers import is_steady
+from stoker.config.models import CropStep, NormalizeStep
 from stoker.errors import ConfigError
-from stoker.loader import Loader, Mixture, TaskBatch, subset
+from stoker.loader import Loader, subset
 from stoker.loader.transform import Transform
 from stoker.loader.windows import time_field
 from stoker.monitor import StallMeter
@@ -26,18 +22,16 @@ from stoker.run.build import build_source
 from stoker.run.context import Run, batch_examples, unfinished
 from stoker.run.stages import horizon_of
 from stoker.scale.ranks import Ranks
-from stoker.schema import Json, Schema
+from stoker.schema import Schema
 from stoker.store import Cache
 from stoker.store.joins import join_table
 from stoker.train.config import TrainStage
-from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
+
+if TYPE_CHECKING:
+    from stoker.run.tasks import TaskLoader, TaskMixture
 
 # ----------------------------------------------------------------------------------------------------------
-# From `training.transforms`, `training.subset` and the files beside it to arguments of a `Loader`.
-
-
-RANDOM: dict[str, Callable[..., Transform]] = {"flip": Flip, "roll": Roll, "crop": Crop, "noise": Noise}
-"""The transforms that draw, by their kind in a configuration."""
+# From `training.transforms`, `training.subset` and the files it names to arguments of a `Loader`.
 
 
 def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Transform]:
@@ -50,6 +44,11 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
     Raises:
         ConfigError: One does not fit the cache, or needs a complete one.
     """
+    if not config.training.transforms:
+        return []
+    from stoker.transforms import Crop, Flip, Noise, Roll  # most configurations have none
+
+    random: dict[str, Callable[..., Transform]] = {"flip": Flip, "roll": Roll, "crop": Crop, "noise": Noise}
     found: list[Transform] = []
     for step in config.training.transforms:
         if isinstance(step, NormalizeStep):
@@ -57,7 +56,7 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
         elif training:
             if isinstance(step, CropStep):
                 _check_crop(step, cache)
-            found.append(_drawing(step))
+            found.append(random[step.kind](**step.model_dump(exclude={"kind"})))
     return found
 
 
@@ -75,16 +74,13 @@ def _check_crop(step: CropStep, cache: Cache) -> None:
 
 
 def normalized(config: Config) -> bool:
-    """Whether batches are not the encoder's records any more, so that it cannot decode them."""
+    """Return True if batches are no longer the encoder's records, so that it cannot decode them."""
     return any(isinstance(step, NormalizeStep) for step in config.training.transforms)
 
 
-def _drawing(step: Step) -> Transform:
-    settings = step.model_dump(exclude={"kind"})
-    return RANDOM[step.kind](**settings)
-
-
 def _normalize(step: NormalizeStep, cache: Cache) -> list[Transform]:
+    from stoker.transforms import Normalize
+
     if (step.mean is None) != (step.std is None):
         raise ConfigError(
             "training.transforms: normalize has a mean without a std, or a std without a mean. Give both, or "
@@ -107,7 +103,7 @@ def _check_complete(cache: Cache, what: str, cure: str) -> None:
 
 
 def check_beside(run: Run, schema: Schema) -> None:
-    """Refuse what cannot be served beside the filling of a cache, before that begins.
+    """Refuse what cannot be served while a cache is being filled, before that begins.
 
     Args:
         run: Of a task that is to be trained on while it is encoded.
@@ -186,152 +182,30 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Several tasks, one operator: what the training loop is given for a mixture of their caches.
-#
-# Beside the conditions of all tasks the operator sees which of them a task has, and which task it is. Each
-# task is judged by itself.
-
-
-class TaskPairs(Mixture):
-    """A mixture as the training loop takes it: batches have the conditions of `with_task`."""
-
-    def __iter__(self) -> Iterator[TaskBatch]:
-        """One pass, or the rest of the pass that a loaded state began."""
-        tasks = len(self.names)
-        return (with_task(cast("TaskBatch", batch), tasks) for batch in super().__iter__())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneTask:
-    """One task of a mixture alone, for validation: a pass in order, with the conditions of all tasks."""
-
-    mixture: Mixture
-    task: str
-
-    def __iter__(self) -> Iterator[TaskBatch]:
-        """All batches of the task."""
-        tasks = len(self.mixture.names)
-        return (with_task(batch, tasks) for batch in self.mixture.only(self.task))
-
-    def __len__(self) -> int:
-        """Batches of the task."""
-        return len(self.mixture.loaders[self.task])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Every pass is the same."""
-
-    def state_dict(self) -> dict[str, Json]:
-        """Nothing: a pass is begun anew."""
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Nothing to go on from."""
-
-
-def with_task(batch: TaskBatch, tasks: int) -> TaskBatch:
-    """The batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot.
-
-    Raises:
-        ConfigError: A condition has such a name.
-    """
-    _check_names(batch.cond)
-    cond = dict(batch.cond)
-    for name, mask in batch.mask.items():
-        cond[f"{name}?"] = mask.to(torch.float32)
-    cond["task"] = F.one_hot(batch.tasks, tasks).to(torch.float32)
-    return batch._replace(cond=cond)
-
-
-def _check_names(names: Iterable[str]) -> None:
-    """Refuse a condition that would be lost under what `with_task` adds.
-
-    Raises:
-        ConfigError: As said.
-    """
-    names = set(names)
-    if taken := sorted(names & {"task", *(f"{name}?" for name in names)}):
-        raise ConfigError(
-            f"a condition is called {taken[0]!r}, a name that training on several tasks needs. Give it "
-            "another name in its source, or train the tasks apart"
-        )
-
-
-def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
-    """The training loaders of all tasks, mixed as `training.mixture` says."""
-    training = config.training
-    return TaskPairs(
-        list(loaders.values()),
-        names=list(loaders),
-        mode=training.mixture,
-        weights=training.task_weights,
-        exhausted="longest" if training.mixture == "round_robin" else None,
-        mix="batch",
-        seed=training.seed,
-        **more,
-    )
-
-
-def apart(loaders: Mapping[str, Loader]) -> dict[str, OneTask]:
-    """The validation loaders, each with the conditions of all tasks."""
-    mixture = Mixture(list(loaders.values()), names=list(loaders), mix="batch")
-    return {task: OneTask(mixture=mixture, task=task) for task in loaders}
-
-
-def check_together(schemas: Mapping[str, Schema]) -> None:
-    """Refuse tasks that one operator cannot take.
-
-    Args:
-        schemas: Fields of the records of each task.
-
-    Raises:
-        ConfigError: Their states differ in tokens or width, or a condition has a name that is needed; says
-            which, and what would help.
-    """
-    if steady := [task for task, schema in schemas.items() if is_steady(schema)]:
-        raise ConfigError(
-            f"{', '.join(steady)} has an input and a solution for each sample, and no time (data.input). "
-            f"Such a task is trained alone: data.task={steady[0]}"
-        )
-    _check_names({name for schema in schemas.values() for name in schema.keys() - {time_field(schema, None)}})
-    by_size: dict[tuple[int, int], list[str]] = {}
-    for task, schema in schemas.items():
-        step = schema[time_field(schema, None)].shape[1:]
-        by_size.setdefault((math.prod(step[:-1]), step[-1] if step else 1), []).append(task)
-    if len(by_size) > 1:
-        sizes = [f"{', '.join(tasks)} ({n} tokens of {d} numbers)" for (n, d), tasks in by_size.items()]
-        raise ConfigError(
-            f"one operator cannot be trained on {' and '.join(sizes)} together: its weights are made for one "
-            "number of tokens of one width. Give these tasks the same latent.tokens and latent.dim, or train "
-            "them apart, as data.task=NAME"
-        )
-
-
-# ----------------------------------------------------------------------------------------------------------
 # How the ranks of a run share its steps and its validation set.
 #
 # A run keeps the global batch that it was begun with: `training.batch_size` times the ranks at its
-# beginning. So the same command goes on with another number of ranks where it stopped, over the same global
-# batches.
+# beginning. So the same command resumes with another number of ranks, over the same global batches.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class RankShare:
     """Which part of a run's steps is this rank's."""
 
     resume: bool
-    """An interrupted run of these settings goes on."""
+    """An interrupted run of these settings is resumed."""
     begun: int
     """Ranks that the run was begun with."""
     batch_size: int
     """Examples of one rank in one step."""
 
     drop_last: bool
-    """A last step too short for every rank to have its part is left out, also when one rank goes on alone."""
+    """A last step too short for every rank to have its part is left out, also when one rank resumes alone."""
     order: str
     """Of examples; the parts of a static one are those that the run was begun with."""
 
 
-def share_steps(run: Run, digest: str, cache: Cache) -> Shared:
+def share_steps(run: Run, digest: str, cache: Cache) -> RankShare:
     """Decide on rank 0, by its run folder, and check that the global batch can be shared.
 
     Raises:
@@ -344,11 +218,11 @@ def share_steps(run: Run, digest: str, cache: Cache) -> Shared:
     if size % ranks.world_size:
         raise ConfigError(
             f"{run.run_dir} holds a run of {size} examples a step, begun with {begun} ranks, which "
-            f"{ranks.world_size} cannot share evenly. Go on with a number of ranks that divides {size}, or "
+            f"{ranks.world_size} cannot share evenly. Resume with a number of ranks that divides {size}, or "
             "begin again in another training.run_dir"
         )
     world_size, order = begun or ranks.world_size, run.config.training.order
-    return Shared(
+    return RankShare(
         resume=begun is not None,
         begun=world_size,
         batch_size=size // ranks.world_size,
@@ -368,14 +242,14 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class RunLoaders:
     """What the loop trains and validates on."""
 
-    train: Loader | TaskPairs
-    val: Loader | dict[str, OneTask | None] | None
+    train: Loader | TaskMixture
+    val: Loader | dict[str, TaskLoader | None] | None
     loaders: tuple[Loader, ...]
     """All that records come from, those of training first."""
-    shared: Shared
+    shared: RankShare
     """This rank's part of the run; of several tasks, of the first."""
     reason: str
     """Why records are served from where they are."""
@@ -388,7 +262,7 @@ def serve(
     digest: str = "",
     meter: StallMeter | None = None,
     horizon: int | None = None,
-) -> Served:
+) -> RunLoaders:
     """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
 
     Args:
@@ -421,14 +295,16 @@ def serve(
     loaders = (*train_loaders.values(), *known)
     if len(parts) == 1:
         (val,), one = val_loaders.values(), loaders[0]
-        return Served(train=one, val=val, loaders=loaders, shared=shares[0], reason=one.plan.reason)
+        return RunLoaders(train=one, val=val, loaders=loaders, shared=shares[0], reason=one.plan.reason)
+    from stoker.run.tasks import apart, mix  # most runs have one task
+
     # A rank without a trajectory of a task still has to know which conditions that task has.
     whole = {
         part.task: val_loaders[part.task] or make_val_loader(part, cache, train_cache=first, shared=False)
         for part, first, cache in zip(parts, firsts, seconds, strict=True)
     }
     alone = apart({task: loader for task, loader in whole.items() if loader is not None})
-    return Served(
+    return RunLoaders(
         train=mix(run.config, train_loaders, meter=meter),
         val={task: None if val_loaders[task] is None else one for task, one in alone.items()},
         loaders=loaders,
@@ -445,19 +321,19 @@ class StageLoaders:
     """
 
     config: Config
-    make: Callable[[int | None], Served]
+    make: Callable[[int | None], RunLoaders]
     """Makes loaders; the number is the horizon of training windows, None: that of the settings."""
-    _served: list[Served] = field(default_factory=list[Served])
+    _served: list[RunLoaders] = field(default_factory=list[RunLoaders])
     _horizon: int | None = None
 
     @property
-    def served(self) -> Served:
+    def served(self) -> RunLoaders:
         """Those in use."""
         if not self._served:
             self._served.append(self.make(self._horizon))
         return self._served[0]
 
-    def loader_of(self, stage: TrainStage) -> Loader | TaskPairs:
+    def loader_of(self, stage: TrainStage) -> Loader | TaskMixture:
         """The training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:
@@ -467,7 +343,7 @@ class StageLoaders:
 
 
 def joined(run: Run, cache: Cache, split: str) -> Cache:
-    """The cache with the columns of `data.join` beside its records.
+    """Return the cache with the columns of `data.join` added to its records.
 
     Raises:
         ConfigError: The settings lack columns, or do not fit the cache.
@@ -484,7 +360,7 @@ def joined(run: Run, cache: Cache, split: str) -> Cache:
 
 
 def make_loader(
-    run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: Shared | None = None
+    run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: RankShare | None = None
 ) -> Loader:
     """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
     training, schema = run.config.training, cache.schema
@@ -513,7 +389,7 @@ def make_val_loader(
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Of a range of strides it is the
     smallest, of a range of horizons the largest. Ranks have whole trajectories, each its own, unless
-    `shared` is False; None: there is none for this one.
+    `shared` is False; None: this rank has no trajectory.
     """
     windows = run.windows_for(cache.schema)
     if windows is not None and windows.draws:  # at the smallest stride, whose windows chain

@@ -13,7 +13,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stoker.encoders.grid import Decode, decoder_of, encode_of
-from stoker.encoders.mesh import MESH_ENCODER, PointDecoder
-from stoker.encoders.module import ModuleEncoder
-from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized
+from stoker.encoders.grid import Decode, GridEncoder, decoder_of, encode_of
+from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized, SteadyEncoder
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
 from stoker.runtime.jsonio import as_object
@@ -35,6 +33,9 @@ from stoker.store.storage import open_storage
 from stoker.store.values import from_array
 from stoker.train.config import FieldSpace, PhysicalSpace
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.encoders.mesh import PointDecoder
 
 log = logging.getLogger("stoker")
 SAMPLES = 4
@@ -118,6 +119,10 @@ def _own_decoder(cache: Cache) -> Decode | None:
     encoder = filler.encoder
     while isinstance(encoder, Keeping | Normalized):
         encoder = encoder.inner
+    if isinstance(encoder, GridEncoder | SteadyEncoder):
+        return None  # recipe and weights are enough for these
+    from stoker.encoders.module import ModuleEncoder  # large, and few runs have one
+
     if not isinstance(encoder, ModuleEncoder):
         return None
     field = _field(as_object(cache.recipe.entries["encoder"]) or {})
@@ -143,18 +148,20 @@ def _mesh_identity(identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The identity of the mesh encoder that made the latents; None: another one did."""
     if identity["class"] == KEEPING:
         return _mesh_identity(identity["config"]["inner"])
-    return identity if identity["class"] == MESH_ENCODER else None
+    return identity if identity["class"] == "stoker.MeshEncoder" else None
 
 
 def mesh_space(cache: Cache, identity: Mapping[str, Any], weights: Mapping[str, Tensor]) -> PhysicalSpace:
     """Return the maps from latents of the mesh encoder to fields at the points of each record."""
+    from stoker.encoders.mesh import PointDecoder
+
     config = identity["config"]
     decoder = PointDecoder(weights, config["channels"])
     lost = _point_reconstruction(cache, decoder, config)
-    return PhysicalSpace(decode=_AtPoints(cache, decoder), reconstruction=lost.finish)
+    return PhysicalSpace(decode=_PointMaps(cache, decoder), reconstruction=lost.finish)
 
 
-class _AtPoints:
+class _PointMaps:
     """Decodes at the points of each record; keeps the waves at the points of the last ones."""
 
     def __init__(self, cache: Cache, decoder: PointDecoder) -> None:

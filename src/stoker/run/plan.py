@@ -22,10 +22,10 @@ from stoker.monitor import StallMeter
 from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.plan.tiers import TIERS, Waiting, over_budget
-from stoker.run.caches import Located, locate, raw_bytes
+from stoker.run.caches import CacheLocation, locate, raw_bytes
 from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
 from stoker.run.folders import require_folder
-from stoker.schema import SCALE_SUFFIX, Field, JsonResult, Schema, columns_of
+from stoker.schema import SCALE_SUFFIX, Field, Json, JsonResult, Schema, as_json, columns_of
 from stoker.store import Cache, Recipe
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.recipe import stored_schema
@@ -49,7 +49,7 @@ PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller(JsonResult):
+class SmallerDtype(JsonResult):
     """One dtype that would take fewer bytes."""
 
     json_keys = ("dtype", "bytes", "tiers", "tier", "samples", "max_error", "rms_error", "refused")
@@ -83,13 +83,13 @@ Planned = Callable[[Demand], Plan]
 """`plan_tiers` with everything given but the demand."""
 
 
-def smaller_dtypes(located: Located, demand: Demand, planned: Planned) -> tuple[Smaller, ...]:
+def smaller_dtypes(located: CacheLocation, demand: Demand, planned: Planned) -> tuple[SmallerDtype, ...]:
     """Every dtype of `DTYPES` that would make records smaller, in that order."""
     recipe, cache = located.recipe, located.cache
     lengths = _mean_lengths(recipe, cache)
     now = _record_bytes(recipe.schema, lengths)
     places = _chosen(cache) if cache is not None and len(cache) else None
-    found: list[Smaller] = []
+    found: list[SmallerDtype] = []
     for dtype in DTYPES:
         try:
             schema = stored_schema(recipe.encoded, dtype)
@@ -102,13 +102,13 @@ def smaller_dtypes(located: Located, demand: Demand, planned: Planned) -> tuple[
             demand, record_bytes=demand.record_bytes * part, example_bytes=demand.example_bytes * part
         )
         plan = planned(wanted)
-        one = Smaller(dtype=dtype, bytes=round(wanted.records * wanted.record_bytes), plan=plan)
+        one = SmallerDtype(dtype=dtype, bytes=round(wanted.records * wanted.record_bytes), plan=plan)
         found.append(one if cache is None or places is None else _measured(one, schema, cache, places))
     return tuple(found)
 
 
-def say(smaller: tuple[Smaller, ...], plan: Plan, max_error: float | None) -> str:
-    """The smallest dtype within the bound that the user set, in a sentence; empty where there is none."""
+def say(smaller: tuple[SmallerDtype, ...], plan: Plan, max_error: float | None) -> str:
+    """The smallest dtype within the bound that the user set, in a sentence; empty if no dtype qualifies."""
     allowed = [
         one
         for one in smaller
@@ -160,7 +160,7 @@ def _chosen(cache: Cache) -> Places:
     return find_places(cache, numbers)
 
 
-def _measured(one: Smaller, schema: Schema, cache: Cache, places: Places) -> Smaller:
+def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: Places) -> SmallerDtype:
     """With the worst error over fields and records."""
     worst = rms = 0.0
     try:
@@ -195,7 +195,7 @@ def _first_steps(cache: Cache, shard: int, row: int, name: str, field: Field) ->
 SECONDS = 0.3
 """For each trial of a tier; half of it again beforehand."""
 AT_STEP_TIMES = 3
-"""The trial beside steps takes so many times as long: it is what a stall is read off."""
+"""The trial with steps takes so many times as long: the stall is taken from it."""
 UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
 """What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
 a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
@@ -215,7 +215,7 @@ LEAST_TIMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TimedStep:
     """A step that is known by its time, to be imitated."""
 
     seconds: float
@@ -243,14 +243,14 @@ def served_loads(
     *,
     tiers: Sequence[str] = ("disk", "host"),
     seconds: float = SECONDS,
-    step: Step | None = None,
+    step: TimedStep | None = None,
 ) -> dict[str, BatchLoad]:
     """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
 
     The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
     cache holds now: this looks at it as training would find it, and reads no record twice if it can, since
-    what was read once comes from there. With a `step` it is also tried what batches cost beside such steps:
-    who loads takes turns with them at cores and at the interpreter's lock, which no sum of parts tells.
+    what was read once comes from there. With a `step` batches are also timed while such steps run: loading
+    and steps share cores and the interpreter's lock, which no sum of parts tells.
     """
     found: dict[str, BatchLoad] = {}
     size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
@@ -269,7 +269,7 @@ def served_loads(
 
 
 def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
-    """Records for each trial, half of them for the one beside steps; all for each where they are too few.
+    """Records for each trial, half of them for the one with steps; all for each where they are too few.
 
     They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
     (of a virtual drive the host has some in memory), and not record by record, since around what one trial
@@ -285,10 +285,10 @@ def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
 
 
 def _load(
-    loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: Step | None
+    loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: TimedStep | None
 ) -> BatchLoad | None:
     """First without a step, then, from disk, with pauses so long that every read is over when they end, then
-    beside steps. None: another tier served, or passes are of one batch.
+    with steps. None: another tier served, or passes are of one batch.
     """
     meter = StallMeter()
     alone_s = _serve(loaders[0](meter=meter), meter, _nothing, seconds, seconds / 2)
@@ -317,7 +317,7 @@ def _nothing() -> None:
 
 
 def _mean_s(work: Callable[[], None], seconds: float) -> float:
-    """How long `work` takes with nothing beside it."""
+    """Return the mean seconds of `work` when nothing else runs."""
     work()
     begin, count = time.perf_counter(), 0
     while not count or time.perf_counter() - begin < seconds:
@@ -375,16 +375,16 @@ class PlanResult(JsonResult):
     records: int
     missing: int
     """Records still to be encoded; the plan counts them as stored."""
-    smaller: tuple[Smaller, ...] = ()
+    smaller: tuple[SmallerDtype, ...] = ()
     """Storage dtypes that would take fewer bytes, what they would buy and cost."""
     advice: str = ""
-    """The best of those in words; empty where there is none."""
+    """The best of those in words; empty without one."""
     gpus: tuple[GpuRow, ...] = ()
     """What the memory of GPUs would hold, half of it left to the model."""
     on_gpus: str = ""
     """That in words."""
     together: str = ""
-    """How many devices hold together what one does not; empty where one holds it, or there is none."""
+    """How many devices together hold what one does not; empty if one does, or there is no device."""
 
     @property
     def reason(self) -> str:
@@ -406,7 +406,7 @@ def plan_config(run: Run) -> PlanResult:
     return plan_located(first, locate(first, first.split))
 
 
-def plan_located(run: Run, located: Located, resources: Resources | None = None) -> PlanResult:
+def plan_located(run: Run, located: CacheLocation, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     config, device = run.config, run.device
     _ = encode_devices(run)  # one that is not there is refused before anything is measured
@@ -415,7 +415,7 @@ def plan_located(run: Run, located: Located, resources: Resources | None = None)
     step_s = last_step_s(run, located.recipe.schema)
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
-        step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
+        step = None if step_s is None else TimedStep(seconds=step_s, cpus=demand.step_cpus)
         windows, batch_size = run.windows_for(cache.schema), batch_examples(run, cache.schema)
         rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
     planned = partial(
@@ -449,7 +449,7 @@ def left_by(plan: Plan, resources: Resources) -> Resources:
     )
 
 
-def demand_of(run: Run, located: Located) -> Demand:
+def demand_of(run: Run, located: CacheLocation) -> Demand:
     """What training would ask for: records, their size, and what one batch of windows takes."""
     schema, cache = located.recipe.schema, located.cache
     if is_fixed(schema):
@@ -498,45 +498,27 @@ def example_bytes(run: Run, schema: Schema, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPlans(JsonResult):
-    """The plans of all tasks: the keys of one plan, summed, and each task's own below `tasks`."""
-
-    json_keys = ("tiers", "bytes", "reason", "predicted_stall", "records", "missing", "tasks")
+class TaskPlans:
+    """The plans of all tasks."""
 
     tasks: Mapping[str, PlanResult]
     """By task, in the order of the settings."""
 
-    @property
-    def reason(self) -> str:
-        """The decisions in words."""
-        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.tasks.items())
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Records by tier, of all tasks."""
-        return {tier: sum(one.plan.tiers[tier] for one in self.tasks.values()) for tier in TIERS}
-
-    @property
-    def bytes(self) -> int:
-        """Of all records."""
-        return sum(one.plan.bytes for one in self.tasks.values())
-
-    @property
-    def predicted_stall(self) -> float | None:
-        """That of the task whose steps wait longest; None until all are known."""
-        stalls = [one.plan.predicted_stall for one in self.tasks.values()]
+    def to_json(self) -> dict[str, Json]:
+        """Return the keys of one plan, summed over the tasks, and each task's own below `tasks`."""
+        results = self.tasks.values()
+        stalls = [one.plan.predicted_stall for one in results]
         known = [stall for stall in stalls if stall is not None]
-        return max(known) if len(known) == len(stalls) else None
-
-    @property
-    def records(self) -> int:
-        """Of all tasks."""
-        return sum(one.records for one in self.tasks.values())
-
-    @property
-    def missing(self) -> int:
-        """Records still to be encoded."""
-        return sum(one.missing for one in self.tasks.values())
+        return {
+            "tiers": {tier: sum(one.plan.tiers[tier] for one in results) for tier in TIERS},
+            "bytes": sum(one.plan.bytes for one in results),
+            "reason": "; ".join(f"{task}: {one.reason}" for task, one in self.tasks.items()),
+            # The steps of the task that waits longest decide; unknown until all are known.
+            "predicted_stall": max(known) if len(known) == len(stalls) else None,
+            "records": sum(one.records for one in results),
+            "missing": sum(one.missing for one in results),
+            "tasks": as_json(self.tasks),
+        }
 
 
 def plan_tasks(run: Run) -> TaskPlans:
@@ -569,7 +551,7 @@ def verdict_of(run: Run, cache: Cache, report: TrainReport) -> str | None:
     budget, device = run.config.training.max_stall, run.device
     if budget is None or report.stall is None or report.step_s is None or report.stall <= budget:
         return None
-    located = Located(recipe=cache.recipe, folder=cache.path, cache=cache)
+    located = CacheLocation(recipe=cache.recipe, folder=cache.path, cache=cache)
     plan = plan_tiers(
         demand_of(run, located),
         probe(device=device, path=cache.path),

@@ -50,7 +50,6 @@ from stoker.run.caches import (
 from stoker.run.context import Run, encode_devices, names_of_caches, windows_in
 from stoker.run.folders import is_open, require_writable
 from stoker.run.loaders import check_beside
-from stoker.run.staging import stage_task
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import Ranks
 from stoker.schema import Json, JsonResult, Schema, canonical_json
@@ -78,11 +77,11 @@ def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) ->
     """
     own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
     told = [json.loads(text) for text in ranks.tell(json.dumps([ranks.node, own]), "the end of precompute")]
-    beside = [figures for node, figures in told if node in nodes]
+    by_node = [figures for node, figures in told if node in nodes]
     results: list[CacheResult] = []
-    for result, *by_rank in zip(caches, *beside, strict=True):
+    for result, *by_rank in zip(caches, *by_node, strict=True):
         encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
-        # Whoever is done with the folder last may have stored what was tried again.
+        # The rank that finishes last may have stored samples that were tried again.
         cache = result.cache if ranks.world_size == 1 else _opened_again(result.cache)
         reused = max(0, len(cache) - encoded - adopted)
         results.append(
@@ -120,7 +119,7 @@ def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
 
 
 def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) -> None:
-    """Write the report of the earlier precompute script, with every cache's own figures beside it.
+    """Write the report of the earlier precompute script, and every cache's own figures.
 
     Raises:
         ReadOnlyError: The file cannot be written.
@@ -309,7 +308,7 @@ def precompute_config(
 
     Args:
         run: Its settings, and the processes that do it together.
-        splits: Which splits; none: what training needs, `data.split` and, beside `train`, `val`.
+        splits: Which splits; none: what training needs: `data.split`, and `val` in addition to `train`.
         manifest: Where to write a JSON report of this run.
     Raises:
         StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
@@ -326,7 +325,7 @@ def precompute_config(
         except StokerError as error:
             if len(run.tasks) == 1:
                 raise
-            log.error("task %s failed, the others go on: %s", part.task, in_settings(error))
+            log.error("task %s failed, the others continue: %s", part.task, in_settings(error))
             failed.append(TaskFailure(task=part.task, cause=error))
     if manifest is not None and run.ranks.leads:
         write_manifest(manifest, run.config, caches)
@@ -334,7 +333,7 @@ def precompute_config(
 
 
 def wanted_splits(run: Run) -> list[str]:
-    """The splits of `data.split`; training needs `val` beside `train`, so it is added where it exists."""
+    """Return the splits of `data.split`; `val`, which training needs, is added to `train` where it exists."""
     if run.splits != ["train"]:
         return run.splits
     try:
@@ -370,6 +369,8 @@ def fill_caches(run: Run, splits: Sequence[str], *, training: Training | None = 
         began = time.monotonic()
         try:
             if part.config.data.stage != "never":
+                from stoker.run.staging import stage_task  # few runs stage files
+
                 stage_task(part)
             jobs = measured_jobs(part, build_jobs(part, splits))
         except SourceError as error:
@@ -398,13 +399,13 @@ def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) ->
     for schema in schemas if training == "windows" else ():
         windows_in(run, schema)
     results: list[CacheResult] = []
-    beside = training is not None and not run.config.precompute.wait
+    while_training = training is not None and not run.config.precompute.wait
     with engine_of(run) as engine:
-        fill = begin_precompute if beside else partial(run_precompute, engine=engine)
+        fill = begin_precompute if while_training else partial(run_precompute, engine=engine)
         for job, schema in zip(jobs, schemas, strict=True):
             settings = settings_of(run, job)
             ready = _ready(run, job, settings) if training else None
-            if beside and ready is None:
+            if while_training and ready is None:
                 check_beside(run, schema)
             results.append(ready or _fill(run, job, settings, fill=fill))
     return results
@@ -443,7 +444,7 @@ def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult
     try:
         cache = open_cache(run.cache_dir / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
-        return None  # precompute mends it, or says what is wrong
+        return None  # precompute repairs it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
         return None
     cache.filler = EncodeFiller(
@@ -495,7 +496,7 @@ class RepairResult(JsonResult):
 
     @property
     def ok(self) -> bool:
-        """Whether the cache is complete now."""
+        """True if the cache is complete now."""
         return not self.missing
 
     @property
@@ -583,7 +584,7 @@ def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
     """The task and the job that make the cache in `folder`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No job makes it.
     """
     name = folder.resolve().parent.name
     named = names_of_caches(run)

@@ -2,7 +2,7 @@
 
 Some of its samples are read, encoded and stored, one stage after another, in a folder that goes again: so
 what a record costs is known also where the cache is complete. Its training loop is fed from that cache as it
-would be, or from those records where there is none yet.
+would be, or from those records where no cache exists yet.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from stoker.profile.result import (
 )
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
 from stoker.run.build import CacheJob
-from stoker.run.caches import Located, locate_with_job
+from stoker.run.caches import CacheLocation, locate_with_job
 from stoker.run.context import Run, batch_examples, windows_in
-from stoker.run.folders import obstacle
+from stoker.run.folders import find_obstacle
 from stoker.run.loaders import joined, make_loader
-from stoker.run.plan import Step, demand_of, served_loads
+from stoker.run.plan import TimedStep, demand_of, served_loads
 from stoker.run.precompute import settings_of
 from stoker.run.train import loop_settings
 from stoker.runtime.threads import call_within
@@ -53,7 +53,7 @@ SHOWN = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tried:
+class _TrialResult:
     """What came of making a few records."""
 
     cache: Cache | None
@@ -93,15 +93,15 @@ def profile_config(
         complete = located.cache is not None and not located.missing
         cache = located.cache if complete else tried.cache
         assert cache is not None  # a cache without its source is complete, else `locate` had refused it
-        beside = joined(run, cache, run.split) if complete else cache
-        loader = _loader(run, beside, complete=complete)
+        served_cache = joined(run, cache, run.split) if complete else cache
+        loader = _loader(run, served_cache, complete=complete)
         with deadline(timeout_s, f"{config.where} did not get through {3 * steps} steps"):
             loop = _loop(run, loader, steps=steps, folder=Path(folder) / "run")
         if not complete:
             loop = replace(loop, examples=round(loop.examples * located.recipe.count / len(cache)))
         loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
         demand, resources = demand_of(run, located), probe(device=device, path=Path(folder))
-        step = Step(seconds=loop.compute_s, cpus=demand.step_cpus)
+        step = TimedStep(seconds=loop.compute_s, cpus=demand.step_cpus)
         served = (
             served_loads(cache, run.windows_for(cache.schema), loop.batch_examples, step=step)
             if device == "cpu"
@@ -126,17 +126,19 @@ def profile_config(
 
 
 def _place(run: Run) -> Path | None:
-    """Where trial records go: beside the caches, so that the same disk is timed; None: anywhere."""
+    """Return the folder for trial records: next to the caches, to time the same disk; None: anywhere."""
     place = run.cache_dir
-    if obstacle(place) is not None:
+    if find_obstacle(place) is not None:
         return None
     place.mkdir(parents=True, exist_ok=True)
     return place
 
 
-def _try(run: Run, job: CacheJob | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
+def _try(
+    run: Run, job: CacheJob | None, located: CacheLocation, folder: Path, timeout_s: float
+) -> _TrialResult:
     """Make a few records, with an eye on what the code does meanwhile."""
-    tried = _Tried(cache=None, trial=Trial(), stacks=Stacks())
+    tried = _TrialResult(cache=None, trial=Trial(), stacks=Stacks())
     if job is None:
         return tried
     place, settings = (folder, job.name, located.recipe), settings_of(run, job)
@@ -158,7 +160,7 @@ def _try(run: Run, job: CacheJob | None, located: Located, folder: Path, timeout
     return tried
 
 
-class _Passes:
+class _RepeatedPasses:
     """One pass of a loader after another; its first batches are waited for in each."""
 
     def __init__(self, loader: Loader) -> None:
@@ -193,7 +195,7 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> Loop:
             f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"
         )
     where = torch.device(run.device)
-    watched = Probe(_Passes(loader), steps=steps, device=where)
+    watched = Probe(_RepeatedPasses(loader), steps=steps, device=where)
     take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
     size = loader.batch_size
     return measured(watched, where, examples=len(loader) * size, batch_examples=size)
@@ -218,7 +220,7 @@ def _stages(trial: Trial) -> tuple[Stage, ...]:
         Stage(
             name="write",
             seconds=trial.writes_s / trial.records,
-            note=f"converting, checksums, writing; then {format_seconds(trial.seal_s)} to seal a shard",
+            note=f"converting, checksums, writing; then {format_seconds(trial.seal_s)} to commit a shard",
         ),
     )
 
@@ -236,8 +238,8 @@ def _unkept(
     if not made or not loop.batches:
         return None
     load_s = sum(stage.seconds for stage in made) * demand.records / loop.batches
-    beside = not demand.on_cpu and resources.cpus >= 2
-    stall = stall_of(load_s, loop.compute_s, prefetch=beside)
+    overlaps = not demand.on_cpu and resources.cpus >= 2
+    stall = stall_of(load_s, loop.compute_s, prefetch=overlaps)
     return TierForecast(
         tier=ENCODE,
         wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
@@ -247,7 +249,7 @@ def _unkept(
     )
 
 
-def _remarks(located: Located, trial: Trial, *, complete: bool) -> tuple[str, ...]:
+def _remarks(located: CacheLocation, trial: Trial, *, complete: bool) -> tuple[str, ...]:
     said: list[str] = []
     if located.source_gone:
         said.append("the raw data is gone: no stage before the cache could be timed")

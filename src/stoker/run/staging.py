@@ -51,7 +51,7 @@ PIECE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Original:
+class OriginalFile:
     """A file to be copied, as it is now."""
 
     path: Path
@@ -64,7 +64,7 @@ class Original:
         return hashlib.sha256(f"{self.path}\0{self.bytes}\0{self.mtime_ns}".encode()).hexdigest()[:32]
 
 
-def look_at(path: Path) -> Original:
+def look_at(path: Path) -> OriginalFile:
     """The file behind a path.
 
     Raises:
@@ -76,11 +76,11 @@ def look_at(path: Path) -> Original:
         raise SourceError(
             f"{path} cannot be staged: {error.strerror}. Check the path or the mount"
         ) from error
-    return Original(path=path, bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+    return OriginalFile(path=path, bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def is_staged(original: Original, objects: Path) -> bool:
-    """Whether its copy is there, as it was left when it was verified."""
+def is_staged(original: OriginalFile, objects: Path) -> bool:
+    """Return True if its copy is there, as it was when it was verified."""
     try:
         note = read_object(objects / f"{original.object}.json")
         found = (objects / original.object).stat()
@@ -89,8 +89,8 @@ def is_staged(original: Original, objects: Path) -> bool:
         return False
 
 
-def stage_file(original: Original, objects: Path, *, deadline_s: float) -> int:
-    """Make the copy of a file, or wait for whoever makes it; returns the bytes that were copied here.
+def stage_file(original: OriginalFile, objects: Path, *, deadline_s: float) -> int:
+    """Make the copy of a file, or wait for the process that makes it; return the bytes that were copied here.
 
     Raises:
         StalledError: A read, or the other process, made no progress for `deadline_s`.
@@ -104,7 +104,7 @@ def stage_file(original: Original, objects: Path, *, deadline_s: float) -> int:
 
 
 @contextmanager
-def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[None]:
+def _alone(original: OriginalFile, objects: Path, deadline_s: float) -> Generator[None]:
     """Hold the lock of an object; the wait ends when its partial copy has not grown for `deadline_s`."""
     part, _ = paths_of(objects / original.object)
     with FileLock(objects / f"{original.object}.lock") as lock:
@@ -122,7 +122,7 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
         yield
 
 
-def _copy(original: Original, objects: Path, deadline_s: float) -> int:
+def _copy(original: OriginalFile, objects: Path, deadline_s: float) -> int:
     target = objects / original.object
     partial = PartialFile(target, bytes=original.bytes)
     begun = partial.at
@@ -150,7 +150,7 @@ def _copy(original: Original, objects: Path, deadline_s: float) -> int:
     return original.bytes - begun
 
 
-def _receive(original: Original, partial: PartialFile, begin: Callable[[int], None]) -> None:
+def _receive(original: OriginalFile, partial: PartialFile, begin: Callable[[int], None]) -> None:
     """Copy what is missing; `begin` is told before each piece of the original."""
     try:
         with open_regular(original.path) as file:
@@ -173,7 +173,7 @@ def read_piece(file: FileIO, at: int) -> bytes:
     return os.pread(file.fileno(), PIECE_BYTES, at)
 
 
-def _publish(original: Original, whole: PartialFile, target: Path) -> None:
+def _publish(original: OriginalFile, whole: PartialFile, target: Path) -> None:
     """Name the copy, once opening it again has read every block back."""
     try:
         if whole.at < original.bytes:
@@ -204,7 +204,7 @@ class StageResult(JsonResult):
 
     task: str
     staged: bool
-    """Whether samples are read from copies; False: from where they lie."""
+    """True if samples are read from copies; False: from the original files."""
     reason: str
     files: int
     bytes: int
@@ -274,12 +274,10 @@ def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
 def staged_data(run: Run) -> DataConfig:
     """The settings of data with paths of the copies, where all of them are there; else as they are."""
     data, task = run.config.data, run.task
-    if data.stage == "never":
-        return data
     try:
         files = _files(data, task)
     except (ConfigError, SourceError):
-        return data  # whoever reads the data says what is wrong with it
+        return data  # the source says what is wrong with it
     folder = stage_folder(run)
     view = _view_of(files, folder)
     if not files or not all((view / _below(file)).is_file() for file in files):
@@ -290,10 +288,10 @@ def staged_data(run: Run) -> DataConfig:
 
 
 def stage_folder(run: Run) -> Path:
-    """Where copies lie: `data.stage_dir`, else beside the caches.
+    """Return the folder of the copies: `data.stage_dir`, else next to the caches.
 
     Raises:
-        ConfigError: It is an address.
+        ConfigError: It is a URL.
     """
     own = run.config.data.stage_dir
     return local_path(own, "data.stage_dir") if own is not None else run.cache_dir / ".staged"
@@ -305,7 +303,7 @@ def _given(data: DataConfig) -> Sequence[str | Path]:
     return [data.files] if isinstance(data.files, str) else [*data.files]
 
 
-def _files(data: DataConfig, task: str) -> list[Original]:
+def _files(data: DataConfig, task: str) -> list[OriginalFile]:
     """All files behind the settings, as they are now."""
     if data.kind == "hdf5":
         paths = resolve_files(data.root, task) if data.files is None else find_files(data.files)[1]
@@ -320,8 +318,8 @@ def _files(data: DataConfig, task: str) -> list[Original]:
     return [look_at(Path(os.path.abspath(path.expanduser()))) for path in paths]  # noqa: PTH100 - links stay
 
 
-def _decide(mode: StageMode, files: Sequence[Original], folder: Path) -> tuple[bool, str]:
-    """Whether files are staged, and why."""
+def _decide(mode: StageMode, files: Sequence[OriginalFile], folder: Path) -> tuple[bool, str]:
+    """Return True if files are to be staged, and the reason."""
     if mode == "never":
         return False, "data.stage=never"
     if mode == "always":
@@ -335,7 +333,7 @@ def _decide(mode: StageMode, files: Sequence[Original], folder: Path) -> tuple[b
     return True, "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
 
 
-def _check_room(files: Sequence[Original], objects: Path) -> None:
+def _check_room(files: Sequence[OriginalFile], objects: Path) -> None:
     """Compare what is still to be copied with what is free.
 
     Raises:
@@ -357,16 +355,16 @@ def _check_room(files: Sequence[Original], objects: Path) -> None:
     )
 
 
-def _below(file: Original) -> str:
+def _below(file: OriginalFile) -> str:
     return str(file.path).lstrip("/")
 
 
-def _view_of(files: Sequence[Original], folder: Path) -> Path:
+def _view_of(files: Sequence[OriginalFile], folder: Path) -> Path:
     key = hashlib.sha256("\n".join(file.object for file in files).encode()).hexdigest()[:16]
     return folder.absolute() / "views" / key
 
 
-def _make_view(files: Sequence[Original], folder: Path) -> Path:
+def _make_view(files: Sequence[OriginalFile], folder: Path) -> Path:
     """Give every copy the path of its file below the view."""
     view = _view_of(files, folder)
     with explain_disk_errors(folder):

@@ -37,9 +37,8 @@ from stoker.run.context import (
     write_diary,
 )
 from stoker.run.folders import require_writable
-from stoker.run.loaders import Served, StageLoaders, check_together, normalized, serve
+from stoker.run.loaders import RunLoaders, StageLoaders, normalized, serve
 from stoker.run.physical import field_space, physical_space
-from stoker.run.plan import verdict_of
 from stoker.run.precompute import CacheResult, as_served, fill_caches
 from stoker.run.stages import only_stage, stages_of
 from stoker.schema import Json, JsonResult, as_json
@@ -69,7 +68,7 @@ ERRORS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(JsonResult):
+class StartupPhase(JsonResult):
     """A part of what passes before the first step."""
 
     name: str
@@ -84,14 +83,14 @@ class Startup:
 
     started_s: float
     """When the process began, on the clock of `time.monotonic`."""
-    phases: list[Phase]
+    phases: list[StartupPhase]
     """In order; the first batch is added when it is there."""
     values: Mapping[str, float]
     """Figures by name, as far as they are known."""
 
 
 @dataclass(slots=True)
-class _Sum:
+class _MeterTotals:
     """What the meter said over some intervals."""
 
     wait_s: float = 0.0
@@ -137,7 +136,7 @@ class RunTracking:
         self._watch: GpuWatch | None = None
         self._step = 0
         self._due_s = 0.0
-        self._interval, self._epoch = _Sum(), _Sum()
+        self._interval, self._epoch = _MeterTotals(), _MeterTotals()
 
     def listen(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Take in one event of the loop."""
@@ -146,7 +145,7 @@ class RunTracking:
         if kind == "start":
             self._start(resumed=self._step > 0)
         elif kind == "ready":
-            self.startup.phases.append(Phase(name="first batch", seconds=known["seconds"]))
+            self.startup.phases.append(StartupPhase(name="first batch", seconds=known["seconds"]))
             total_s = time.monotonic() - self._started
             self.values["startup/total_startup_time_min"] = total_s / 60
         elif kind == "stall":
@@ -199,7 +198,7 @@ class RunTracking:
         if now_s >= self._due_s and self._trackers is not None:
             self._due_s = now_s + EVERY_S
             self._trackers.log(self._step, {**self._interval.values(), **self._costs()})
-            self._interval = _Sum()
+            self._interval = _MeterTotals()
 
     def _take_epoch(self, facts: Mapping[str, Any]) -> None:
         values = {**self._epoch.values(), "training/epoch_time_sec": float(facts["seconds"])}
@@ -211,7 +210,7 @@ class RunTracking:
                 self.gpu = found
             else:
                 self.gpu, values[GPU] = None, 100 * found
-        self._interval, self._epoch = _Sum(), _Sum()
+        self._interval, self._epoch = _MeterTotals(), _MeterTotals()
         self.values |= values
         self._keep(values, {"epoch": facts["epoch"]})
 
@@ -245,7 +244,7 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
 
 
 def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
-    """Return a watch on the GPU that a run computes on; why there is none on a CPU."""
+    """Return a watch on the GPU that a run computes on; on a CPU, why nothing is watched."""
     if device == "cpu":
         return GpuAbsent(reason="training.device is cpu")
     # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
@@ -257,7 +256,7 @@ def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
 
 
 def sections(
-    run: Run, prepared: Prepared, loaders: Sequence[Loader], tracked: RunTracking
+    run: Run, prepared: PreparedCaches, loaders: Sequence[Loader], tracked: RunTracking
 ) -> list[ReportTable]:
     """The tables, in the order of the page."""
     return [
@@ -346,7 +345,7 @@ class TrainResult:
     """What a run came to."""
 
     report: TrainReport
-    phases: tuple[Phase, ...]
+    phases: tuple[StartupPhase, ...]
     """What passed before the first step, in order."""
     metrics: Mapping[str, float]
     """The last figure of each name that was tracked."""
@@ -373,7 +372,7 @@ class TrainResult:
 
     @property
     def cache_reused(self) -> bool:
-        """Whether nothing had to be encoded."""
+        """True if nothing had to be encoded."""
         return not any(cache.encoded for cache in self.caches)
 
     @property
@@ -425,7 +424,7 @@ class TrainResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedCaches:
     """Ready caches of a run."""
 
     caches: tuple[CacheResult, ...]
@@ -437,18 +436,18 @@ class Prepared:
 
     @property
     def reused(self) -> bool:
-        """Whether nothing had to be encoded."""
+        """True if nothing had to be encoded."""
         return not any(cache.encoded for cache in self.caches)
 
-    def phases(self, started_s: float, now_s: float) -> list[Phase]:
+    def phases(self, started_s: float, now_s: float) -> list[StartupPhase]:
         """What passed from the start of the process until now, training being about to begin."""
         counts = (f"{r.name} {format_count(r.encoded)} encoded" for r in self.caches if r.encoded)
         note = ", ".join(counts) or "nothing to encode"
         ready_s = self.begun_s + self.seconds
         return [
-            Phase(name="program and settings", seconds=self.begun_s - started_s),
-            Phase(name="caches", seconds=self.seconds, note=note),
-            Phase(name="plan and loaders", seconds=now_s - ready_s),
+            StartupPhase(name="program and settings", seconds=self.begun_s - started_s),
+            StartupPhase(name="caches", seconds=self.seconds, note=note),
+            StartupPhase(name="plan and loaders", seconds=now_s - ready_s),
         ]
 
     @property
@@ -482,7 +481,7 @@ def train_config(
     return train_prepared(run, prepare(run), started=started, on_event=on_event, stage=stage)
 
 
-def prepare(run: Run) -> Prepared:
+def prepare(run: Run) -> PreparedCaches:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
@@ -496,11 +495,13 @@ def prepare(run: Run) -> Prepared:
             ", ".join(kept_fields(run)),
         )
     if len(run.tasks) > 1:
+        from stoker.run.tasks import check_together  # most runs have one task
+
         check_together({part.task: locate(part, splits[0]).recipe.schema for part in run.parts()})
     run_dir = require_writable(run.run_dir, "training.run_dir")
     with own_folder(run_dir) if run.ranks.leads else nullcontext():
         caches = fill_caches(run, splits, training="windows")
-    return Prepared(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
+    return PreparedCaches(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
 
 def training_splits(run: Run) -> tuple[str, str]:
@@ -519,7 +520,7 @@ def training_splits(run: Run) -> tuple[str, str]:
 
 def train_prepared(
     run: Run,
-    prepared: Prepared,
+    prepared: PreparedCaches,
     *,
     started: float,
     on_event: EventSink | None = None,
@@ -572,25 +573,33 @@ def train_prepared(
         total_s=began - started + report.startup.get("first_batch_s", 0.0),
         train_s=train_s,
         epoch_steps=epoch_steps,
-        **_at_the_end(prepared, loaders.served, tracked),
+        **_final_facts(prepared, loaders.served, tracked),
         spot_check=checked,
-        over_budget=verdict_of(run, prepared.caches[0].cache, report),
+        over_budget=_stall_verdict(run, prepared.caches[0].cache, report),
     )
 
 
-def _at_the_end(prepared: Prepared, served: Served, tracked: Any) -> dict[str, Any]:
-    """What became of the caches and what was tracked, by the names of `TrainResult`."""
+def _final_facts(prepared: PreparedCaches, served: RunLoaders, tracked: RunTracking) -> dict[str, Any]:
+    """Return what became of the caches and what was tracked, by the names of `TrainResult`."""
     return {
         "phases": tuple(tracked.startup.phases),
         "metrics": tracked.values,
         "gpu": None if tracked.gpu is None else tracked.gpu.reason,
-        "caches": _now(prepared.caches, served),
+        "caches": _final_caches(prepared.caches, served),
         "reason": served.reason,
         "mended": sum(loader.mended for loader in served.loaders),
     }
 
 
-def _startup(prepared: Prepared, started_s: float, now_s: float) -> Startup:
+def _stall_verdict(run: Run, cache: Cache, report: TrainReport) -> str | None:
+    if run.config.training.max_stall is None:
+        return None
+    from stoker.run.plan import verdict_of  # most runs have no such limit
+
+    return verdict_of(run, cache, report)
+
+
+def _startup(prepared: PreparedCaches, started_s: float, now_s: float) -> Startup:
     """Start-up as far as it is over."""
     values = {
         "startup/cache_precompute_time_min": prepared.seconds / 60,
@@ -599,7 +608,7 @@ def _startup(prepared: Prepared, started_s: float, now_s: float) -> Startup:
     return Startup(started_s=started_s, phases=prepared.phases(started_s, now_s), values=values)
 
 
-def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventSink | None) -> None:
+def _tell_before(run_dir: Path, prepared: PreparedCaches, served: RunLoaders, sink: EventSink | None) -> None:
     """What becomes of an earlier run here, and where records are served from."""
     if not served.shared.resume and any((run_dir / "checkpoints").glob("*")):
         log.info(
@@ -613,8 +622,8 @@ def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventS
             sink("serve", {"name": ready.cache.name, "tiers": tiers, "reason": loader.plan.reason})
 
 
-def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, ...]:
-    """The caches as they are now; those that were filled meanwhile have more records."""
+def _final_caches(results: Sequence[CacheResult], served: RunLoaders) -> tuple[CacheResult, ...]:
+    """Return the caches after training; those that were filled meanwhile have more records."""
     now = {loader.dataset.path: loader.dataset for loader in served.loaders}
     return tuple(as_served(result, now.get(result.path, result.cache)) for result in results)
 
@@ -639,7 +648,7 @@ def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | N
     return SpotChecks(checks) if checks else None
 
 
-def _physical(run: Run, prepared: Prepared) -> dict[str, PhysicalSpace]:
+def _physical(run: Run, prepared: PreparedCaches) -> dict[str, PhysicalSpace]:
     """By task how to judge in fields; not those whose records do not reach the loop as they were encoded."""
     found: dict[str, PhysicalSpace] = {}
     for part, result in zip(run.parts(), prepared.caches[1::2], strict=True):
@@ -649,8 +658,8 @@ def _physical(run: Run, prepared: Prepared) -> dict[str, PhysicalSpace]:
     return found
 
 
-def _field_space(run: Run, prepared: Prepared) -> FieldSpace | None:
-    """What stages that train a decoder need; None where there is none.
+def _field_space(run: Run, prepared: PreparedCaches) -> FieldSpace | None:
+    """Return what stages that train a decoder need; None without such a stage.
 
     Raises:
         ConfigError: There are several tasks, or states do not reach the loop as they were encoded.

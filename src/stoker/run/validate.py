@@ -1,6 +1,6 @@
 """Check everything a long run needs, before it starts: rows of pass, warn and fail.
 
-Every row is made, also after one failed, so that one run of `stoker validate` shows all there is to mend.
+Every row is made, also after one failed, so that one run of `stoker validate` shows all there is to fix.
 What precompute and train refuse is asked of the very functions that they call.
 """
 
@@ -27,11 +27,11 @@ from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.precompute.engine import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
 from stoker.run.build import CacheJob, build_jobs
-from stoker.run.caches import Located, locate, locate_job, nearest_differences
+from stoker.run.caches import CacheLocation, locate, locate_job, nearest_differences
 from stoker.run.context import Run, encode_devices, no_operator, windows_in
-from stoker.run.folders import obstacle, require_writable
-from stoker.run.loaders import check_together
+from stoker.run.folders import find_obstacle, require_writable
 from stoker.run.plan import demand_of, left_by
+from stoker.run.tasks import check_together
 from stoker.run.train import training_splits
 from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
@@ -48,7 +48,7 @@ Status: TypeAlias = Literal["pass", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(JsonResult):
+class CheckRow(JsonResult):
     """One thing that was checked."""
 
     json_keys = ("check", "status", "detail")
@@ -69,7 +69,7 @@ class Validation(JsonResult):
 
     json_keys = ("rows", "exit_code")
 
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
 
     @property
     def exit_code(self) -> int:
@@ -77,18 +77,28 @@ class Validation(JsonResult):
         codes = {row.exit_code for row in self.rows if row.status == "fail"}
         return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
 
-    def and_these(self, rows: list[Row]) -> Validation:
+    def and_these(self, rows: list[CheckRow]) -> Validation:
         """With more rows at the end."""
         return Validation(rows=(*self.rows, *rows))
 
 
-def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
+def passed(check: str, detail: str) -> CheckRow:
+    """Return the row of a check that found nothing wrong."""
+    return CheckRow(check=check, status="pass", detail=detail)
+
+
+def warned(check: str, detail: str) -> CheckRow:
+    """Return the row of a check whose finding deserves a look."""
+    return CheckRow(check=check, status="warn", detail=detail)
+
+
+def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> CheckRow:
     """The row of what an error says; its class decides the exit code, unless one is given."""
     if isinstance(error, StokerError):
         detail, code = in_settings(error), exit_code or error.exit_code
-        return Row(check=check, status="fail", detail=detail, exit_code=code)
+        return CheckRow(check=check, status="fail", detail=detail, exit_code=code)
     detail = f"{error.filename}: {error.strerror}. Fix that, or name another"
-    return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)
+    return CheckRow(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -100,46 +110,48 @@ SHARED_BYTES = GIB
 """Least free shared memory that is fine; containers come with 64 MiB."""
 
 
-def check_driver() -> Row:
-    """Whether the GPU's driver runs the CUDA that torch was built for; a CPU needs neither."""
+def check_driver() -> CheckRow:
+    """Check that the GPU's driver runs the CUDA that torch was built for; a CPU needs neither."""
     import torch
 
     built, found = torch.version.cuda, find_driver()
     if isinstance(found, GpuAbsent):
         if built is None:
-            return Row(check="driver", status="pass", detail=f"{found.reason}; torch is a build for the CPU")
-        detail = f"{found.reason}, and torch is built for CUDA {built}. On this machine steps run on the CPU"
-        return Row(check="driver", status="warn", detail=detail)
+            return passed("driver", f"{found.reason}; torch is a build for the CPU")
+        return warned(
+            "driver",
+            f"{found.reason}, and torch is built for CUDA {built}. On this machine steps run on the CPU",
+        )
     runs = f"driver {found.version} runs CUDA {found.cuda[0]}.{found.cuda[1]}"
     if built is None:
-        detail = f"{runs}, but torch is a build for the CPU: install one for CUDA, or the GPU stands idle"
-        return Row(check="driver", status="warn", detail=detail)
+        return warned(
+            "driver",
+            f"{runs}, but torch is a build for the CPU: install one for CUDA, or the GPU stands idle",
+        )
     # Within one major version any driver runs what was built for a later minor one.
     if found.cuda[0] < int(built.split(".")[0]):
         detail = (
             f"{runs}, torch is built for CUDA {built}. Install a newer driver, or torch for {found.cuda[0]}"
         )
-        return Row(check="driver", status="fail", detail=detail, exit_code=ResourceError.exit_code)
-    return Row(check="driver", status="pass", detail=f"{runs}, torch is built for {built}")
+        return CheckRow(check="driver", status="fail", detail=detail, exit_code=ResourceError.exit_code)
+    return passed("driver", f"{runs}, torch is built for {built}")
 
 
-def check_shared_memory(folder: Path = SHARED) -> Row:
+def check_shared_memory(folder: Path = SHARED) -> CheckRow:
     """How large the memory file system is that workers of others exchange batches through."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
         free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
     except (OSError, StalledError) as error:
-        return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
+        return warned("shm", f"{folder} cannot be asked ({error}); {whose}")
     detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
     if free < SHARED_BYTES:
         cure = "start the container with --shm-size=8g or --ipc=host"
-        return Row(
-            check="shm", status="warn", detail=f"{detail}. Expected {format_bytes(SHARED_BYTES)}: {cure}"
-        )
-    return Row(check="shm", status="pass", detail=detail)
+        return warned("shm", f"{detail}. Expected {format_bytes(SHARED_BYTES)}: {cure}")
+    return passed("shm", detail)
 
 
-def check_device(run: Run, rows: list[Row]) -> Run:
+def check_device(run: Run, rows: list[CheckRow]) -> Run:
     """Add the GPU's row; returns the run with the device to plan for."""
     gpu = open_gpu()
     described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
@@ -161,14 +173,16 @@ def check_device(run: Run, rows: list[Row]) -> Run:
     if device == "cpu":
         detail = f"{described or 'none'}; device is cpu"
         unused = bool(described) and run.config.training.device == "auto"
-        rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
+        rows.append(CheckRow(check="gpu", status="warn" if unused else "pass", detail=detail))
     else:
         free = format_bytes(resources.device_bytes)
-        rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
+        rows.append(passed("gpu", f"{resources.device_name}, {free} free"))
     return run
 
 
-def check_room(run: Run, located: list[Located], trained: Mapping[str, Located]) -> list[Row]:
+def check_room(
+    run: Run, located: list[CacheLocation], trained: Mapping[str, CacheLocation]
+) -> list[CheckRow]:
     """The rows of memory and disk, neither of which waits for the other."""
     try:
         resources = probe(device=run.device, path=run.cache_dir)
@@ -178,15 +192,15 @@ def check_room(run: Run, located: list[Located], trained: Mapping[str, Located])
         disk = [failed("disk", error, ResourceError.exit_code)]
     if not trained:
         detail = "not checked, since no data was found. Fix the rows above and validate again"
-        return [Row(check="memory", status="warn", detail=detail), *disk]
-    memory: list[Row] = []
+        return [warned("memory", detail), *disk]
+    memory: list[CheckRow] = []
     for task, found in trained.items():
         row, resources = _memory_row(run.for_task(task), found, resources)
         memory.append(row)
     return [*memory, *disk]
 
 
-def _memory_row(run: Run, found: Located, resources: Resources) -> tuple[Row, Resources]:
+def _memory_row(run: Run, found: CacheLocation, resources: Resources) -> tuple[CheckRow, Resources]:
     """The row, and what is left to the next task."""
     training = run.config.training
     demand = demand_of(run, found)
@@ -196,12 +210,12 @@ def _memory_row(run: Run, found: Located, resources: Resources) -> tuple[Row, Re
         return failed("memory", error), resources
     served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
     detail = "; ".join(plan.reason.split("; ")[:2])
-    row = Row(check="memory", status="pass" if served else "warn", detail=detail)
+    row = CheckRow(check="memory", status="pass" if served else "warn", detail=detail)
     return row, left_by(plan, resources)
 
 
-def _inodes_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
-    """Whether as many files can be made."""
+def _inodes_row(cache_dir: Path, located: list[CacheLocation], resources: Resources) -> CheckRow:
+    """Check that enough files can be created."""
     free = resources.disk_inodes
     try:
         for found in located:
@@ -211,11 +225,11 @@ def _inodes_row(cache_dir: Path, located: list[Located], resources: Resources) -
     except StokerError as error:
         return failed("inodes", error)
     many = "as many files as wanted" if free is None else f"{format_count(free)} more files"
-    return Row(check="inodes", status="pass", detail=f"room for {many} below {cache_dir}")
+    return passed("inodes", f"room for {many} below {cache_dir}")
 
 
-def _disk_row(cache_dir: Path, located: list[Located], resources: Resources) -> Row:
-    """Whether each cache in turn would find the room that precompute asks for."""
+def _disk_row(cache_dir: Path, located: list[CacheLocation], resources: Resources) -> CheckRow:
+    """Check that each cache in turn would find the space that precompute requires."""
     needed, left = 0, replace(resources, disk_inodes=None)
     try:
         for found in located:
@@ -229,8 +243,8 @@ def _disk_row(cache_dir: Path, located: list[Located], resources: Resources) -> 
         return failed("disk", error)
     detail = f"{format_bytes(needed)} to write below {cache_dir}"
     if resources.disk_bytes is None:
-        return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
-    return Row(check="disk", status="pass", detail=f"{detail}, {format_bytes(resources.disk_bytes)} free")
+        return warned("disk", f"{detail}; free space is not known")
+    return passed("disk", f"{detail}, {format_bytes(resources.disk_bytes)} free")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -243,7 +257,7 @@ WANDB = "https://api.wandb.ai"
 PORTS = {"http": 80, "https": 443}
 
 
-def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[Row]:
+def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[CheckRow]:
     """A row for each tracker.
 
     Args:
@@ -253,29 +267,31 @@ def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[R
     return [_row(name, environment) for name in names]
 
 
-def _row(name: str, environment: Mapping[str, str]) -> Row:
+def _row(name: str, environment: Mapping[str, str]) -> CheckRow:
     check = f"tracker {name}"
     try:
         check_trackers([name])
     except ConfigError as error:
         return failed(check, error)
     if name not in NEEDS or name == "tensorboard":
-        detail = "event files in the run's folder" if name in NEEDS else "found; of another package"
-        return Row(check=check, status="pass", detail=detail)
+        return passed(
+            check, "event files in the run's folder" if name in NEEDS else "found; of another package"
+        )
     server, offline = (_wandb if name == "wandb" else _mlflow)(environment)
     if server is None:
-        return Row(check=check, status="pass", detail=offline)
+        return passed(check, offline)
     if urlsplit(server).scheme not in PORTS:
         return _of_a_file(check, server)
     why, shown = unreachable(server), _without_user(server)
     if why is None:
-        return Row(check=check, status="pass", detail=f"{shown} answers")
-    detail = f"{shown} does not answer ({why}): figures may be lost, the run goes on; {offline}"
-    return Row(check=check, status="warn", detail=detail)
+        return passed(check, f"{shown} answers")
+    return warned(
+        check, f"{shown} does not answer ({why}): figures may be lost, the run continues; {offline}"
+    )
 
 
 def _without_user(server: str) -> str:
-    """An address without the name and password that it may carry.
+    """Return a URL without the name and password that it may carry.
 
     >>> _without_user("https://me:secret@host:5000/path")
     'https://host:5000'
@@ -311,18 +327,19 @@ def _mlflow(environment: Mapping[str, str]) -> tuple[str | None, str]:
     return (server, f"without MLFLOW_TRACKING_URI it is {local}") if server else (None, f"offline: {local}")
 
 
-def _of_a_file(check: str, address: str) -> Row:
+def _of_a_file(check: str, address: str) -> CheckRow:
     """A database or folder of this machine."""
     place = Path(address.partition(":///")[2] or address.partition(":")[2] or address)
-    why = obstacle(place.parent) if address.startswith(("sqlite:", "file:", "/", ".")) else None
+    why = find_obstacle(place.parent) if address.startswith(("sqlite:", "file:", "/", ".")) else None
     if why is None:
-        return Row(check=check, status="pass", detail=f"{address.partition('://')[0]} store, not a server")
-    detail = f"MLFLOW_TRACKING_URI names {place}, and {why}: figures would be lost, the run goes on"
-    return Row(check=check, status="warn", detail=detail)
+        return passed(check, f"{address.partition('://')[0]} store, not a server")
+    return warned(
+        check, f"MLFLOW_TRACKING_URI names {place}, and {why}: figures would be lost, the run continues"
+    )
 
 
 def unreachable(server: str, answer_s: float = ANSWER_S) -> str | None:
-    """Why nobody takes a connection at an address; None: somebody does."""
+    """Return why a server accepts no connection; None: it does."""
     parts = urlsplit(server)
     host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
 
@@ -363,14 +380,14 @@ def validate_config(
         config = load_config(path, overrides, earlier=earlier)
     except ConfigError as error:
         return Validation(rows=(failed("config", error),))
-    rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
-    rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
+    rows = [passed("config", f"{path}, {len(config.notes)} notes")]
+    rows += [warned("config", note) for note in config.notes]
     run = Run(config)
     rows.append(_training_row(run))
-    located: list[Located] = []
-    trained: dict[str, Located] = {}
+    located: list[CacheLocation] = []
+    trained: dict[str, CacheLocation] = {}
     for part in run.parts():
-        found: list[Located] = []
+        found: list[CacheLocation] = []
         rows += _check_task(part, found)
         located += found
         if found:
@@ -385,44 +402,43 @@ def validate_config(
     return Validation(rows=tuple(rows))
 
 
-def _training_row(run: Run) -> Row:
+def _training_row(run: Run) -> CheckRow:
     try:
         split, other = training_splits(run)
     except ConfigError as error:
         return failed("training", error)
     names = ", ".join(f"{task}_{split}" for task in run.tasks)
-    return Row(check="training", status="pass", detail=f"on {names}, judged on {other}")
+    return passed("training", f"on {names}, judged on {other}")
 
 
-def _check_task(run: Run, located: list[Located]) -> list[Row]:
+def _check_task(run: Run, located: list[CacheLocation]) -> list[CheckRow]:
     """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
     splits = dict.fromkeys([*run.splits, "val"])
     jobs: dict[str, CacheJob] = {}
-    with suppress(StokerError, OSError):  # then each split by itself says whose fault it is
+    with suppress(StokerError, OSError):  # then the row of each split says which one fails
         jobs = {job.split: job for job in build_jobs(run, list(splits))}
-    rows: list[Row] = []
+    rows: list[CheckRow] = []
     for split in splits:
         rows += _check_cache(run, split, jobs.get(split), located)
     # All splits share the encoder, so that trying it once will do.
     return [*rows, *([_encoder_row(run, next(iter(jobs.values())))] if jobs else [])]
 
 
-def _encoder_row(run: Run, job: CacheJob) -> Row:
-    """Whether the encoder takes a sample of zeros on its device."""
+def _encoder_row(run: Run, job: CacheJob) -> CheckRow:
+    """Check that the encoder takes a sample of zeros on its device."""
     check = f"encoder {run.task}"
     if job.encoder is None:
-        return Row(check=check, status="pass", detail="none: samples are stored as they are")
+        return passed(check, "none: samples are stored as they are")
     device, deadline_s = run.device, run.config.precompute.timeouts.encode
     try:
         took_s = try_encoder(job.encoder, job.source.schema(), device, deadline_s)
     except StokerError as error:
         code = error.exit_code if isinstance(error, ResourceError) else ConfigError.exit_code
         return failed(check, error, code)
-    detail = f"loads on {device} and encodes a sample of zeros in {format_seconds(took_s)}"
-    return Row(check=check, status="pass", detail=detail)
+    return passed(check, f"loads on {device} and encodes a sample of zeros in {format_seconds(took_s)}")
 
 
-def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[Located]) -> list[Row]:
+def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[CacheLocation]) -> list[CheckRow]:
     """Data, encoder and cache of one task and split."""
     name = f"{run.task}_{split}"
     try:
@@ -434,72 +450,71 @@ def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[Locat
     located.append(found)
     count = format_count(found.recipe.count)
     if found.source_gone:
-        data = Row(check=f"data {name}", status="warn", detail="raw data is gone; the cache is used")
+        data = warned(f"data {name}", "raw data is gone; the cache is used")
     else:
-        data = Row(check=f"data {name}", status="pass", detail=f"{count} samples in {_parts(found)}")
+        data = passed(f"data {name}", f"{count} samples in {_parts(found)}")
     shapes = ", ".join(f"{key} {field.shape} {field.dtype}" for key, field in found.recipe.schema.items())
-    encoder = Row(check=f"encoder {name}", status="pass", detail=f"records of {shapes}")
+    encoder = passed(f"encoder {name}", f"records of {shapes}")
     return [data, encoder, _cache_row(name, found)]
 
 
-def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
-    """Whether one operator can take several tasks; nothing to say of one."""
+def _together_rows(trained: Mapping[str, CacheLocation]) -> list[CheckRow]:
+    """Check that one operator can take several tasks; no row for a single task."""
     if len(trained) < 2:
         return []
     try:
         check_together({task: found.recipe.schema for task, found in trained.items()})
     except ConfigError as error:
         return [failed("tasks", error)]
-    return [Row(check="tasks", status="pass", detail=f"one operator for {', '.join(trained)}")]
+    return [passed("tasks", f"one operator for {', '.join(trained)}")]
 
 
-def _windows_row(run: Run, found: Located) -> Row:
+def _windows_row(run: Run, found: CacheLocation) -> CheckRow:
     if is_steady(found.recipe.schema):
-        return Row(check="windows", status="pass", detail="none: each sample is an input and its solution")
+        return passed("windows", "none: each sample is an input and its solution")
     if run.windows_for(found.recipe.schema) is None:
-        return Row(check="windows", status="warn", detail=no_operator(found.recipe.schema))
+        return warned("windows", no_operator(found.recipe.schema))
     try:
         count = windows_in(run, found.recipe.schema)
     except ConfigError as error:
         return failed("windows", error)
     many = "as many as fit" if count is None else format_count(count)
-    detail = f"{many} in each trajectory, over {run.windows.span + 1} steps each"
-    return Row(check="windows", status="pass", detail=detail)
+    return passed("windows", f"{many} in each trajectory, over {run.windows.span + 1} steps each")
 
 
-def _run_dir_row(run: Run) -> Row:
+def _run_dir_row(run: Run) -> CheckRow:
     try:
         run_dir = require_writable(run.run_dir, "training.run_dir")
     except StokerError as error:
         return failed("run folder", error, ConfigError.exit_code)
-    return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")
+    return passed("run folder", f"{run_dir} can be written")
 
 
-def _parts(found: Located) -> str:
+def _parts(found: CacheLocation) -> str:
     parts = found.recipe.parts
     return parts[0].name if len(parts) == 1 else f"{len(parts)} files, {parts[0].name} to {parts[-1].name}"
 
 
-def _cache_row(name: str, found: Located) -> Row:
+def _cache_row(name: str, found: CacheLocation) -> CheckRow:
     check, cache = f"cache {name}", found.cache
     if cache is None:
         detail = f"none yet for {found.recipe.fingerprint}; `stoker precompute` or `train` makes it"
-        return Row(check=check, status="warn", detail=detail + _why_not(found))
+        return warned(check, detail + _why_not(found))
     if found.missing:
         detail = (
             f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
             f"{display_path(cache.path)}; `stoker precompute` resumes"
         )
-        return Row(check=check, status="warn", detail=detail)
+        return warned(check, detail)
     aside = len(cache.index.quarantined)
     detail = f"{format_count(len(cache), 'record')} ready in {display_path(cache.path)}"
     if aside:
-        return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
-    return Row(check=check, status="pass", detail=detail)
+        return warned(check, f"{detail}, {format_count(aside)} quarantined")
+    return passed(check, detail)
 
 
-def _why_not(found: Located) -> str:
-    """In what the nearest cache of that name differs; empty where there is none."""
+def _why_not(found: CacheLocation) -> str:
+    """Say how the nearest cache of that name differs; empty without one."""
     nearest = nearest_differences(found.recipe, found.folder)
     if nearest is None:
         return ""

@@ -26,13 +26,13 @@ from stoker.run.fitting import (
     Classification,
     FitReport,
     ImageClassifier,
-    Lesson,
+    Learner,
     fit,
     one_thread,
     save_model,
 )
 from stoker.run.precompute import CacheResult, fill_caches
-from stoker.run.train import Prepared, prepare, train_prepared
+from stoker.run.train import PreparedCaches, prepare, train_prepared
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.folders import JobFile, Journal
@@ -128,7 +128,7 @@ def source_of(result: CacheResult) -> Source:
 
 
 def fit_records(
-    run: JobRun, make: Callable[[Sequence[CacheResult]], tuple[Lesson, Mapping[str, Any]]]
+    run: JobRun, make: Callable[[Sequence[CacheResult]], tuple[Learner, Mapping[str, Any]]]
 ) -> FitReport:
     """Train on whole records: caches, loaders, then epochs, each with its checkpoint.
 
@@ -143,13 +143,13 @@ def fit_records(
         train = _loader(run, caches[0], device, meter=meter)
         val = _loader(run, caches[1], device, order="sequential") if len(caches) > 1 else None
         torch.manual_seed(run.config.seed)
-        lesson, facts = make(caches)
-        lesson.model.to(device)
+        learner, facts = make(caches)
+        learner.model.to(device)
         plan = train.plan
         tiers = {"tier": plan.tier, "tiers": plan.records_by_tier(), "reason": plan.reason}
         run.tell_started(caches, {"device": str(device), **tiers, **facts})
         return fit(
-            lesson,
+            learner,
             train,
             val,
             fit_settings(run),
@@ -383,7 +383,7 @@ def train_operator(run: JobRun) -> dict[str, Any]:
     }
 
 
-def _go_on(run: JobRun, whole: Run, prepared: Prepared, lines: _OperatorLines) -> None:
+def _go_on(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _OperatorLines) -> None:
     """Have the loop take up the job's checkpoint, also when it was given more epochs after it had finished.
 
     Raises:
@@ -413,7 +413,7 @@ class _OperatorLines:
         self._step: dict[str, Json] = {}
         self._total = 1
         self._tier: str | None = None
-        self.prepared: Prepared | None = None
+        self.prepared: PreparedCaches | None = None
         self.checkpoint = run.job.checkpoint
         self.epoch = 0
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
-from stoker.sources.sql.rules import Columns
-from stoker.sources.sql.tables import LabelTable, format_keys, read_labels
 from stoker.store.values import read_field
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.sources.sql.rules import Columns
+    from stoker.sources.sql.tables import LabelTable
     from stoker.store.cache import Cache
 
 Rule = Literal["refuse", "mask", "drop"]
@@ -147,6 +147,8 @@ def join_columns(cache: Cache, join: Join) -> JoinedColumns:
         ConfigError: A field of the records has the name of a joined one; there is no field `on`.
         SourceError: A record has no row, several, or a malformed one, and that was not allowed for.
     """
+    from stoker.sources.sql.tables import read_labels  # a cache without a join needs no reader of tables
+
     labels = read_labels(join.table, key=join.key, columns=join.columns, name=join.name)
     masked = "mask" in (join.missing, join.repeated)
     schema = _schema(cache, labels, masked=masked)
@@ -198,6 +200,8 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
     Raises:
         SourceError: Names the first keys.
     """
+    from stoker.sources.sql.tables import format_keys
+
     for kind, rule, fact in (
         (_MISSING, join.missing, "have no row"),
         (_REPEATED, join.repeated, "have several rows"),

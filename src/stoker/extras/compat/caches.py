@@ -28,7 +28,7 @@ from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, R
 from stoker.plan.resources import probe
 from stoker.run.caches import data_is_gone, find_without_source, locate, recipe_of
 from stoker.run.context import Run
-from stoker.run.validate import Row
+from stoker.run.validate import CheckRow
 from stoker.runtime.jsonio import canonical_json, read_object
 from stoker.schema import columns_of
 from stoker.store import Cache, open_cache
@@ -196,7 +196,7 @@ def read_metadata(cache_dir: str | Path) -> dict[str, Any]:
     return known
 
 
-def validate_cache(cfg: Any) -> list[Row]:
+def validate_cache(cfg: Any) -> list[CheckRow]:
     """Return rows about the caches of these settings, as `stoker validate` shows them.
 
     `cache dir`, `cache metadata`, and for each task `cache NAME`: how many records are ready, and what is
@@ -205,53 +205,58 @@ def validate_cache(cfg: Any) -> list[Row]:
     config = config_of(cfg)
     folder = Run(config).cache_dir
     if not folder.is_dir():
-        return [Row(check="cache dir", status="warn", detail=f"{folder} is not there: not generated yet")]
-    rows = [Row(check="cache dir", status="pass", detail=f"{folder} exists"), _metadata_row(folder, config)]
+        return [
+            CheckRow(check="cache dir", status="warn", detail=f"{folder} is not there: not generated yet")
+        ]
+    rows = [
+        CheckRow(check="cache dir", status="pass", detail=f"{folder} exists"),
+        _metadata_row(folder, config),
+    ]
     for name, cache, why in _caches(config):
         if cache is None:
-            rows.append(Row(check=f"cache {name}", status="warn", detail=why))
+            rows.append(CheckRow(check=f"cache {name}", status="warn", detail=why))
         else:
             status = "pass" if cache.complete else "warn"
             detail = f"{len(cache)}/{cache.recipe.count} records in {cache.path}"
-            rows.append(Row(check=f"cache {name}", status=status, detail=detail))
+            rows.append(CheckRow(check=f"cache {name}", status=status, detail=detail))
     return rows
 
 
-def validate_ram_for_cache(cfg: Any) -> list[Row]:
+def validate_ram_for_cache(cfg: Any) -> list[CheckRow]:
     """Return a row for each cache: do all of its records fit into memory at once, with a fifth to spare.
 
     A cache that does not fit is a warning: a `Loader` serves from disk what memory does not hold.
     """
     config = config_of(cfg)
     if not Run(config).cache_dir.is_dir():
-        return [Row(check="cache ram", status="pass", detail="skipped (no cache)")]
-    rows: list[Row] = []
+        return [CheckRow(check="cache ram", status="pass", detail="skipped (no cache)")]
+    rows: list[CheckRow] = []
     for name, cache, _ in _caches(config):
         if cache is None:
-            rows.append(Row(check=f"cache ram {name}", status="pass", detail="skipped (not generated)"))
+            rows.append(CheckRow(check=f"cache ram {name}", status="pass", detail="skipped (not generated)"))
             continue
         needed, free = bytes_in_memory(cache), probe().host_bytes
         fits = check_sufficient_ram(needed / MIB)
         detail = f"RAM {'sufficient' if fits else 'insufficient'}: {format_bytes(needed)} needed, " + (
             f"{format_bytes(free)} available" + ("" if fits else "; the rest is served from disk")
         )
-        rows.append(Row(check=f"cache ram {name}", status="pass" if fits else "warn", detail=detail))
+        rows.append(CheckRow(check=f"cache ram {name}", status="pass" if fits else "warn", detail=detail))
     return rows
 
 
-def _metadata_row(folder: Path, config: Config) -> Row:
+def _metadata_row(folder: Path, config: Config) -> CheckRow:
     check = "cache metadata"
     try:
         known = read_metadata(folder)
     except FileNotFoundError:
         detail = f"no {METADATA_FILE}; each cache has its recipe in it, which decides"
-        return Row(check=check, status="pass", detail=detail)
+        return CheckRow(check=check, status="pass", detail=detail)
     except FormatError as error:
-        return Row(check=check, status="fail", detail=str(error), exit_code=error.exit_code)
+        return CheckRow(check=check, status="fail", detail=str(error), exit_code=error.exit_code)
     if check_cache_valid(folder, config):
-        return Row(check=check, status="pass", detail=f"metadata valid, hash={known['config_hash']}")
+        return CheckRow(check=check, status="pass", detail=f"metadata valid, hash={known['config_hash']}")
     detail = f"metadata is of other settings or data, hash={known['config_hash']}; caches of these are made"
-    return Row(check=check, status="warn", detail=detail)
+    return CheckRow(check=check, status="warn", detail=detail)
 
 
 def _caches(config: Config) -> list[tuple[str, Cache | None, str]]:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge, joined
+from stoker.cli.command import CommandOutput, command_output, joined
 from stoker.cli.flags import (
     ConfigFlag,
     Debug,
@@ -111,7 +111,7 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
       stoker compat precompute --config configs/train_burgers_32dim.yaml --tasks burgers1d \\
         --splits train val --device cuda --num-workers 4 --manifest reports/precompute.json
     """
-    with edge(as_json=as_json, debug=debug or verbose) as out:
+    with command_output(as_json=as_json, debug=debug or verbose) as out:
         path, overrides = config_and_overrides(words or [], config)
         if flags.batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
@@ -133,7 +133,7 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
             result = precompute_config(run, splits=wanted, manifest=manifest)
         if result.caches and not any(cache.encoded for cache in result.caches):
             out.note("Cache is valid and up-to-date, skipping regeneration. --overwrite encodes again")
-        out.show(result, output.precompute_of_tasks)
+        out.show(result, output.precompute)
         if result.exit_code or missing:
             raise typer.Exit(result.exit_code or missing[0].exit_code)
 
@@ -162,7 +162,7 @@ def _existing(run: Run, splits: list[str]) -> tuple[list[str], list[SplitError]]
     return there, missing
 
 
-def _workers(out: Edge, workers: int | None, parallel: bool | None) -> int | None:
+def _workers(out: CommandOutput, workers: int | None, parallel: bool | None) -> int | None:
     """How many processes read: `--no-parallel` kept the encoder out of the loader, never the workers."""
     if parallel is None:
         return workers
@@ -189,7 +189,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker compat train --config configs/train_burgers_32dim.yaml --stage operator --epochs 3
       stoker compat train --config configs/train_burgers_32dim.yaml training.batch_size=8
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         given = {"training.epochs": epochs, "training.device": device}
         overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -208,7 +208,7 @@ def validate(
     Example:
       stoker compat validate --config configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         from stoker.cli import output
         from stoker.run.validate import validate_config
@@ -220,7 +220,7 @@ def validate(
             raise typer.Exit(result.exit_code)
 
 
-def load_earlier(out: Edge, path: Path, overrides: list[str]) -> Settings:
+def load_earlier(out: CommandOutput, path: Path, overrides: list[str]) -> Settings:
     """Return the settings of an earlier file as they were meant; what has no effect is said."""
     from stoker.extras.compat.settings import on_available_device
 
@@ -228,7 +228,7 @@ def load_earlier(out: Edge, path: Path, overrides: list[str]) -> Settings:
     return on_available_device(load_settings(out, path, given, earlier=True))
 
 
-def _root_of_environment(out: Edge, overrides: list[str]) -> list[str]:
+def _root_of_environment(out: CommandOutput, overrides: list[str]) -> list[str]:
     """`data.root` as the environment says it, unless the command line does."""
     root = os.environ.get(ROOT_VARIABLE)
     if not root or any(word.startswith(("data.root=", "data.files=")) for word in overrides):
@@ -268,7 +268,7 @@ def convert_encoder(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker compat convert-encoder old.pt --out new.safetensors --grid 64,64 --patch 4 --tokens 16
     """
-    with edge(as_json=as_json, debug=debug) as out_edge:
+    with command_output(as_json=as_json, debug=debug) as output:
         from stoker.extras.compat.encoder import convert_encoder as convert
         from stoker.extras.compat.encoder import original_forward
 
@@ -281,7 +281,7 @@ def convert_encoder(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             old, out, grid=size, patch=patch, tokens=tokens, channels=channels,
             fourier=_numbers(fourier, "--fourier"), key=key, prefix=prefix, original=forward,
         )  # fmt: skip
-        out_edge.show(result, _show)
+        output.show(result, _show)
 
 
 def _original(spec: str, old: Path, key: str | None, prefix: str) -> Any:
@@ -403,7 +403,7 @@ def vast_launch(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlie
       stoker compat vast_launch launch --config configs/train_burgers_32dim.yaml --gpu RTX_4090 --dry-run
       stoker compat vast_launch search --gpu RTX_4090 --num-gpus 2
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         _refuse_verb(verb)
         given: Mapping[str, object] = {
             "--no-precompute": no_precompute, "--use-lightning": use_lightning,
@@ -441,7 +441,7 @@ def _refuse_verb(verb: str) -> None:
         raise ConfigError(f"{verb!r} is nothing that vast_launch does. Expected {', '.join(VERBS[:4])}")
 
 
-def _search(out: Edge, overrides: list[str], limit: int) -> None:
+def _search(out: CommandOutput, overrides: list[str], limit: int) -> None:
     """Offers that fit, the cheapest first; no settings file is needed."""
     from stoker.config import load_config
     from stoker.extras.launch.plan import offers_query
@@ -451,7 +451,7 @@ def _search(out: Edge, overrides: list[str], limit: int) -> None:
     out.show(Offers(offers=tuple(found[:limit])), launching.render_offers)
 
 
-def _show_variables(out: Edge) -> None:
+def _show_variables(out: CommandOutput) -> None:
     """Which earlier variables are set here, and what becomes of each; no value is shown or stored."""
     from stoker.extras.compat.remotes import ALIASES, TRACKER, rclone_variables, variable
 
@@ -490,7 +490,7 @@ def fetch_datasets_b2(
     Example:
       stoker compat fetch_datasets_b2 burgers1d_full_v1 --dry-run
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         from stoker.extras.compat.remotes import bucket_of, files_of_keys
 
         environment = _environment(env_file)
@@ -524,7 +524,7 @@ def setup_vast_data(
     Example:
       stoker compat setup_vast_data "burgers1d advection1d" data/pdebench
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         from stoker.extras.compat.remotes import bucket_of, files_of_tasks
 
         environment = _environment(env_file)
@@ -601,7 +601,7 @@ def render_files(result: Files, console: Console) -> None:
     console.print(f"{len(result.files)} files to {escape(str(result.folder))}; nothing was fetched")
 
 
-def _plan(out: Edge, path: Path, overrides: list[str], auto_shutdown: bool | None) -> LaunchPlan:
+def _plan(out: CommandOutput, path: Path, overrides: list[str], auto_shutdown: bool | None) -> LaunchPlan:
     """What would run, with the earlier variables: remotes of rclone, and the tracker's as secrets."""
     from stoker.config import load_config
     from stoker.extras.compat.remotes import TRACKER, rclone_variables
@@ -659,7 +659,9 @@ def _check_branch(branch: str) -> None:
         )
 
 
-def _wait_for_offer(out: Edge, client: VastClient, plan: LaunchPlan, retries: int, wait_s: float) -> None:
+def _wait_for_offer(
+    out: CommandOutput, client: VastClient, plan: LaunchPlan, retries: int, wait_s: float
+) -> None:
     """Look for an offer until there is one, `retries` times at most; renting itself is never repeated."""
     for number in range(retries):
         if client.offers(plan.query()):
@@ -703,7 +705,7 @@ def _listed(place: str) -> list[Listed]:
     return list_remote(place, LIST_S)
 
 
-def _fetch(out: Edge, files: tuple[WantedFile, ...], folder: Path, dry_run: bool) -> None:
+def _fetch(out: CommandOutput, files: tuple[WantedFile, ...], folder: Path, dry_run: bool) -> None:
     from stoker.extras.fetch.run import FetchSettings, fetch_files
     from stoker.extras.launch.script import without_secrets
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, Teller, at_edge
+from stoker.cli.command import CommandOutput, ProgressLine, cli_command
 from stoker.cli.flags import CachePath, size
 from stoker.cli.output import table
 from stoker.units import format_bytes, format_count, format_seconds
@@ -26,9 +26,9 @@ def numbers_between(text: str) -> range:
     return range(int(first), int(last))
 
 
-@at_edge
+@cli_command
 def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    outlet: Edge,
+    outlet: CommandOutput,
     path: CachePath,
     out: Annotated[str, typer.Argument(metavar="DIR", help="A folder that does not exist, or is empty.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or tensordict.")],
@@ -74,10 +74,10 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         records=None if records is None else (records.start, records.stop),
         file_bytes=file_size,
     )
-    with Teller(outlet) as teller:
+    with ProgressLine(outlet) as progress:
 
         def listen(done: int, total: int) -> None:
-            teller.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
+            progress.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
 
         report = export_cache(path, out, settings, progress=listen)
     outlet.show(report, render_export)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, Teller, edge
+from stoker.cli.command import CommandOutput, ProgressLine, command_output
 from stoker.cli.flags import Debug, Json, Overrides
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -44,7 +44,7 @@ def fetch(
       stoker fetch configs/train_burgers_32dim.yaml
       stoker fetch files.json --to data/pdebench
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         from stoker.extras.fetch.config import fetch as fetch_all
         from stoker.extras.launch.script import without_secrets
 
@@ -56,11 +56,11 @@ def fetch(
 
 
 @contextmanager
-def listening(out: Edge) -> Generator[Listener]:
+def listening(out: CommandOutput) -> Generator[Listener]:
     """Tell what becomes of files, each when it is done, and how far the others are."""
     from stoker.extras.fetch.run import Fetched
 
-    with Teller(out) as teller:
+    with ProgressLine(out) as progress:
 
         def listen(what: FetchProgress | Fetched | str) -> None:
             if isinstance(what, str):
@@ -68,7 +68,7 @@ def listening(out: Edge) -> Generator[Listener]:
             elif isinstance(what, Fetched):
                 out.note(_line(what))
             else:
-                teller.tell(*_progress(what))
+                progress.tell(*_progress(what))
 
         yield listen
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, at_edge
+from stoker.cli.command import CommandOutput, cli_command
 from stoker.cli.output import some, table
 from stoker.errors import ConfigError, IncompleteError
 from stoker.units import format_count, format_seconds
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from stoker.extras.import_pt.run import ImportResult
 
 
-@at_edge
+@cli_command
 def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
+    out: CommandOutput,
     path: Annotated[
         Path, typer.Argument(metavar="DIR", readable=False, help="The folder with sample_00000.pt and so on.")
     ],

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge
+from stoker.cli.command import CommandOutput, command_output
 from stoker.cli.flags import Debug, Json, tell_settings
 from stoker.errors import ConfigError
 from stoker.units import format_count
@@ -71,7 +71,7 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker launch vast down configs/train_burgers_32dim.yaml
       stoker launch script configs/train_burgers_32dim.yaml --slurm --out job.sh
     """
-    with edge(as_json=as_json, debug=debug) as out:
+    with command_output(as_json=as_json, debug=debug) as out:
         if where not in ("vast", "script"):
             raise ConfigError(f"{where!r} is nowhere to launch. Expected vast or script")
         verb = words[0] if where == "vast" and words[0] in VERBS else "up"
@@ -95,7 +95,7 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def planned(
-    out: Edge,
+    out: CommandOutput,
     config: Path,
     overrides: list[str],
     target: Target,
@@ -139,7 +139,7 @@ def vast_client() -> VastClient:
     return VastClient(key, api=os.environ.get("VAST_API_URL", API))
 
 
-def rent(out: Edge, plan: LaunchPlan, offer: int | None, *, dry_run: bool) -> None:
+def rent(out: CommandOutput, plan: LaunchPlan, offer: int | None, *, dry_run: bool) -> None:
     """Rent a machine and show it, or show what would be sent."""
     from stoker.extras.launch import vast
 
@@ -150,7 +150,7 @@ def rent(out: Edge, plan: LaunchPlan, offer: int | None, *, dry_run: bool) -> No
 
 
 def _look_after(
-    out: Edge, verb: str, config: Path, overrides: list[str], wanted: tuple[int | None, int, bool]
+    out: CommandOutput, verb: str, config: Path, overrides: list[str], wanted: tuple[int | None, int, bool]
 ) -> None:
     from stoker.config import load_config
     from stoker.extras.launch import vast
@@ -167,7 +167,7 @@ def _look_after(
         out.show(vast.down(client, label, instance, destroy=destroy), render_machines)
 
 
-def _write(out: Edge, plan: LaunchPlan, path: Path | None) -> None:
+def _write(out: CommandOutput, plan: LaunchPlan, path: Path | None) -> None:
     from stoker.runtime.files import replace_atomically
 
     if path is not None:

@@ -19,7 +19,7 @@ from stoker.errors import ConfigError, StalledError, StokerError
 from stoker.extras.fetch.config import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
 from stoker.run.context import Run
-from stoker.run.validate import Row, failed
+from stoker.run.validate import CheckRow, failed
 from stoker.runtime.processes.program import run_program
 from stoker.schema import Json
 
@@ -342,7 +342,7 @@ IMAGE = re.compile(
 """What a Docker registry takes: host and path in small letters, a tag, a digest."""
 
 
-def launch_rows(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> list[Row]:
+def launch_rows(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> list[CheckRow]:
     """A row for each thing that has to be right before a machine is paid for.
 
     Nothing where no setting of `launch` was given, or where the settings cannot be read (which another row
@@ -364,7 +364,7 @@ def launch_rows(path: Path, overrides: Sequence[str], environment: Mapping[str, 
     return rows
 
 
-def _image(config: Config) -> Row:
+def _image(config: Config) -> CheckRow:
     check, image = "launch image", config.launch.image
     found = IMAGE.fullmatch(image)
     if found is None:
@@ -375,11 +375,11 @@ def _image(config: Config) -> Row:
         return failed(check, error)
     if found["digest"] is None and found["tag"] in (None, "latest"):
         detail = f"{image} may be another image tomorrow. Name a tag other than latest, or a digest"
-        return Row(check=check, status="warn", detail=detail)
-    return Row(check=check, status="pass", detail=image)
+        return CheckRow(check=check, status="warn", detail=detail)
+    return CheckRow(check=check, status="pass", detail=image)
 
 
-def _code(config: Config, path: Path) -> Row:
+def _code(config: Config, path: Path) -> CheckRow:
     check = "launch code"
     try:
         code = find_code(path, config.launch.repo, need_pushed=config.launch.repo is None)
@@ -389,11 +389,11 @@ def _code(config: Config, path: Path) -> Row:
     where = f"commit {code.commit[:12]} of {code.repo}"
     if changed:
         detail = f"{where}, which the machine runs; {len(changed)} files differ here, as {changed[0]}"
-        return Row(check=check, status="warn", detail=detail)
-    return Row(check=check, status="pass", detail=where)
+        return CheckRow(check=check, status="warn", detail=detail)
+    return CheckRow(check=check, status="pass", detail=where)
 
 
-def _secrets(config: Config, environment: Mapping[str, str]) -> Row:
+def _secrets(config: Config, environment: Mapping[str, str]) -> CheckRow:
     """Names alone: no value is ever shown."""
     check, own = "launch secrets", config.launch
     try:
@@ -401,12 +401,12 @@ def _secrets(config: Config, environment: Mapping[str, str]) -> Row:
         found = variables_for(own.secrets, places, environment)
     except StokerError as error:
         return failed(check, error, ConfigError.exit_code)
-    return Row(check=check, status="pass", detail=", ".join(sorted(found)) or "none asked for")
+    return CheckRow(check=check, status="pass", detail=", ".join(sorted(found)) or "none asked for")
 
 
-def _script(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> Row:
+def _script(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> CheckRow:
     try:
         plan = plan_launch(path, overrides, environment, target="vast")
     except StokerError as error:
         return failed("launch script", error, ConfigError.exit_code)
-    return Row(check="launch script", status="pass", detail=f"{len(plan.onstart):,} characters")
+    return CheckRow(check="launch script", status="pass", detail=f"{len(plan.onstart):,} characters")

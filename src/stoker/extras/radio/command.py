@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli import output
-from stoker.cli.edge import Edge
+from stoker.cli.command import CommandOutput
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.extras.radio.demo import RadioResult
 
 
-def demo_radio(out: Edge, overrides: list[str], database: str | None) -> None:
+def demo_radio(out: CommandOutput, overrides: list[str], database: str | None) -> None:
     """Run the demo and print what came of it.
 
     Args:

@@ -30,7 +30,7 @@ from stoker.errors import ConfigError, ReadOnlyError, SourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.run.build import build_source
-from stoker.run.caches import Located
+from stoker.run.caches import CacheLocation
 from stoker.run.context import Run, describe_machine
 from stoker.run.fitting import fit, one_thread, save_model
 from stoker.run.plan import PlanResult, plan_located
@@ -729,7 +729,7 @@ def run_radio(
     run = Run(config).parts()[0]
     caches = precompute_config(run, splits=["train", "val"]).caches
     cache = caches[0].cache
-    plan = plan_located(run, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
+    plan = plan_located(run, CacheLocation(recipe=cache.recipe, folder=cache.path, cache=cache))
     source = _sql_source(build_source(run, "train"))
     meter = StallMeter()
     train, val = _loader(run, cache, meter=meter), _loader(run, caches[1].cache, order="sequential")

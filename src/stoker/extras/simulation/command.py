@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge
+from stoker.cli.command import CommandOutput
 from stoker.cli.flags import tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError
@@ -25,7 +25,7 @@ def knows(word: str) -> bool:
     return word.partition("=")[0] in {*KEYS, *PRICE_KEYS}
 
 
-def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
+def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
     """Simulate what `words` say, and print it.
 
     Raises:

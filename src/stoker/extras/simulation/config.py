@@ -16,9 +16,9 @@ from stoker.extras.simulation.scenario import parse_scenario
 from stoker.plan import probe
 from stoker.precompute.measure import Trial, try_stages
 from stoker.run.build import CacheJob
-from stoker.run.caches import Located, locate_with_job
+from stoker.run.caches import CacheLocation, locate_with_job
 from stoker.run.context import Run, batch_examples, last_step_s, trajectory_steps
-from stoker.run.folders import obstacle
+from stoker.run.folders import find_obstacle
 from stoker.run.plan import demand_of, served_loads
 from stoker.run.precompute import settings_of
 from stoker.runtime.files import replace_atomically
@@ -98,10 +98,10 @@ def _examples_of_one(run: Run, schema: Schema) -> int:
     return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
 
 
-def _tried(run: Run, job: CacheJob, located: Located) -> tuple[dict[str, float], int]:
+def _tried(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, float], int]:
     """Seconds to read, encode and write a sample, each stage alone, and how many were tried."""
     place, trial = Path(run.config.training.latent_cache_dir), Trial()
-    beside = place if place.is_dir() and obstacle(place) is None else None
+    beside = place if place.is_dir() and find_obstacle(place) is None else None
     with tempfile.TemporaryDirectory(prefix=".simulate-", dir=beside) as folder:
         where, settings = (Path(folder), job.name, located.recipe), settings_of(run, job)
         call_within(

@@ -11,7 +11,7 @@ from stoker.extras.simulation.queues import Asked, Passed
 from stoker.extras.simulation.result import Simulation, Way
 from stoker.extras.simulation.scenario import Scenario
 from stoker.plan.tiers import NO_STALL
-from stoker.units import format_bytes, format_count, format_percent, format_seconds
+from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 HEAD = (
     "way",
@@ -135,19 +135,6 @@ def say_taken(scenario: Scenario) -> tuple[str, ...]:
         if getattr(scenario, name) == defaults[name] and not scenario.served:
             said.append(f"{key}={format_rate(getattr(scenario, name))}, a typical one")
     return tuple(said)
-
-
-def format_rate(bytes_s: float) -> str:
-    """Decimal units, as networks and disks are sold.
-
-    >>> format_rate(3.13e9), format_rate(8e7), format_rate(999.9e6), format_rate(math.inf)
-    ('3.13 GB/s', '80 MB/s', '1 GB/s', 'no limit')
-    """
-    if math.isinf(bytes_s):
-        return "no limit"
-    unit, name = next((size, name) for size, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s"))
-                      if bytes_s >= 0.9995 * size or size == 1)  # fmt: skip
-    return f"{bytes_s / unit:.3g} {name}"
 
 
 def cells(way: Way) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What happens at the edge of the process: streams, errors, exit codes, signals.
+"""What surrounds one command: streams, errors, exit codes, signals.
 
 Results go to standard output, everything else to standard error. With `--json` standard output carries
 exactly one JSON object, also when the command fails or was typed wrong; whatever a library prints meanwhile
@@ -81,7 +81,7 @@ def joined(config: Config) -> Generator[Run]:
         try:
             yield Run(config, ranks=ranks)
         except BaseException:
-            ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
+            ignore_sigterm()  # it ends now, and its error must not become an interrupt
             raise
 
 
@@ -100,7 +100,7 @@ def refuse_ranks(command: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The standard streams, when they are closed, full or read by nobody any more.
+# The standard streams, when they are closed, full or no longer read.
 
 
 INTERRUPTED = "interrupted; the same command resumes"
@@ -170,7 +170,7 @@ class Result(Protocol):
 R = TypeVar("R", bound="Result | Mapping[str, Any]")
 
 
-class Edge:
+class CommandOutput:
     """Where one command's output goes."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
@@ -193,7 +193,7 @@ class Edge:
             raise typer.Exit(exit_code)
 
     def note(self, line: str) -> None:
-        """One line on standard error; where that cannot be written, nobody is told."""
+        """Print one line on standard error; one that cannot be written is dropped."""
         if not self._rank:
             self.warn(line)
 
@@ -223,22 +223,22 @@ class Edge:
             except ResourceError as error:
                 self.note(str(error))
             except BrokenPipeError:
-                pass  # whoever read it has seen enough
+                pass  # the reader has seen enough
         return typer.Exit(exit_code)
 
 
-class Teller:
+class ProgressLine:
     """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds.
 
     A context, which takes the line away at its end.
     """
 
-    def __init__(self, out: Edge) -> None:
+    def __init__(self, out: CommandOutput) -> None:
         self._say = out.note
         self._status = out.notes.status("") if out.notes.is_terminal else None
         self._told = time.monotonic()
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -257,9 +257,9 @@ class Teller:
 
 
 @contextmanager
-def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
+def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
     """Run one command: streams set, errors turned into one line and an exit code."""
-    out = Edge(as_json=as_json, debug=debug)
+    out = CommandOutput(as_json=as_json, debug=debug)
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -275,18 +275,18 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
             raise out.fail(said, Interrupted.exit_code) from None
         except (typer.Exit, BrokenPipeError, UsageError):
             raise
-        except Exception as error:  # noqa: BLE001 (the process edge: what nobody foresaw is one line too)
+        except Exception as error:  # noqa: BLE001 (the process edge: an unforeseen error is one line too)
             if debug:
                 traceback.print_exc()
             raise out.fail(_unforeseen(error), StokerError.exit_code) from None
 
 
-def at_edge(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes its `Edge` first as one with `--json` and `--debug`, which makes that."""
+def cli_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with the flags `--json` and `--debug`, from which its first parameter is made."""
 
     @wraps(command)
     def run(*args: Any, as_json: bool = False, debug: bool = False, **given: Any) -> None:
-        with edge(as_json=as_json, debug=debug) as out:
+        with command_output(as_json=as_json, debug=debug) as out:
             command(out, *args, **given)
 
     own = [
@@ -321,14 +321,14 @@ def _advice(error: OSError) -> str:
 
 
 @contextmanager
-def _log_lines(out: Edge) -> Generator[None]:
+def _log_lines(out: CommandOutput) -> Generator[None]:
     """Show what the package logs, and its warnings, as plain lines on standard error."""
 
     def show(message: Warning | str, *_rest: object, **_more: object) -> None:
         out.note(str(message))
 
     logger = logging.getLogger("stoker")
-    handler = _Lines(out)
+    handler = _LogHandler(out)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if out.debug else logging.INFO)
@@ -341,10 +341,10 @@ def _log_lines(out: Edge) -> Generator[None]:
         logger.setLevel(before)
 
 
-class _Lines(logging.Handler):
+class _LogHandler(logging.Handler):
     """Each line once: train and val are built from the same files and would say the same."""
 
-    def __init__(self, out: Edge) -> None:
+    def __init__(self, out: CommandOutput) -> None:
         super().__init__()
         self._out = out
         self._said: set[str] = set()
@@ -360,7 +360,7 @@ class _Lines(logging.Handler):
 def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> Console:
     """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR.
 
-    It breaks no line by itself, so that a path can be copied; `soft_wrap=False` for what is drawn again.
+    It breaks no line, so that a path can be copied; `soft_wrap=False` for what is drawn again.
     """
     return Console(
         file=stream,
@@ -390,7 +390,7 @@ def finite(data: Any) -> Any:
 def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     """Run the command that `words` spell, and end the process with its exit code."""
     keep_standard_streams()
-    out = Edge(as_json="--json" in words, debug=False)
+    out = CommandOutput(as_json="--json" in words, debug=False)
     try:
         with printing(sys.stdout):  # help and version; each command looks after its own result
             code = app([*words], prog_name="stoker", standalone_mode=False)
@@ -426,5 +426,5 @@ def _end_in_time(code: int) -> None:
 
 
 def stop_on_sigterm() -> None:
-    """Make SIGTERM end the process as Ctrl-C does: work is sealed, exit code 130."""
+    """Make SIGTERM end the process as Ctrl-C does: work is committed, exit code 130."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
