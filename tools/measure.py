@@ -7,6 +7,7 @@ Counts are taken from the source text and from one training run in a temporary f
 - import depth: the longest chain of imports between modules of one folder; a cycle counts as one module.
 - cycles: groups of modules that import each other, with imports inside functions, without those for types.
 - ways: modules that call the primitive themselves instead of the one in `runtime/`.
+- words: of README.md, docs/*.md and docstrings (`tools/words.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from words import LONG, figures_of, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "stoker"
@@ -192,6 +195,10 @@ def measure(*, train: bool) -> dict[str, object]:
             n for n, t in texts.items() if re.search(pattern, t) and not n.startswith("stoker.runtime")
         ]
         figures[f"modules that {way} by themselves"] = len(users_of)
+    for kind, found in totals(figures_of()).items():
+        figures[f"mean words of a sentence in {kind}"] = round(found.mean, 1)
+        figures[f"sentences over {LONG} words in {kind}"] = len(found.long)
+        figures[f"phrases to avoid in {kind}"] = len(found.avoided)
     if train:
         figures["modules loaded by `stoker train`"] = len(loaded_by_train())
     return figures

@@ -1,0 +1,152 @@
+"""Count words per sentence, long sentences and phrases to avoid, in README.md, docs/*.md and docstrings.
+
+`python tools/words.py` prints a table; `--show` adds each long sentence and each phrase with its place.
+`./run measure` reports the totals. Nothing fails on these figures: they show where to look.
+
+Sentences are those of running text: code blocks, tables, headings, doctests and sections of arguments are
+left out, and inline code counts as one word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG = 30
+"""Words of a sentence above which it is long."""
+NOT_COUNTED = ("CHANGELOG.md", "LOG.md")
+"""Files of docs/ that record what was written then."""
+AVOID = (
+    r"mend(?:s|ed|ing)?", r"[Bb]eside", r"goes on", r"went on", r"is none", r"are none", r"anew",
+    r"[Ww]hoever", r"[Nn]obody", r"shall", r"dear", r"as \w+ as may", r"nothing to do with", r"by itself",
+    r"lies? at", r"means? to hold", r"belongs? into",
+    r"(?<![Tt]here )is no (?!longer|more)\w+", r"whole(?=[.,;:)]| or | and )",
+)  # fmt: skip
+"""Phrases to avoid, as patterns of words."""
+AVOID_PATTERN = re.compile(rf"\b(?:{'|'.join(AVOID)})\b")
+SENTENCE_END = re.compile(r"(?<=[.!?])[)\"'`*]*\s+(?=[A-Z`\[(*\"])")
+SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes):")
+
+
+@dataclass(slots=True)
+class WordFigures:
+    """Figures of some text."""
+
+    sentences: int = 0
+    words: int = 0
+    long: list[str] = field(default_factory=list[str])
+    """Each long sentence, after its place."""
+    avoided: list[str] = field(default_factory=list[str])
+    """Each phrase to avoid, after its place."""
+
+    @property
+    def mean(self) -> float:
+        """Mean words of a sentence."""
+        return self.words / self.sentences if self.sentences else 0.0
+
+    def add(self, place: str, paragraph: str) -> None:
+        """Count the sentences of a paragraph."""
+        text = re.sub(r"``?[^`]+``?", "CODE", paragraph)
+        text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        for sentence in SENTENCE_END.split(text):
+            words = re.findall(r"[A-Za-z0-9][\w'./^-]*", sentence)
+            if len(words) < 3:  # a label, not a sentence
+                continue
+            self.sentences += 1
+            self.words += len(words)
+            if len(words) > LONG:
+                self.long.append(f"{place}: {' '.join(sentence.split())}")
+        self.avoided += [f"{place}: {match[0]}" for match in AVOID_PATTERN.finditer(text)]
+
+    def merge(self, other: WordFigures) -> None:
+        """Add the figures of other text."""
+        self.sentences += other.sentences
+        self.words += other.words
+        self.long += other.long
+        self.avoided += other.avoided
+
+
+def markdown_paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of each paragraph and list item of a Markdown file."""
+    found: list[str] = []
+    first, fenced = 1, False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        fence = line.lstrip().startswith("```")
+        fenced ^= fence
+        item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)
+        skipped = fence or fenced or re.match(r"\s*(?:#|\||<|$)", line) is not None
+        if found and (skipped or item):
+            yield first, " ".join(found)
+            found = []
+        if not skipped:
+            first = first if found else number
+            found.append(line[item.end() :] if item else line)
+
+
+def docstring_paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of the paragraphs of all docstrings, also those of fields and constants."""
+    for node in ast.walk(ast.parse(text)):
+        if not (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            continue
+        for paragraph in re.split(r"\n\s*(?:\n|(?=- ))", node.value.value):
+            if not (SECTION.match(paragraph.strip()) or ">>>" in paragraph or "|" in paragraph):
+                yield node.lineno, paragraph
+
+
+def figures_of(root: Path = ROOT) -> dict[str, WordFigures]:
+    """Return the figures of README.md, of each file of docs/, and of the docstrings of each package."""
+    found: dict[str, WordFigures] = {}
+    documents = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    for path in documents:
+        if path.name not in NOT_COUNTED:
+            name = str(path.relative_to(root))
+            for line, paragraph in markdown_paragraphs(path.read_text(encoding="utf-8")):
+                found.setdefault(name, WordFigures()).add(f"{name}:{line}", paragraph)
+    for path in sorted((root / "src" / "stoker").rglob("*.py")):
+        place, parts = path.relative_to(root), path.relative_to(root / "src" / "stoker").parts
+        name = f"src/stoker/{parts[0]}" if len(parts) > 1 else "src/stoker/*.py"
+        for line, paragraph in docstring_paragraphs(path.read_text(encoding="utf-8")):
+            found.setdefault(name, WordFigures()).add(f"{place}:{line}", paragraph)
+    return found
+
+
+def totals(found: dict[str, WordFigures]) -> dict[str, WordFigures]:
+    """Return the figures of all documents and of all docstrings."""
+    sums = {"README and docs": WordFigures(), "docstrings": WordFigures()}
+    for name, figures in found.items():
+        sums["docstrings" if name.startswith("src") else "README and docs"].merge(figures)
+    return sums
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Count words per sentence and phrases to avoid.")
+    parser.add_argument("--show", action="store_true", help="list long sentences and phrases with places")
+    parser.add_argument("names", nargs="*", help="only files and packages whose name contains one of these")
+    given = parser.parse_args()
+    found = {
+        name: figures
+        for name, figures in figures_of().items()
+        if not given.names or any(part in name for part in given.names)
+    }
+    rows = {**found, **totals(found)}
+    width = max(map(len, rows))
+    print(f"{'':<{width}}  sentences  mean words  over {LONG}  to avoid")
+    for name, one in rows.items():
+        counts = f"{one.sentences:>9}  {one.mean:>10.1f}  {len(one.long):>7}  {len(one.avoided):>8}"
+        print(f"{name:<{width}}  {counts}")
+    for one in found.values() if given.show else ():
+        print("\n".join([*one.avoided, *one.long]))
+
+
+if __name__ == "__main__":
+    main()
