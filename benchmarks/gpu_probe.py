@@ -28,8 +28,8 @@ from torch import Tensor
 
 import stoker
 from stoker.loader import Loader, Normalise, Windows
-from stoker.loader.fused import Fused, fused_of
-from stoker.loader.gather import TwinGather
+from stoker.loader.conversion import Conversion, find_conversion
+from stoker.loader.gather import ConvertingGather
 from stoker.loader.order import permutation_on
 from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
@@ -120,12 +120,12 @@ def kernel(probe: Probe) -> None:
         for dtype in ("bfloat16", "float32"):
             what = _fused((3, side, side), "uint8", IMAGE, dtype)
             begin = time.perf_counter()
-            gather = TritonGather(rows, what, TwinGather(rows, what, 256, static=False).room)
+            gather = TritonGather(rows, what, ConvertingGather(rows, what, 256, static=False).room)
             index = [torch.randint(2048, (256,), device=probe.device) for _ in range(4)]
             found = gather(index[0])
             probe.wait()
             compiled_s = time.perf_counter() - begin
-            wanted = TwinGather(rows[index[0]].cpu(), what, 256)(torch.arange(256))
+            wanted = ConvertingGather(rows[index[0]].cpu(), what, 256)(torch.arange(256))
             host_us, us = probe.times(lambda turn, gather=gather, index=index: gather(index[turn % 4]), 60)
             moved = 256 * 3 * side * side * (1 + what.dtype.itemsize)
             same = torch.equal(found.cpu(), wanted)
@@ -137,13 +137,13 @@ def kernel(probe: Probe) -> None:
         del rows
     small = torch.zeros((4096, 512), dtype=torch.float16, device=probe.device)
     what = _fused((512,), "float16", None, "float32")
-    gather = TritonGather(small, what, TwinGather(small, what, 256, static=False).room)
+    gather = TritonGather(small, what, ConvertingGather(small, what, 256, static=False).room)
     index = [torch.randint(4096, (256,), device=probe.device)]
     probe.say("kernel", what="launch of a small batch", host_us=probe.times(lambda turn: gather(index[0]))[0])
 
 
-def _fused(shape: tuple[int, ...], stored: str, how: Normalise | None, dtype: str) -> Fused:
-    what = fused_of(Field(shape=shape, dtype=stored), how, dtype)
+def _fused(shape: tuple[int, ...], stored: str, how: Normalise | None, dtype: str) -> Conversion:
+    what = find_conversion(Field(shape=shape, dtype=stored), how, dtype)
     assert what is not None
     return what
 

@@ -43,8 +43,8 @@ from gpu_models import (
 from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
-from stoker.loader.fused import fused_of
-from stoker.loader.gather import TwinGather, converting
+from stoker.loader.conversion import find_conversion
+from stoker.loader.gather import ConvertingGather, make_converting_gather
 from stoker.monitor.gpu import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource
@@ -185,12 +185,12 @@ def kernels(bench: Bench, images: Tensor) -> Iterator[dict[str, Any]]:
     field = Field(shape=tuple(images.shape[1:]), dtype="uint8")
     turns = 20 if bench.device.type == "cuda" else 2
     for dtype in ("float32", "bfloat16"):
-        what = fused_of(field, IMAGES, dtype)
+        what = find_conversion(field, IMAGES, dtype)
         assert what is not None
         ways: dict[str, Callable[[Tensor], Tensor]] = {
             "index_select, uint8": lambda chosen: torch.index_select(rows, 0, chosen),
-            "twin": TwinGather(rows, what, batch),
-            "chosen": converting(rows, what, batch, None, static=False),
+            "twin": ConvertingGather(rows, what, batch),
+            "chosen": make_converting_gather(rows, what, batch, None, static=False),
         }
         for name, way in ways.items():
             took = bench.seconds(lambda way=way: [way(index) for _ in range(turns)]) / turns
@@ -216,7 +216,7 @@ def load(bench: Bench) -> Iterator[dict[str, Any]]:
         begin, running = time.perf_counter(), iter(loader)
         next(running)
         assert loader._serving.engine is not None
-        while loader._serving.engine.residency.serving() is None and time.perf_counter() - begin < 600:
+        while loader._serving.engine.placement.serving() is None and time.perf_counter() - begin < 600:
             time.sleep(0.001)
         took = time.perf_counter() - begin
         yield {
@@ -249,7 +249,7 @@ class Images(Dataset[Any]):
 
     def __init__(self, fields: dict[str, Tensor], dtype: str) -> None:
         self.fields = fields
-        what = fused_of(Field(shape=tuple(fields["image"].shape[1:]), dtype="uint8"), IMAGES, dtype)
+        what = find_conversion(Field(shape=tuple(fields["image"].shape[1:]), dtype="uint8"), IMAGES, dtype)
         assert what is not None
         self.scale, self.shift = (torch.tensor(values).view(3, 1, 1) for values in (what.scale, what.shift))
         self.dtype = what.dtype

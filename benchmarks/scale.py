@@ -55,7 +55,7 @@ def chunks(count: int) -> Any:
     locator = Locator(
         examples=examples,
         first=examples.first,
-        numbers=np.arange(count // per_record, dtype=np.int64),
+        indices=np.arange(count // per_record, dtype=np.int64),
         windowed=True,
         step_lengths={},
         ragged=(),

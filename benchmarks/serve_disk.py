@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader
 import stoker
 from measure import publish
 from serve_memory import PerSampleFiles, Records, cache_of
-from stoker.loader import design
-from stoker.loader.chunks import Chunk, host
-from stoker.loader.disk import MAX_AHEAD, DiskBatches
+from stoker.loader import serving
+from stoker.loader.chunks import Chunk, ColumnStrip, to_host
+from stoker.loader.disk import MAX_PREFETCH, DiskBatches
 
 PAGE = 4096
 THREADS = 16
@@ -316,18 +316,18 @@ class Announced(DiskBatches):
 
     further = 0
 
-    def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
+    def strips(self, chunk: Chunk) -> Iterator[ColumnStrip]:
         """As the loader's, and tells the system of later ones in a thread."""
-        told, size = first, chunk.span.batch
-        for number, values in enumerate(super().batches(chunk, first), first):
-            begin = max(told, number + 1 + MAX_AHEAD)
-            told = max(told, min(chunk.span.batches, number + 1 + MAX_AHEAD + self.further))
+        told, size = 0, chunk.span.batch
+        for number, strip in enumerate(super().strips(chunk)):
+            begin = max(told, number + 1 + MAX_PREFETCH)
+            told = max(told, min(chunk.span.batches, number + 1 + MAX_PREFETCH + self.further))
             if begin < told:
-                ANNOUNCER.submit(self._announce, host(chunk.records[begin * size : told * size]))
-            yield values
+                ANNOUNCER.submit(self._announce, to_host(chunk.records[begin * size : told * size]))
+            yield strip
 
     def _announce(self, records: np.ndarray) -> None:
-        shards, rows = self._places.shard[records], self._places.row[records]
+        shards, rows = self._table.shard[records], self._table.row[records]
         for i in np.lexsort((rows, shards)).tolist():
             shard = self._cache.shard(int(shards[i]))
             place, _ = shard.fields["latent"].extent(int(rows[i]), 0, 0, "always")
@@ -346,7 +346,7 @@ def ahead(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
         taken: dict[str, list[float]] = {}
         contenders: dict[str, Contender] = {}
         for further in (0, 8, 32):
-            design.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
+            serving.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
             loader = stoker.Loader(cache, batch_size=workload.batch, tier="disk", order=order, drop_last=True)
             contenders[str(further)] = Contender(served(loader, workload), files)
             contenders[str(further)].turn(cold=True)

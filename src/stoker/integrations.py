@@ -1,4 +1,4 @@
-"""Adapters for frameworks that ask for more than an iterable with state; docs/trainers.md says which do.
+"""Adapt loaders to frameworks that ask for more than an iterable with state; docs/trainers.md says which do.
 
 `as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`.
 
@@ -30,26 +30,26 @@ def as_dataloader(loader: Loader) -> DataLoader[Any]:
     """
     if not isinstance(cast("object", loader), Loader):
         raise ConfigError(f"as_dataloader got a {type(loader).__name__}. Expected a stoker.Loader")
-    return _Numbered(loader)
+    return _LoaderAdapter(loader)
 
 
-class _Numbered(DataLoader[Any]):
+class _LoaderAdapter(DataLoader[Any]):
     """The DataLoader, with `set_epoch`, which some frameworks look for here and some at the sampler."""
 
     def __init__(self, loader: Loader) -> None:
-        numbers = _Numbers(loader)
-        super().__init__(_Batches(loader), batch_sampler=numbers, collate_fn=_only)
+        numbers = _BatchSampler(loader)
+        super().__init__(_BatchDataset(loader), batch_sampler=numbers, collate_fn=_take_only)
         self.set_epoch = numbers.set_epoch
 
 
-class _Numbers(Sampler[list[int]]):
+class _BatchSampler(Sampler[list[int]]):
     """Counts the batches of an epoch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     @property
-    def batch_sampler(self) -> _Numbers:
+    def batch_sampler(self) -> _BatchSampler:
         """Itself: where frameworks look for `set_epoch` once they have put a sampler around this one."""
         return self
 
@@ -65,7 +65,7 @@ class _Numbers(Sampler[list[int]]):
             yield [number]
 
 
-class _Batches(Dataset[Any]):
+class _BatchDataset(Dataset[Any]):
     """Batches of the loader's epoch by number; the next one costs nothing, another one a new pass.
 
     Without a length: it would be taken for a number of examples.
@@ -93,6 +93,6 @@ class _Batches(Dataset[Any]):
         return batch
 
 
-def _only(batches: list[Any]) -> Any:
-    """The one batch that was asked for."""
+def _take_only(batches: list[Any]) -> Any:
+    """Return the one batch that was asked for."""
     return batches[0]

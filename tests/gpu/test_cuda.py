@@ -174,10 +174,10 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
     list(loader)
     until = time.monotonic() + 60
-    while not loader._serving.running().residency.complete and time.monotonic() < until:
+    while not loader._serving.running().placement.complete and time.monotonic() < until:
         time.sleep(0.01)
         list(loader)
-    held = loader._serving.running().residency.held
+    held = loader._serving.running().placement.held
     assert held.whole is not None
     assert held.whole.tier == "device"
     del held, batch
@@ -189,6 +189,6 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
 
-    assert loader._serving.running().residency.held.device is None
+    assert loader._serving.running().placement.held.device is None
     del thief
     torch.cuda.empty_cache()

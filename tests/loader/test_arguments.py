@@ -135,6 +135,6 @@ def test_tables_and_orders_are_part_of_what_a_gpu_is_asked_for(
 
     loader = stoker.Loader(cache, 8, device="cuda:0", order=order)
 
-    demand = loader._serving.design.ask.demand
+    demand = loader._serving.design.demand
     assert demand.table_bytes == len(cache) * (24 + an_example)
-    assert stoker.Loader(cache, 8)._serving.design.ask.demand.table_bytes == 0
+    assert stoker.Loader(cache, 8)._serving.design.demand.table_bytes == 0

@@ -19,7 +19,7 @@ import torch
 import stoker
 from stoker.encoders.wrappers import Normalized, Statistics
 from stoker.loader import Loader, Mixture, Normalise, Windows
-from stoker.loader.fused import fused_of
+from stoker.loader.conversion import find_conversion
 from stoker.schema import Field
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
@@ -198,15 +198,15 @@ def test_the_table_that_a_kernel_multiplies_by_is_float32(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         stoker.loader, "triton_gather", None, raising=False
     )  # so that it is as before afterwards
-    what = fused_of(Field(shape=(3, 4, 4), dtype="uint8"), IMAGE["image"], "float32")
+    what = find_conversion(Field(shape=(3, 4, 4), dtype="uint8"), IMAGE["image"], "float32")
     assert what is not None
 
     with default_dtype(torch.bfloat16):
-        from stoker.loader.gather import TwinGather
+        from stoker.loader.gather import ConvertingGather
         from stoker.loader.triton_gather import TritonGather
 
         view = torch.zeros((5, 3, 4, 4), dtype=torch.uint8)
-        TritonGather(view, what, TwinGather(view, what, 2, static=False).room)(torch.arange(2))
+        TritonGather(view, what, ConvertingGather(view, what, 2, static=False).room)(torch.arange(2))
     monkeypatch.delitem(sys.modules, "stoker.loader.triton_gather")
 
     _, _, out, scale, shift, *_ = launched[0]

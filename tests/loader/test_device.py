@@ -19,8 +19,8 @@ from stoker.loader import Loader, disk, placement
 from stoker.loader import tiers as device_tier
 from stoker.loader.gather import MemoryBatches
 from stoker.loader.outputs import OutputSpec
-from stoker.loader.places import find_places
-from stoker.loader.tiers import STAGING_BUFFERS, Memory, Staging, resident
+from stoker.loader.records import find_records
+from stoker.loader.tiers import STAGING_BUFFERS, Memory, Staging, allocate_on_device
 from stoker.store import Cache, open_cache
 from stoker.store.shard import PIECE_BYTES
 from stoker.units import MIB
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def on_cpu(cache: Cache) -> Memory:
-    return resident(cache, find_places(cache, None), frozenset(range(len(cache.index.shards))), CPU)
+    return allocate_on_device(
+        cache, find_records(cache, None), frozenset(range(len(cache.index.shards))), CPU
+    )
 
 
 def test_columns_larger_than_all_buffers_arrive_whole(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_loading_takes_no_more_host_memory_than_its_buffers(tmp_path: Path) -> N
     child = f"""
 import torch
 from pathlib import Path
-from stoker.loader.tiers import resident
-from stoker.loader.places import find_places
+from stoker.loader.tiers import allocate_on_device
+from stoker.loader.records import find_records
 from stoker.store import open_cache
 
 def rss(key):
@@ -65,7 +67,7 @@ def rss(key):
     return int(line.split()[1]) * 1024
 
 cache = open_cache({str(cache.path)!r})
-memory = resident(cache, find_places(cache, None), frozenset([0]), torch.device("cpu"))
+memory = allocate_on_device(cache, find_records(cache, None), frozenset([0]), torch.device("cpu"))
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch
 before = rss("VmRSS")
 memory.load(0)
@@ -94,14 +96,14 @@ def test_a_damaged_shard_is_refused_while_it_is_loaded(tmp_path: Path) -> None:
 def test_records_known_to_be_damaged_are_passed_over(tmp_path: Path) -> None:
     fields = {"x": torch.randn(10, 700), "y": torch.randn(10, 3)}
     cache = write_cache(tmp_path, fields)
-    places = find_places(cache, [n for n in range(10) if n != 4])
+    places = find_records(cache, [n for n in range(10) if n != 4])
     shard = cache.path / cache.index.shards[0].file
     with shard.open("r+b") as file:
         file.seek(cache.shard(0).columns["x"].offset + 4 * 2800)
         file.write(b"\x01\x02\x03\x04")
     index = replace(cache.index, shards=(replace(cache.index.shards[0], bad=(4,)),))
     cache = Cache(cache.path, cache.recipe, index)
-    memory = resident(cache, places, frozenset([0]), CPU)
+    memory = allocate_on_device(cache, places, frozenset([0]), CPU)
 
     memory.load(0)
 
@@ -132,7 +134,7 @@ def test_a_buffer_is_filled_again_only_after_it_was_copied() -> None:
 
 
 def test_a_device_that_does_not_answer_ends_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_tier, "COPY_DEADLINE_S", 0.05)
+    monkeypatch.setattr(device_tier, "COPY_TIMEOUT_S", 0.05)
     staging: Any = Staging(CPU)
     staging._copied[3] = Copy(looks=10**9)
 

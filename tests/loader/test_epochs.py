@@ -58,7 +58,7 @@ def test_two_passes_at_once_do_not_disturb_each_other(
         expected.append(list(reference))
     monkeypatch.setattr("stoker.loader.chunks.CHUNK_EXAMPLES", 9)
     monkeypatch.setattr("stoker.loader.gather.STRIP_BATCHES", 2)
-    monkeypatch.setattr("stoker.loader.design.STRIP_BATCHES", 2)
+    monkeypatch.setattr("stoker.loader.serving.STRIP_BATCHES", 2)
     monkeypatch.setattr("stoker.loader.gather.STRIP_OUTPUT_BYTES", strip_bytes)
     loader = Loader(cache, batch_size=3, windows=windows, tier="host")
 

@@ -19,7 +19,8 @@ from stoker.errors import (
     ResourceError,
 )
 from stoker.loader import Loader, RecordBatch, Windows, disk, options
-from stoker.loader.design import Design, Engine
+from stoker.loader.design import Design
+from stoker.loader.serving import Engine
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
 from tests.kit import forked as subprocess
@@ -177,7 +178,7 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
 
 def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower bounds alone: a sleep is never shorter than asked for."""
-    pause_s, read = 0.01, disk.Pieces.read
+    pause_s, read = 0.01, disk.PieceReader.read
 
     def slow_read(*args: Any) -> int:
         time.sleep(pause_s)
@@ -190,7 +191,7 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     found: dict[str, dict[str, float]] = {}
     for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(disk.Pieces, "read", slow_read)
+            patch.setattr(disk.PieceReader, "read", slow_read)
             meter = StallMeter()
             loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
             batches = len(list(loader))
@@ -281,7 +282,7 @@ def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
             both.wait(0.3)  # time for the other thread to begin an engine of its own
             super().__init__(design, *more)
 
-    monkeypatch.setattr("stoker.loader.loader.Engine", Slow)
+    monkeypatch.setattr("stoker.loader.serving.Engine", Slow)
     loader = Loader(cache, batch_size=5)
     with ThreadPoolExecutor(2) as pool:
         first = list(pool.map(lambda _: next(iter(loader))["index"].tolist(), range(2)))

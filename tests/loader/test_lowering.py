@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Normalise, design
+from stoker.loader import Loader, Normalise, serving
 from stoker.loader.outputs import make_outputs
-from stoker.loader.transform import lowered
+from stoker.loader.transform import find_fused_cuts
 from stoker.plan import Ledger
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise
 from tests.loader.caches import write_cache
-from tests.loader.residency.machine import Machine, Running
+from tests.loader.placement.machine import Machine, Running
 
 COUNT = 26
 CROP = Crop((5, 6), axes=(-2, -1), fields=("image",))
@@ -48,7 +48,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
     if isinstance(transforms[-1], Noise) and not (normalise or cache.schema["image"].floating):
         pytest.skip("noise is for floats")
     done: list[int] = []
-    strip = design.Strip
+    strip = serving.Strip
 
     def counted(**given: Any) -> Any:
         done.append(given["transformed"])
@@ -57,7 +57,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
     settings: dict[str, Any] = {"batch_size": 4, "transforms": transforms, "normalise": normalise, "seed": 2}
     expected = batches(Loader(cache, tier="disk", **settings))
     running = Running(cache, Machine(device=10), Ledger(), tier="device", **settings)
-    monkeypatch.setattr(design, "Strip", counted)
+    monkeypatch.setattr(serving, "Strip", counted)
 
     got = batches(running.loader)
 
@@ -89,8 +89,8 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
 def test_what_a_gather_cannot_do_is_left_to_the_transforms(cache: Cache, transforms: list[Any]) -> None:
     outputs = make_outputs(cache.schema, None, None)
 
-    assert lowered(transforms, outputs, 0, windowed=False).count == 0
-    assert lowered([CROP], outputs, 0, windowed=True).count == 0
+    assert find_fused_cuts(transforms, outputs, 0, windowed=False).count == 0
+    assert find_fused_cuts([CROP], outputs, 0, windowed=True).count == 0
 
 
 def test_channels_within_a_plane_are_not_cut_by_the_gather(tmp_path: Path) -> None:
@@ -100,11 +100,13 @@ def test_channels_within_a_plane_are_not_cut_by_the_gather(tmp_path: Path) -> No
 
     crop = Crop((5, 2), axes=(-2, -1), fields=("image",))
 
-    assert lowered([crop], make_outputs(cache.schema, None, None, by_last), 0, windowed=False).count == 0
-    assert lowered([crop], make_outputs(cache.schema, None, None), 0, windowed=False).count == 1
+    assert (
+        find_fused_cuts([crop], make_outputs(cache.schema, None, None, by_last), 0, windowed=False).count == 0
+    )
+    assert find_fused_cuts([crop], make_outputs(cache.schema, None, None), 0, windowed=False).count == 1
 
 
 def test_integers_that_float32_does_not_hold_are_left_alone(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, {"image": torch.zeros(4, 3, 8, 9, dtype=torch.int64)})
 
-    assert lowered([CROP], make_outputs(cache.schema, None, None), 0, windowed=False).count == 0
+    assert find_fused_cuts([CROP], make_outputs(cache.schema, None, None), 0, windowed=False).count == 0

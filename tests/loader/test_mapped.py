@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, tiers
-from stoker.loader.places import find_places
-from stoker.loader.tiers import Memory, map_host, resident
+from stoker.loader.records import find_records
+from stoker.loader.tiers import Memory, allocate_on_device, map_host
 from stoker.store import Cache
 from tests.kit import forked as subprocess
 from tests.loader.caches import write_cache
@@ -49,10 +49,10 @@ def test_shards_of_any_size_serve_like_one_array(
         "z": torch.arange(count),
     }
     cache = write_cache(tmp_path_factory.mktemp("c"), fields, shards=shards)
-    places = find_places(cache, None)
+    places = find_records(cache, None)
 
     if on_device:
-        memory = fill(resident(cache, places, everything(cache), torch.device("cpu")))
+        memory = fill(allocate_on_device(cache, places, everything(cache), torch.device("cpu")))
     else:
         memory = fill(map_host(cache, places, everything(cache), mapping=mapping))
 
@@ -63,7 +63,7 @@ def test_shards_of_any_size_serve_like_one_array(
 
 def test_maps_are_given_back_when_nobody_needs_them(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, {"x": torch.randn(64, 1024)}, shards=(16,) * 4)
-    memory = fill(map_host(cache, find_places(cache, None), everything(cache)))
+    memory = fill(map_host(cache, find_records(cache, None), everything(cache)))
     rows = memory.sources["x"][memory.rows[3]]
 
     assert maps_of(cache.path) > 0
@@ -84,7 +84,7 @@ def test_without_addresses_everything_is_copied(tmp_path: Path, monkeypatch: pyt
         raise OSError(12, "no addresses")
 
     monkeypatch.setattr(tiers.AddressRange, "__init__", refuse)
-    memory = fill(map_host(cache, find_places(cache, None), everything(cache)))
+    memory = fill(map_host(cache, find_records(cache, None), everything(cache)))
 
     assert torch.equal(memory.sources["x"][memory.rows], values)
     assert maps_of(cache.path) == 0
@@ -98,11 +98,11 @@ def test_too_many_maps_and_machines_without_them_fall_back(
     for name, value in (("MAX_MAPS", 2), ("MAX_RANGE_BYTES", 1)):
         with monkeypatch.context() as patch:
             patch.setattr(tiers, name, value)
-            fill(map_host(cache, find_places(cache, None), everything(cache)))
+            fill(map_host(cache, find_records(cache, None), everything(cache)))
             assert maps_of(cache.path) == 0
     assert "3 shards of 1 fields are more than the 2 that one process can map" in caplog.text
     monkeypatch.setattr(sys, "platform", "darwin")
-    fill(map_host(cache, find_places(cache, None), everything(cache)))
+    fill(map_host(cache, find_records(cache, None), everything(cache)))
     assert maps_of(cache.path) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_small_field_is_copied_where_mapping_would_stretch_the_rest(tmp_path: 
     """One 4-byte value per record would need shards at multiples of 1,024 rows."""
     cache = write_cache(tmp_path, {"x": torch.randn(40, 1024), "nu": torch.randn(40)}, shards=(10,) * 4)
 
-    memory = map_host(cache, find_places(cache, None), everything(cache))
+    memory = map_host(cache, find_records(cache, None), everything(cache))
 
     assert len(memory.sources["x"]) == 40
 
@@ -131,7 +131,7 @@ def test_rows_known_to_be_damaged_are_left_out(tmp_path: Path) -> None:
     sound = [n for n in range(20) if n != first + 9]
 
     for mapping in (True, False):
-        memory = fill(map_host(damaged, find_places(damaged, sound), everything(damaged), mapping=mapping))
+        memory = fill(map_host(damaged, find_records(damaged, sound), everything(damaged), mapping=mapping))
         assert torch.equal(memory.sources["x"][memory.rows], values[sound])
 
 
@@ -143,7 +143,7 @@ from stoker.store import open_cache
 loader = Loader(open_cache(sys.argv[1]), batch_size=64, tier="host")
 for batch in loader:
     pass
-assert loader._serving.engine.residency.complete
+assert loader._serving.engine.placement.complete
 print("ready", flush=True)
 sys.stdin.read()
 """

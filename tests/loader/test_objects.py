@@ -63,7 +63,7 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
     assert compared(one, other, 2) == 100
 
     fetched = (mirror.counters.bytes - before) / 2 / size_of(cache)
-    said = design_of(one).ask.demand.elsewhere
+    said = design_of(one).demand.elsewhere
     assert said is not None
     assert 0.4 < said.fetched() < 0.75
     assert fetched < said.fetched() + 0.15
@@ -189,7 +189,7 @@ def test_a_mirror_with_room_for_the_set_is_filled_and_memory_serves(
 
     assert one.plan.tier == "host"
     assert mirror.counters.bytes == size_of(local)
-    assert one._serving.engine.residency.complete  # type: ignore[union-attr]
+    assert one._serving.engine.placement.complete  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

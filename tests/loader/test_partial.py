@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalise, Windows, disk
-from stoker.loader.disk import Pieces
+from stoker.loader.disk import PieceReader
+from stoker.loader.placement import replan
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -53,12 +54,12 @@ def homes_of(where: list[str]) -> dict[str, frozenset[int]]:
 def move(loader: Loader, where: list[str]) -> None:
     """Have these shards in these memories, as a new plan would; done at once instead of in a thread."""
     engine = loader._serving.running()
-    engine.residency._settle(homes_of(where))
-    if engine.residency._freed:
-        engine.residency._reclaim()
-    engine.residency._line.submit(lambda: None).result(30, "what was to be filled before")
-    engine.residency._fill()
-    assert engine.residency.complete
+    engine.placement._settle(homes_of(where))
+    if engine.placement._freed:
+        engine.placement._reclaim()
+    engine.placement._line.submit(lambda: None).result(30, "what was to be filled before")
+    engine.placement._fill()
+    assert engine.placement.complete
 
 
 def flat(batch: Any) -> list[torch.Tensor]:
@@ -94,21 +95,21 @@ def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -
         "dtype": data.draw(st.sampled_from([None, "float32"])),
         "normalise": data.draw(st.sampled_from([None, {"latent": Normalise(mean=0.25, std=1.5)}])),
     }
-    homes = st.lists(st.sampled_from(HOMES), min_size=len(SHARDS), max_size=len(SHARDS))
+    targets = st.lists(st.sampled_from(HOMES), min_size=len(SHARDS), max_size=len(SHARDS))
     held = data.draw(st.integers(1, 64))  # batches made at once
     records = ragged if varying else cache
     expected = list(Loader(records, tier="disk", **common))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "GROUP_BYTES", held * 500)
-        loader = loader_at(records, data.draw(homes), **common)
+        loader = loader_at(records, data.draw(targets), **common)
         moves = sorted(data.draw(st.lists(st.integers(1, max(1, len(expected) - 1)), max_size=4)))
         got: list[Any] = []
         running: Iterator[Any] = iter(loader)
         for stop in [*moves, len(expected)]:
             while len(got) < stop:
                 got.append(next(running))
-            move(loader, data.draw(homes))
+            move(loader, data.draw(targets))
         assert next(running, None) is None
 
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -153,13 +154,13 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     """What a batch costs follows the fractions: a row in memory costs what memory costs."""
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
-    reading = Pieces.read
+    reading = PieceReader.read
 
     def noted(self: Any, cache: Any, piece: Any, *rest: Any) -> int:
         read.append(len(piece))
         return reading(self, cache, piece, *rest)
 
-    monkeypatch.setattr(Pieces, "read", noted)
+    monkeypatch.setattr(PieceReader, "read", noted)
 
     batches = list(loader)
 
@@ -254,8 +255,9 @@ def test_damage_is_found_where_a_batch_is_mixed(tmp_path: Path) -> None:
 def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
     design = Loader(cache, batch_size=3)._serving.design
 
-    assert design.ask.plan(design.ask.look()).records_by_tier() == design.plan.records_by_tier()
-    assert replace(design.ask, tier="disk").plan(design.ask.look()).tier == "disk"
+    assert replan(design, design.measure()).records_by_tier() == design.plan.records_by_tier()
+    on_disk = replace(design, options=replace(design.options, tier="disk"))
+    assert replan(on_disk, design.measure()).tier == "disk"
 
 
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)

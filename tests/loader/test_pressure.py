@@ -68,7 +68,7 @@ def group() -> Iterator[Path]:
             return
 
 
-def lowered(group: Path, limit_bytes: int) -> None:
+def fused_cuts(group: Path, limit_bytes: int) -> None:
     names = ("memory.limit_in_bytes", "memory.max")
     (limit,) = [group / name for name in names if (group / name).exists()]
     limit.write_text(str(limit_bytes))
@@ -89,10 +89,10 @@ def test_a_limit_lowered_in_a_running_job_costs_memory_and_no_batch(tmp_path: Pa
         assert wait_for(child, lambda host, disk: (host, disk) == (256, 0)), "memory was to spare"
 
         held = held_bytes(child.pid)
-        lowered(group, held + 60 * MIB)
+        fused_cuts(group, held + 60 * MIB)
 
         assert wait_for(child, lambda host, disk: 0 < host < 256 and host + disk == 256)
-        lowered(group, held + 20 * MIB)
+        fused_cuts(group, held + 20 * MIB)
         assert wait_for(child, lambda host, disk: host < 100 and host + disk == 256)
         assert child.poll() is None, "it was killed"
     finally:

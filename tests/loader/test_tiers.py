@@ -96,7 +96,7 @@ def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest
         assert all(same(a, b) for a, b in zip(got, expected, strict=True))
     engine = mixed._serving.engine
     assert engine is not None
-    assert [bool(flag) for flag in engine.residency.held.memories[0].ready] == [True, False, True, False]
+    assert [bool(flag) for flag in engine.placement.held.memories[0].ready] == [True, False, True, False]
 
 
 def test_what_memory_has_of_a_batch_is_copied_by_those_who_read_the_rest(
@@ -128,19 +128,19 @@ def test_the_first_batches_do_not_wait_for_memory_to_fill(
     monkeypatch.setattr(placement, "FIRST_WAIT_S", 0.0)
     loads = iter(range(100))
     gate = threading.Event()
-    read = placement.Residency._fill
+    read = placement.Placement._fill
 
-    def slowly(self: placement.Residency) -> None:
+    def slowly(self: placement.Placement) -> None:
         gate.wait(30)
         next(loads)
         read(self)
 
-    monkeypatch.setattr(placement.Residency, "_fill", slowly)
+    monkeypatch.setattr(placement.Placement, "_fill", slowly)
     loader = Loader(cache, batch_size=4, tier="host")
     running = iter(loader)
     got = [next(running), next(running)]
     assert loader._serving.engine is not None
-    assert loader._serving.engine.residency.serving() is None
+    assert loader._serving.engine.placement.serving() is None
     gate.set()
     got += running
 
@@ -202,7 +202,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(disk.Pieces, "read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(disk.PieceReader, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))
@@ -223,13 +223,13 @@ def test_fixed_addresses_for_graphs(cache: Cache, fields: dict[str, torch.Tensor
 
 
 def test_fixed_addresses_wait_for_memory_to_be_filled(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = placement.Residency._fill
+    fill = placement.Placement._fill
 
-    def slowly(self: placement.Residency) -> None:
+    def slowly(self: placement.Placement) -> None:
         time.sleep(0.3)  # longer than other loaders wait before they serve from disk
         fill(self)
 
-    monkeypatch.setattr(placement.Residency, "_fill", slowly)
+    monkeypatch.setattr(placement.Placement, "_fill", slowly)
     loader = Loader(cache, batch_size=5, tier="device", static=True)
 
     assert len({batch["latent"].data_ptr() for batch in loader}) == 1
@@ -250,7 +250,7 @@ def test_what_ends_the_filling_of_memory_is_raised(cache: Cache, monkeypatch: py
     gate.set()
     assert loader._serving.engine is not None
     limit = time.monotonic() + 10
-    while loader._serving.engine.residency._error is None and time.monotonic() < limit:
+    while loader._serving.engine.placement._error is None and time.monotonic() < limit:
         time.sleep(0.01)
 
     with pytest.raises(OSError, match="Input/output"):

@@ -10,31 +10,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.loader import mixture as module
-from stoker.loader.mixture import Lap, Turns, make_turns, shares_of
+from stoker.loader import turns as module
 from stoker.loader.order import apportion
+from stoker.loader.turns import MemberPass, TurnSchedule, make_turns, normalize_shares
 
 laps = st.lists(
-    st.builds(Lap, whole=st.integers(1, 9), tail=st.integers(0, 3), step=st.just(4)), min_size=1, max_size=4
+    st.builds(MemberPass, whole=st.integers(1, 9), tail=st.integers(0, 3), step=st.just(4)),
+    min_size=1,
+    max_size=4,
 )
 modes = st.sampled_from([("concat", "first"), ("weighted", "first"), ("round_robin", "first"),
                          ("round_robin", "longest")])  # fmt: skip
 
 
-def make(own: list[Lap], mode: str = "concat", exhausted: str = "first", **changes: Any) -> Turns:
+def make(
+    own: list[MemberPass], mode: str = "concat", exhausted: str = "first", **changes: Any
+) -> TurnSchedule:
     settings: dict[str, Any] = {"shares": [1 / len(own)] * len(own), "epoch_examples": None, "seed": 0}
     named = {str(place): lap for place, lap in enumerate(own)}
     return make_turns(named, mode=mode, exhausted=exhausted, **{**settings, **changes})  # type: ignore[arg-type]
 
 
-def members(turns: Turns, epoch: int, start: int = 0) -> list[int]:
+def members(turns: TurnSchedule, epoch: int, start: int = 0) -> list[int]:
     return list(chain.from_iterable(piece.tolist() for piece in turns.members(epoch, start)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(own=laps, mode=modes, seed=st.integers(0, 2**40), epoch=st.integers(0, 50), data=st.data())
 def test_any_step_is_what_it_is_from_the_begin_on(
-    own: list[Lap], mode: tuple[str, str], seed: int, epoch: int, data: st.DataObject
+    own: list[MemberPass], mode: tuple[str, str], seed: int, epoch: int, data: st.DataObject
 ) -> None:
     turns = make(own, *mode, seed=seed)
     whole = members(turns, epoch)
@@ -49,21 +53,21 @@ def test_any_step_is_what_it_is_from_the_begin_on(
 @settings(max_examples=100, deadline=None)
 @given(own=laps, mode=modes, epochs=st.integers(1, 4))
 def test_a_pass_is_finished_before_the_next_one_begins(
-    own: list[Lap], mode: tuple[str, str], epochs: int
+    own: list[MemberPass], mode: tuple[str, str], epochs: int
 ) -> None:
     turns = make(own, *mode)
-    for member, lap in enumerate(turns.laps):
+    for member, lap in enumerate(turns.passes):
         places = [turns.place(epoch, member, turn) for epoch in range(epochs)
                   for turn in range(turns.counts[member])]  # fmt: skip
 
         assert len(set(places)) == len(places), "no step of a pass is served twice"
         assert places == sorted(places)
-        if not turns.anew:
+        if not turns.restarts:
             assert places == [divmod(i, lap) for i in range(len(places))]
 
 
 def test_concat_serves_every_step_of_every_member_once_in_an_epoch() -> None:
-    turns = make([Lap(whole=3, tail=1, step=4), Lap(whole=20, tail=0, step=4)])
+    turns = make([MemberPass(whole=3, tail=1, step=4), MemberPass(whole=20, tail=0, step=4)])
 
     assert turns.counts == (4, 20)
     assert [turns.place(5, 0, turn) for turn in range(4)] == [(5, 0), (5, 1), (5, 2), (5, 3)]
@@ -72,7 +76,9 @@ def test_concat_serves_every_step_of_every_member_once_in_an_epoch() -> None:
 
 
 def test_the_longest_is_served_whole_and_the_others_begin_again() -> None:
-    turns = make([Lap(whole=2, tail=0, step=4), Lap(whole=4, tail=1, step=4)], "round_robin", "longest")
+    turns = make(
+        [MemberPass(whole=2, tail=0, step=4), MemberPass(whole=4, tail=1, step=4)], "round_robin", "longest"
+    )
 
     assert turns.counts == (5, 5)
     assert members(turns, 0) == [0, 1] * 5
@@ -80,7 +86,7 @@ def test_the_longest_is_served_whole_and_the_others_begin_again() -> None:
 
 
 def test_an_epoch_ends_with_the_first_that_is_exhausted_and_the_others_go_on_in_the_next() -> None:
-    turns = make([Lap(whole=2, tail=0, step=4), Lap(whole=3, tail=1, step=4)], "round_robin")
+    turns = make([MemberPass(whole=2, tail=0, step=4), MemberPass(whole=3, tail=1, step=4)], "round_robin")
 
     assert members(turns, 0) == [0, 1, 0, 1]
     assert [turns.place(epoch, 1, turn) for epoch in (0, 1) for turn in (0, 1)] == [
@@ -91,8 +97,8 @@ def test_an_epoch_ends_with_the_first_that_is_exhausted_and_the_others_go_on_in_
 @settings(max_examples=100, deadline=None)
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), steps=st.integers(50, 400))
 def test_weights_are_met_to_within_one_batch_in_every_epoch(weights: list[int], steps: int) -> None:
-    own = [Lap(whole=7, tail=0, step=4)] * len(weights)
-    shares = shares_of(weights, [str(place) for place in range(len(weights))])
+    own = [MemberPass(whole=7, tail=0, step=4)] * len(weights)
+    shares = normalize_shares(weights, [str(place) for place in range(len(weights))])
     if min(shares) * steps < 1:
         return
     turns = make(own, "weighted", shares=shares, epoch_examples=4 * steps)
@@ -104,7 +110,7 @@ def test_weights_are_met_to_within_one_batch_in_every_epoch(weights: list[int], 
 
 
 def test_members_of_other_batch_sizes_are_weighted_by_example() -> None:
-    own = [Lap(whole=9, tail=0, step=4), Lap(whole=9, tail=0, step=8)]
+    own = [MemberPass(whole=9, tail=0, step=4), MemberPass(whole=9, tail=0, step=8)]
 
     turns = make(own, "weighted", shares=[0.5, 0.5], epoch_examples=160)
 
@@ -112,14 +118,14 @@ def test_members_of_other_batch_sizes_are_weighted_by_example() -> None:
 
 
 def test_a_weight_that_gives_no_batch_at_all_is_refused() -> None:
-    own = [Lap(whole=9, tail=0, step=4)] * 2
+    own = [MemberPass(whole=9, tail=0, step=4)] * 2
 
     with pytest.raises(ConfigError, match=r"'1' 0\.01 of the batches.*epoch_examples"):
         make(own, "weighted", shares=[0.999, 0.001], epoch_examples=40)
 
 
 def test_long_epochs_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = make([Lap(whole=30, tail=0, step=4), Lap(whole=9, tail=1, step=4)])
+    turns = make([MemberPass(whole=30, tail=0, step=4), MemberPass(whole=9, tail=1, step=4)])
     whole = members(turns, 2)
 
     monkeypatch.setattr(module, "PIECE", 7)
@@ -133,7 +139,7 @@ def test_long_epochs_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_weights_that_are_none_are_refused(weights: Any) -> None:
     with pytest.raises(ConfigError, match="weights"):
-        shares_of(weights, ["a", "b"])
+        normalize_shares(weights, ["a", "b"])
 
 
 @given(quotas=st.lists(st.floats(0, 1e4), min_size=1, max_size=8))

@@ -102,11 +102,11 @@ from stoker.loader import Loader, prefetch
 from tests.loader.caches import write_cache
 cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
 loader = Loader(cache, 128, tier="host")
-while loader._serving.running().residency.serving() is None:
+while loader._serving.running().placement.serving() is None:
     pass
-loader._serving.ahead = prefetch.BatchPrefetcher(cores=2)
-loader._serving.ahead.beside = True
-loader._serving.ahead._made.extend([1e-3, 1e-3])
+loader._serving.prefetcher = prefetch.BatchPrefetcher(cores=2)
+loader._serving.prefetcher.in_thread = True
+loader._serving.prefetcher._made.extend([1e-3, 1e-3])
 it = iter(loader)
 next(it)
 """

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 
-from stoker.loader.tiers import Into
+from stoker.loader.tiers import MemorySink
 from stoker.schema import DTYPE_BYTES, FLOATS, PACKED_DTYPES, Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.values import unpack
@@ -145,7 +145,7 @@ def test_a_column_lands_in_the_buffer_it_is_verified_into(tmp_path: Path) -> Non
     shard = cache.shard(0)
 
     values = torch.empty((shard.rows, 9, 4, 8), dtype=torch.float32)
-    shard.verify_column("latent", Into(values))
+    shard.verify_column("latent", MemorySink(values))
 
     for row, local in enumerate(shard.numbers().tolist()):
         assert torch.equal(values[row], source.record(local)["latent"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch
-from stoker.loader.fused import Normalise
+from stoker.loader.conversion import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.order import Weights, subset
 from stoker.loader.windows import Windows

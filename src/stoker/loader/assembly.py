@@ -1,4 +1,4 @@
-"""Batches from gathered columns: the one way by which records and all kinds of windows are put together.
+"""Put batches together from gathered columns: records and all kinds of windows in one way.
 
 Records, and windows as they are gathered, are put together by `map` and `zip` in C. Windows over points come
 as records, whose lists are joined. Other windows have parts that are computed: steps of a drawn
@@ -31,12 +31,12 @@ from stoker.loader.batch import (
     RecordBatch,
     Role,
     WindowBatch,
-    lasting,
-    sent,
+    allocate,
+    to_device,
 )
-from stoker.loader.gather import Twin, twin_for
+from stoker.loader.gather import RowConverter, make_converter
 from stoker.loader.order import child_keys, integers
-from stoker.loader.outputs import Compute, OutputSpec, gathered_outputs
+from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
 from stoker.loader.windows import time_field
 from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.splitmix import Salt, keys_of, stream
@@ -44,15 +44,15 @@ from stoker.store.values import unpack
 
 if TYPE_CHECKING:
     from stoker.loader.options import Options
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.loader.windows import Windows
     from stoker.store import Cache
 
 # ----------------------------------------------------------------------------------------------------------
-# Packed fields in batches: bits and scales are gathered as they lie in memory, and multiplied afterwards.
+# Quantized fields in batches: bits and scales are gathered as they are in memory, and multiplied afterwards.
 #
-# So every tier holds and moves the packed bytes, and gathering knows nothing of packing: it has two outputs
-# where a batch has one. Nothing here runs for a cache without packed fields.
+# So every tier holds and moves the quantized bytes, and gathering knows nothing of scales: it has two outputs
+# where a batch has one. Nothing here runs for a cache without quantized fields.
 
 
 CHUNK_BYTES = 1 << 20
@@ -60,14 +60,14 @@ CHUNK_BYTES = 1 << 20
 
 
 def stored_outputs(outputs: tuple[OutputSpec, ...]) -> tuple[OutputSpec, ...]:
-    """What is gathered: every output as it is, packed ones as their bits and their scales."""
+    """Return what is gathered: every output as it is, quantized ones as their bits and their scales."""
     return tuple(part for output in outputs for part in (output.parts or (output,)))
 
 
-def unpacker(
+def make_decoder(
     outputs: tuple[OutputSpec, ...], batch: int, *, static: bool
 ) -> Callable[[list[Iterable[Any]]], list[Iterable[Any]]] | None:
-    """What turns columns of `stored_outputs` into those of `outputs`; None where nothing is packed.
+    """Return what turns columns of `stored_outputs` into those of `outputs`; None where nothing is quantized.
 
     Columns are as `MemoryBatches.strips` gives them, with that of `index` last.
     """
@@ -92,13 +92,13 @@ class Decoder:
         self._batch = batch
         self._fixed: Tensor | None = None
         self._static = static
-        self._twin: Twin | None = None
+        self._converter: RowConverter | None = None
         size = batch * output.served_bytes
         large = size >= REUSE_FROM_BYTES and not static
         self._buffers = Buffers((batch, *output.shape), output.dtype) if large else None
 
     def __call__(self, bits: Tensor | list[Tensor], scales: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-        """The decoded values, in the output's dtype and shape; lists for whole records of varying length."""
+        """Return the decoded values, in the output's dtype and shape; lists for records of varying length."""
         if isinstance(bits, list):
             pairs = zip(bits, cast("list[Tensor]", scales), strict=True)
             return [self._decoded(b, s, None) for b, s in pairs]
@@ -109,32 +109,32 @@ class Decoder:
         shape = (len(bits), *self._output.shape)
         if self._static:
             if self._fixed is None:
-                self._fixed = lasting(shape, self._output.dtype, bits.device)
+                self._fixed = allocate(shape, self._output.dtype, bits.device)
             return self._fixed
         if self._buffers is not None and len(bits) == self._batch and bits.device.type == "cpu":
             return self._buffers.take()
         return torch.empty(shape, dtype=self._output.dtype, device=bits.device)
 
     def _decoded(self, bits: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
-        packed = self._output.packed
+        dtype = self._output.quantized
         if out is None:
-            return self._normalised(unpack(bits, scales, packed)).to(self._output.dtype)
+            return self._normalised(unpack(bits, scales, dtype)).to(self._output.dtype)
         shaped = out.view(bits.shape)
         for own in _chunks(bits):
             if out.dtype == torch.float32:
-                self._normalised(unpack(bits[own], scales[own], packed, shaped[own]))
+                self._normalised(unpack(bits[own], scales[own], dtype, shaped[own]))
             else:
-                shaped[own].copy_(self._normalised(unpack(bits[own], scales[own], packed)))
+                shaped[own].copy_(self._normalised(unpack(bits[own], scales[own], dtype)))
         return out
 
     def _normalised(self, values: Tensor) -> Tensor:
-        if self._twin is None:
-            self._twin = twin_for(self._output, values.device)
-        return values if self._twin is None else self._twin.normalise_(values)
+        if self._converter is None:
+            self._converter = make_converter(self._output, values.device)
+        return values if self._converter is None else self._converter.normalise_(values)
 
 
 def _chunks(bits: Tensor) -> Sequence[slice]:
-    """Runs of rows that decode to about `CHUNK_BYTES`; all at once on a device."""
+    """Return runs of rows that decode to about `CHUNK_BYTES`; all at once on a device."""
     count = len(bits)
     if bits.device.type != "cpu" or not bits.numel():
         return [slice(0, count)]
@@ -188,7 +188,7 @@ class _ComputedWindows:
         ):
             *gathered, index = values
             if self._windows.draws and draws is None:
-                every = drawn_windows(self._windows, self._seed, epoch, sent(examples, index.device))
+                every = drawn_windows(self._windows, self._seed, epoch, to_device(examples, index.device))
                 draws = tuple(cast(Any, drawn).split(size) for drawn in every)
             own = None if draws is None else (draws[0][number], draws[1][number])
             yield self._batch(dict(zip(self._keys, gathered, strict=True)), own, index, position)
@@ -222,22 +222,24 @@ class _ComputedWindows:
     ) -> Tensor:
         if output.compute is None:
             return gathered[output.name, output.field]
-        if output.compute is Compute.PICK:
+        if output.compute is Computation.PICK:
             assert draws is not None
             value = self._picked(output, gathered, draws, count)
-        elif output.compute is Compute.DIFFERENCE:
+        elif output.compute is Computation.DIFFERENCE:
             first, second = (
                 self._value(source, gathered, draws, count).reshape(count, -1) for source in output.sources
             )
             value = second - first
-        elif output.compute is Compute.TIMES_STRIDE:
+        elif output.compute is Computation.TIMES_STRIDE:
             (source,) = output.sources
             value = gathered[source.name, source.field]
             value = value * (self._windows.strides[0] if draws is None else draws[0][:, None].to(value.dtype))
         else:
             assert draws is not None
             strides, horizons = draws
-            value = strides[:, None] if output.compute is Compute.STRIDE else self._mask(horizons)[..., None]
+            value = (
+                strides[:, None] if output.compute is Computation.STRIDE else self._mask(horizons)[..., None]
+            )
         return self._kept(output, value if output.cast is None else value.to(output.cast))
 
     def _picked(
@@ -264,12 +266,12 @@ class _ComputedWindows:
         return torch.arange(2, self._windows.horizons[1] + 1, device=horizons.device) <= horizons[:, None]
 
     def _kept(self, output: OutputSpec, value: Tensor) -> Tensor:
-        """The value, with `static` always in the same memory."""
+        """Return the value, with `static` always in the same memory."""
         if not self._static:
             return value.contiguous()
         key = (output.name, output.field)
         if key not in self._fixed:
-            self._fixed[key] = lasting(tuple(value.shape), value.dtype, value.device)
+            self._fixed[key] = allocate(tuple(value.shape), value.dtype, value.device)
         return self._fixed[key].copy_(value)
 
 
@@ -285,7 +287,7 @@ class BatchAssembly:
         self._names = (*(output.name for output in outputs), "index")
         self._has_states = any(output.role in STATES for output in outputs)
         self._join = join
-        self._unpack = unpacker(gathered, options.batch_size, static=static)
+        self._unpack = make_decoder(gathered, options.batch_size, static=static)
         self._computed: _ComputedWindows | None = None
         several = windows is not None and isinstance(windows.field, tuple)
         if windows is not None and (several or any(output.compute is not None for output in outputs)):
@@ -359,7 +361,7 @@ def _windows(
 
 
 LENGTHS, MASK, OFFSETS = ".lengths", ".mask", ".offsets"
-"""End the names of what comes beside a joined field."""
+"""End the names of what comes with a joined field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +386,7 @@ class Pad:
             )
 
     def length(self, longest: int) -> int:
-        """Steps of a batch whose longest record has `longest`.
+        """Return the steps of a batch whose longest record has `longest`.
 
         >>> Pad().length(13), Pad(multiple=8).length(13), Pad(to=20).length(13)
         (13, 16, 20)
@@ -392,7 +394,7 @@ class Pad:
         return -(-longest // self.multiple) * self.multiple if self.to is None else self.to
 
     def value_of(self, name: str) -> float:
-        """What is put after the end of one field."""
+        """Return what is put after the end of one field."""
         return self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
 
 
@@ -401,7 +403,7 @@ Ragged: TypeAlias = "str | Pad"
 
 
 def too_long(name: str, number: int, length: int, to: int) -> RecordError:
-    """The error for a record that does not fit the length that batches are padded to."""
+    """Return the error for a record that does not fit the length that batches are padded to."""
     return RecordError(
         f"field {name!r} of sample {number} has {length} steps, ragged=Pad(to={to}) leaves room for {to}. "
         f"Give at least Pad(to={length}), or leave such samples out with indices="
@@ -409,7 +411,7 @@ def too_long(name: str, number: int, length: int, to: int) -> RecordError:
 
 
 def pad(tensors: Sequence[Tensor], length: int, value: float = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Records side by side.
+    """Return the records side by side.
 
     Returns:
         `(B, length, *step)`; lengths `(B,)` int64; and a mask `(B, length)` that is True at what is real.
@@ -418,17 +420,17 @@ def pad(tensors: Sequence[Tensor], length: int, value: float = 0) -> tuple[Tenso
     sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
     out = first.new_full((len(tensors), length, *first.shape[1:]), value)
     own = np.arange(int(sizes.sum())) + np.repeat(np.arange(len(sizes)) * length - _starts(sizes)[:-1], sizes)
-    lengths = sent(sizes, first.device)
+    lengths = to_device(sizes, first.device)
     # One copy by index: a copy for each record would be a kernel for each on a GPU.
-    out.view(-1, *first.shape[1:]).index_copy_(0, sent(own, first.device), torch.cat([*tensors]))
+    out.view(-1, *first.shape[1:]).index_copy_(0, to_device(own, first.device), torch.cat([*tensors]))
     mask = torch.arange(length, device=first.device)[None, :] < lengths[:, None]
     return out, lengths, mask
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Records one after another, and where each begins: `(B + 1,)` int64, the total last."""
+    """Return the records one after another, and where each begins: `(B + 1,)` int64, the total last."""
     sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
-    return torch.cat([*tensors]), sent(_starts(sizes), tensors[0].device)
+    return torch.cat([*tensors]), to_device(_starts(sizes), tensors[0].device)
 
 
 def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -509,7 +511,7 @@ def make_joiner(
     )
 
 
-def check_lengths(join: Joiner, cache: Cache, places: Places) -> None:
+def check_lengths(join: Joiner, cache: Cache, table: RecordTable) -> None:
     """Refuse records that are longer than batches are padded to, before any is read.
 
     Raises:
@@ -518,10 +520,10 @@ def check_lengths(join: Joiner, cache: Cache, places: Places) -> None:
     if join.pad is None or join.pad.to is None:
         return
     for name in (output.name for output in join.outputs if output.ragged):
-        lengths = places.of_all(cache.lengths(name))
+        lengths = table.of_all(cache.lengths(name))
         longest = int(np.argmax(lengths)) if len(lengths) else 0
         if len(lengths) and lengths[longest] > join.pad.to:
-            raise too_long(name, int(places.numbers[longest]), int(lengths[longest]), join.pad.to)
+            raise too_long(name, int(table.indices[longest]), int(lengths[longest]), join.pad.to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -593,7 +595,7 @@ class Joiner:
             made[name], made[name + MASK] = self._padded(name, tensors, range(axes))
 
     def _padded(self, name: str, tensors: Sequence[Tensor], varying: range) -> tuple[Tensor, Tensor]:
-        """One tensor of tensors that differ along the axes `varying`, padded, and a mask of what is real."""
+        """Return tensors that differ along the axes `varying` as one, padded, and a mask of what is real."""
         assert self.pad is not None
         first, axes = tensors[0], varying.stop
         most = [
@@ -660,15 +662,15 @@ class Joiner:
     def _tell_apart(self, nodes: dict[str, Any], counts: list[int], device: torch.device) -> None:
         sizes = np.array(counts, np.int64)
         if self.pack:
-            nodes[POINTS + OFFSETS] = sent(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), device)
-            nodes[POINTS + BATCH] = sent(np.repeat(np.arange(len(sizes)), sizes), device)
+            nodes[POINTS + OFFSETS] = to_device(_starts(sizes), device)
+            nodes[POINTS + BATCH] = to_device(np.repeat(np.arange(len(sizes)), sizes), device)
         elif self.pad is not None:
             length = self.pad.length(max(counts))
-            nodes[POINTS + LENGTHS] = sent(sizes, device)
-            nodes[POINTS + MASK] = sent(np.arange(length)[None] < sizes[:, None], device)
+            nodes[POINTS + LENGTHS] = to_device(sizes, device)
+            nodes[POINTS + MASK] = to_device(np.arange(length)[None] < sizes[:, None], device)
 
 
 def _shifted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Numbers of points within each record as numbers of points of the batch."""
+    """Return the numbers of points within each record as numbers of points of the batch."""
     before = np.cumsum([0, *counts[:-1]]).tolist()
     return [tensor + first for tensor, first in zip(tensors, before, strict=True)]

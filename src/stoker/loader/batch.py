@@ -1,4 +1,4 @@
-"""What a loader hands out: whole records, or windows cut from trajectories."""
+"""Define what a loader hands out: whole records, or windows cut from trajectories."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATES = (Role.Z0, Role.Z1, Role.FUTURE)
 
 
 class RecordBatch(dict[str, Any]):
-    """One batch of whole records: `{field: (B, *shape)}` and `index`, the sample numbers, `(B,)` int64.
+    """One batch of whole records: `{field: (B, *shape)}` and `index`, the sample indices, `(B,)` int64.
 
     A field of varying length is a list of B tensors. The memory is the batch's own: nothing that was handed
     out is ever written to again, except in a loader made with `static=True`.
@@ -52,7 +52,7 @@ class RecordBatch(dict[str, Any]):
     __slots__ = ("position",)
 
     position: tuple[int, int]
-    """Epoch and example at which a loader goes on after this batch: `loader.state_dict(batch.position)`."""
+    """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
 
 
 class WindowBatch(NamedTuple):
@@ -71,9 +71,9 @@ class WindowBatch(NamedTuple):
     own axes, at least `(B, N, C)`: `<name>0` at z0 and `<name>1` at z1; see `input_fields`. `future_mask`,
     where horizons are drawn, is `(B, horizon - 1, 1)` bool."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
-    """Sample number and start, `(B, 2)` int64."""
+    """Sample index and start, `(B, 2)` int64."""
     position: tuple[int, int]
-    """Epoch and example at which a loader goes on after this batch: `loader.state_dict(batch.position)`."""
+    """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
 
     @property
     def input_fields(self) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class TaskBatch(NamedTuple):
     cond: dict[str, Tensor]
     """The conditions of all caches by name, sorted, `(B, C)`; zeros where a cache has none of that name."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
-    """Sample number in its own cache, and start, `(B, 2)` int64."""
+    """Sample index in its own cache, and start, `(B, 2)` int64."""
     position: tuple[int, int]
     task: str | None
     """Name of the cache that every example is from; None: they are from several, see `tasks`."""
@@ -102,7 +102,7 @@ class TaskBatch(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Memory for large batches: reused when nobody refers to it any more, else fresh.
+# Memory for large batches: reused when nothing refers to it any more, else fresh.
 #
 # A fresh large tensor is bound by page faults (1.95 against 5.97 GB/s reused, measured on 38 MiB batches),
 # so reuse pays; but a batch that somebody still holds must never be written to. The storage's own use count
@@ -118,16 +118,17 @@ KEPT = 8
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # pyright: ignore[reportPrivateUsage]
 
 
-def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """An ordinary empty tensor whatever mode the caller is in: for what is written to again in other modes,
-    and by threads.
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return an ordinary empty tensor whatever mode the caller is in.
+
+    For memory that is written to again in other modes, and by threads.
     """
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device or "cpu")
 
 
-def sent(values: Any, device: torch.device) -> Tensor:
-    """Numbers as a tensor on `device`; page-locked first, so that nothing waits for a GPU that is at work."""
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """Return the numbers as a tensor on `device`; page-locked first, so that nothing waits for a busy GPU."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -144,7 +145,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self) -> Tensor:
-        """A tensor nobody else refers to, `shape`, content undefined."""
+        """Return a tensor that nothing else refers to, `shape`, content undefined."""
         with self._lock:
             return self._take()
 
@@ -154,7 +155,7 @@ class Buffers:
             # Memory that was moved to another process has no count that tells.
             if _references(tensor) == alone and not tensor.is_shared():
                 return tensor.view(self._shape)
-        tensor = lasting(self._shape, self._dtype)
+        tensor = allocate(self._shape, self._dtype)
         if _use_count is not None:
             if len(self._kept) == KEPT:
                 del self._kept[0]  # somebody keeps batches for good; their memory is theirs
@@ -165,7 +166,7 @@ class Buffers:
 def _references(tensor: Tensor) -> tuple[int, int]:
     """Tensors over the storage, and references to the one Python object that stands for it.
 
-    Both are compared with what they were when nobody else had the tensor, since versions of torch differ in
+    Both are compared with their values when nothing else referred to the tensor: versions of torch differ in
     whether that object counts as a tensor does.
     """
     storage: Any = tensor.untyped_storage()
@@ -192,6 +193,6 @@ class PointBatch(NamedTuple):
     Padded: `points.mask (B, N)` and `points.lengths (B,)`. Packed: `points.offsets (B + 1,)`, `points.batch
     (S,)`, and edges and cells number the points of the batch."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - as in WindowBatch
-    """Sample number and start, `(B, 2)` int64."""
+    """Sample index and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""

@@ -1,4 +1,4 @@
-"""From positions to rows, many batches at a time and ahead of need.
+"""Turn positions into rows, many batches at a time and ahead of need.
 
 A chunk holds, for up to `CHUNK_EXAMPLES` consecutive examples of one rank, which record and which start each
 one is. The next chunks are made by a thread while this one is served, those of several short epochs in one
@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.loader.order import Ids, Order, RankShare
-    from stoker.loader.places import Cuts, Places
+    from stoker.loader.records import Cuts, RecordTable
     from stoker.loader.tiers import Memory
     from stoker.loader.windows import Examples
     from stoker.monitor.meter import StallMeter
@@ -46,7 +46,7 @@ interpreter's lock that the serving thread waits for, cost more than what they c
 
 Source: `benchmarks/serve_memory.py`, W1 and W2t, 2 cores.
 """
-ORDER_DEADLINE_S = 600.0
+ORDER_TIMEOUT_S = 600.0
 """Seconds to wait for an order that is being made; 2^27 examples take 4 s on one core."""
 
 
@@ -70,7 +70,7 @@ class Span:
     """Position after each batch, where they are not one `step` apart: some examples were passed over."""
 
     def positions(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Where a loader goes on after each of `count` batches from the `first` on."""
+        """Return where a loader resumes after each of `count` batches from the `first` on."""
         begin = self.position + (first + 1) * self.step
         ends = self.ends[first : first + count] or [begin + i * self.step for i in range(count)]
         after = [(self.epoch, end) for end in ends]
@@ -87,17 +87,31 @@ class Chunk:
     examples: Any
     """Example numbers, `(n,)` int64."""
     records: Any
-    """Places in `Places`, `(n,)` int64."""
+    """Places in `RecordTable`, `(n,)` int64."""
     starts: Any
     """First step of each window, `(n,)` int64; 0 for whole records."""
     index: Tensor
-    """What batches hand out as `index`: `(n,)` sample numbers, or `(n, 2)` with starts."""
+    """What batches hand out as `index`: `(n,)` sample indices, or `(n, 2)` with starts."""
     rows: Mapping[str, Any] | None
     """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
     memory: Callable[[], Memory | None] | None
     """Gives the memory that `rows` are of while it is there; another one may serve by now."""
-    source: tuple[Cache, Places] | None = None
+    source: tuple[Cache, RecordTable] | None = None
     """What `records` are places in, while the cache is being filled; None: the loader's own."""
+
+
+class ColumnStrip(NamedTuple):
+    """Consecutive batches of a chunk as columns: per output, and last for `index`, the values by batch."""
+
+    columns: list[Iterable[Any]]
+    number: int
+    """Place of the first of them among the batches of the chunk."""
+    batch_count: int
+    """How many."""
+    tier: str
+    """The slowest tier that was read."""
+    transformed: int = 0
+    """How many of the loader's first transforms are done already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +121,8 @@ class Locator:
     examples: Examples
     first: Any
     """`examples.first` on the device."""
-    numbers: Any
-    """Sample number of each record, on the device."""
+    indices: Any
+    """Sample index of each record, on the device."""
     windowed: bool
     step_lengths: Mapping[str, int]
     """Steps per record behind each index of a fixed field with time."""
@@ -120,17 +134,17 @@ class Locator:
     """How windows are cut from fields whose steps are many rows; None: they are not."""
 
     def extent(self, field: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First row within the record, and number of rows, that examples take of a ragged field."""
-        own = host(records)
+        """Return the first row in the record, and the number of rows, that examples take of a field."""
+        own = to_host(records)
         if self.cuts is not None and field in self.cuts.rows:
             rows = self.cuts.rows[field][own]
-            return host(starts) * rows, self.cuts.steps * rows
+            return to_host(starts) * rows, self.cuts.steps * rows
         return np.zeros(len(own), np.int64), self.lengths[field][own]
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
         """Records, starts and `index` of examples, as in `Chunk`."""
         records, starts = self.examples.locate(examples, self.first)
-        numbers = self.numbers[records]
+        numbers = self.indices[records]
         index = _tensor(numbers)
         if self.windowed:
             both = torch.empty((len(index), 2), dtype=torch.int64, device=index.device)
@@ -139,7 +153,7 @@ class Locator:
         return records, starts, index
 
     def rows(self, memory: Memory, records: Any, starts: Any) -> dict[str, Any]:
-        """Rows of examples in `memory`, per kind of index; ragged whole records stay numpy."""
+        """Return the rows of examples in `memory`, per kind of index; ragged whole records stay numpy."""
         own = memory.rows[records]
         rows: dict[str, Any] = {RECORD: _tensor(own)}
         for name, length in self.step_lengths.items():
@@ -147,7 +161,7 @@ class Locator:
         for name, table in memory.steps.items():
             if name in self.ragged:
                 first, rows[f"lengths:{name}"] = self.extent(name, records, starts)
-                rows[f"starts:{name}"] = host(table[records]) + first
+                rows[f"starts:{name}"] = to_host(table[records]) + first
             else:
                 rows[f"steps:{name}"] = _tensor(table[records] + starts)
         return rows
@@ -163,8 +177,9 @@ class Chunks:
         locator: Locator,
         device: torch.device,
         serving: Callable[[], Memory | None],
+        meter: StallMeter | None = None,
     ) -> None:
-        """`serving` gives the memory that batches come from, None while they come from elsewhere."""
+        """`serving` gives the memory that batches come from; None while they come from another tier."""
         self._order = order
         self._share = share
         self._locator = locator
@@ -175,12 +190,12 @@ class Chunks:
         # A GPU makes an order in no time, and must make it in the stream that the caller works in.
         self._pool = Pool(2, "stoker-order") if device.type == "cpu" else None
         self._made: deque[Chunk] = deque()
-        self._ahead: tuple[Span, Ticket[list[Chunk]]] | None = None
+        self._prefetched: tuple[Span, Ticket[list[Chunk]]] | None = None
         self._at_once = 1
-        self.meter: StallMeter | None = None
+        self._meter = meter
 
     def spans(self, epoch: int, position: int) -> Iterator[Span]:
-        """How the rest of an epoch is cut into chunks; the short last batch is one by itself."""
+        """Yield how the rest of an epoch is cut into chunks; the short last batch is one of its own."""
         share = self._share
         most = CHUNK_EXAMPLES if self._device.type == "cpu" else DEVICE_CHUNK_EXAMPLES
         per_chunk = max(1, most // share.batch_size)
@@ -203,16 +218,16 @@ class Chunks:
             )
 
     def of(self, epoch: int, position: int) -> Iterator[Chunk]:
-        """The chunks of the rest of an epoch."""
+        """Yield the chunks of the rest of an epoch."""
         for span in self.spans(epoch, position):
             begin = perf_counter()
             chunk = self._take(span)
-            if self.meter is not None:
-                self.meter.spent("wait", perf_counter() - begin)
-            if self._ahead is None and self._pool is not None:
+            if self._meter is not None:
+                self._meter.spent("wait", perf_counter() - begin)
+            if self._prefetched is None and self._pool is not None:
                 following = self._following(self._made[-1].span if self._made else span)
                 if following:
-                    self._ahead = (following[0], self._pool.submit(partial(self._make, following)))
+                    self._prefetched = (following[0], self._pool.submit(partial(self._make, following)))
             middle = self._order.positions // 2 - span.position
             long = self._order.positions > CHUNK_EXAMPLES
             if long and self._pool is not None and middle in range(span.batches * span.step):
@@ -221,11 +236,11 @@ class Chunks:
             yield chunk
 
     def order(self, epoch: int) -> Ids:
-        """The order of an epoch, which is kept for whoever serves it."""
+        """Return the order of an epoch, which is kept for all that serve it."""
         return self._ids([epoch])[epoch]
 
     def _following(self, span: Span) -> list[Span]:
-        """The spans after `span` that are made in one piece of work, also those of later epochs."""
+        """Return the spans after `span` that are made in one piece of work, also those of later epochs."""
         epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES
         rest = iter(()) if span.last else self.spans(epoch, span.position + span.batches * span.step)
         while True:
@@ -240,19 +255,19 @@ class Chunks:
             rest = self.spans(epoch, 0)
 
     def _take(self, span: Span) -> Chunk:
-        if not self._made and self._ahead is not None and self._ahead[0] == span:
-            self._made.extend(self._ahead[1].result(ORDER_DEADLINE_S, "making the order of examples"))
-            self._ahead = None
-            # Only who goes on from one chunk to the next gets ever more of them at once.
+        if not self._made and self._prefetched is not None and self._prefetched[0] == span:
+            self._made.extend(self._prefetched[1].result(ORDER_TIMEOUT_S, "making the order of examples"))
+            self._prefetched = None
+            # Only a reader that continues from one chunk to the next gets ever more of them at once.
             self._at_once = min(CHUNKS_AT_ONCE, 2 * self._at_once)
         if self._made and self._made[0].span == span:
             return self._made.popleft()
         self._made.clear()
-        self._ahead, self._at_once = None, 1
+        self._prefetched, self._at_once = None, 1
         return self._make([span])[0]
 
     def _make(self, spans: Sequence[Span]) -> list[Chunk]:
-        """Chunks of consecutive spans, all arrays in one go."""
+        """Return the chunks of consecutive spans, all arrays in one go."""
         orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
         parts = [
             self._share.take_tail(orders[span.epoch], span.position)
@@ -293,13 +308,13 @@ class Chunks:
             return self._orders
 
 
-def host(values: Any) -> NDArray[np.int64]:
-    """The same numbers as a numpy array, wherever they are."""
+def to_host(values: Any) -> NDArray[np.int64]:
+    """Return the same numbers as a numpy array, wherever they are."""
     return values.cpu().numpy() if isinstance(values, Tensor) else values
 
 
 def _tensor(values: Any) -> Tensor:
-    """The same numbers as a tensor where they are, whatever torch's default device is."""
+    """Return the same numbers as a tensor where they are, whatever torch's default device is."""
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 

@@ -1,4 +1,4 @@
-"""Batches whose records are not all in memory: positional reads by a few threads, verified, a batch ahead.
+"""Make batches whose records are not all in memory: verified positional reads, a batch ahead.
 
 Each example is read straight into its place in the batch; what is in a memory already is gathered from there,
 so that a batch may draw from several tiers. Reads have a deadline: storage that does not answer costs a
@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, lasting
-from stoker.loader.chunks import RECORD, Chunk, Locator, host
-from stoker.loader.gather import STRIP_BATCHES, RaggedGather, twin_for, view_for
+from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
+from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, to_host
+from stoker.loader.gather import STRIP_BATCHES, RaggedGather, make_converter, view_for
 from stoker.loader.outputs import OutputSpec, StepRun, plan_runs
 from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
@@ -34,7 +34,7 @@ from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
     from stoker.loader.options import Options
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.monitor.meter import StallMeter
     from stoker.schema import Schema
     from stoker.store import Cache, Shard
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 
 ADVISED = hasattr(os, "posix_fadvise")
-"""Whether the system can be told what is about to be read."""
+"""True if the system can be told what is about to be read."""
 ALONE_FROM_BYTES = 64 * KIB
 """Reads from this size on are cheap enough one by one. What the system reads beyond them, guessing from what
-lies in the page cache around, made batches up to twice as long.
+is in the page cache around them, made batches up to twice as long.
 
 Source: docs/design/026-plan-against-measured.md.
 """
@@ -80,7 +80,7 @@ class ReadRequest:
 
 
 class RecordRead:
-    """Whole records of one field that lie next to each other on disk."""
+    """Whole records of one field that are neighbours on disk."""
 
     __slots__ = ("_bytes", "_field", "_first", "_outs", "_shard")
 
@@ -149,32 +149,7 @@ class StepRead:
         return self._shard.advice(*extent)
 
 
-class RaggedRead:
-    """Consecutive rows of one record of a ragged field."""
-
-    __slots__ = ("_field", "_first", "_out", "_row", "_shard", "_stop")
-
-    def __init__(
-        self, shard: Shard, field: str, row: int, extent: tuple[int, int], out: memoryview[Any]
-    ) -> None:
-        """`extent`: the first of the rows, and how many."""
-        self._shard, self._field, self._row, self._out = shard, shard.fields[field], row, out
-        self._first, self._stop = extent[0], sum(extent)
-
-    def read(self, verify: Verify, *, wait: bool) -> bool:
-        """As `RecordRead.read`."""
-        data = self._field.steps(self._row, self._first, self._stop, verify, wait=wait)
-        if data is None:
-            return False
-        self._out[:] = data
-        return True
-
-    def extent(self, verify: Verify) -> tuple[int, int, int]:
-        """As `RecordRead.extent`."""
-        return self._shard.fileno(), *self._field.extent(self._row, self._first, self._stop, verify)
-
-
-class Pieces:
+class PieceReader:
     """Reads pieces of batches of these outputs; safe to use from several threads."""
 
     def __init__(self, schema: Schema, outputs: tuple[OutputSpec, ...], threads: int) -> None:
@@ -198,27 +173,24 @@ class Pieces:
         Raises:
             CorruptError: A record's bytes do not match their checksums.
         """
-        own = wanted.shard[piece]
-        begins = np.flatnonzero(np.diff(own, prepend=-1))[:: self._at_once]
-        return sum(self._read(cache, some, wanted, verify) for some in np.split(piece, begins[1:]))
-
-    def _read(self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest, verify: Verify) -> int:
-        """The same for a piece of few enough shards to have all of them open."""
-        later = [read for read in self._reads(cache, piece, wanted) if not read.read(verify, wait=False)]
-        if ADVISED:
+        waited, begins = 0, np.flatnonzero(np.diff(wanted.shard[piece], prepend=-1))[:: self._at_once]
+        for some in np.split(piece, begins[1:]):  # of few enough shards to have all of them open
+            later = [read for read in self._reads(cache, some, wanted) if not read.read(verify, wait=False)]
+            if ADVISED:
+                for read in later:
+                    with suppress(OSError):  # a file system that takes no advice is read all the same
+                        os.posix_fadvise(*read.extent(verify), os.POSIX_FADV_WILLNEED)
             for read in later:
-                with suppress(OSError):  # a file system that takes no advice is read all the same
-                    os.posix_fadvise(*read.extent(verify), os.POSIX_FADV_WILLNEED)
-        for read in later:
-            read.read(verify, wait=True)
-        return len(later)
+                read.read(verify, wait=True)
+            waited += len(later)
+        return waited
 
     def _reads(
         self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest
-    ) -> list[RecordRead | StepRead | RaggedRead]:
+    ) -> list[RecordRead | StepRead]:
         shards = wanted.shard[piece].tolist()
         rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
-        found: list[RecordRead | StepRead | RaggedRead] = []
+        found: list[RecordRead | StepRead] = []
         shard, last = None, -1
         open_rows: dict[int, RecordRead] = {}
         for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
@@ -240,14 +212,16 @@ class Pieces:
             found += [StepRead(shard, row, start, run, wanted.spaces, j) for run in self._runs]
         return found
 
-    def _cut(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> RaggedRead:
-        """What reads the rows that the batch's example `j` takes of output `i`."""
+    def _cut(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> StepRead:
+        """Return what reads the rows that the batch's example `j` takes of output `i`."""
         output, (first, count) = self._outputs[i], (int(values[j]) for values in wanted.cuts[i])
         wanted.values[i][j] = torch.empty((count, *output.row_shape), dtype=output.dtype, device="cpu")
-        return RaggedRead(shard, output.field, row, (first, count), bytes_of(wanted.values[i][j]))
+        space = bytes_of(wanted.values[i][j])
+        run = StepRun(field=output.field, first=0, stop=count, targets=((0, 0, 0, 0, len(space)),))
+        return StepRead(shard, row, first, run, [space], 0)
 
     def _place(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> memoryview[Any]:
-        """Where output `i` of the batch's example `j` belongs, which is a record."""
+        """Return where output `i` of the batch's example `j` belongs, which is a record."""
         output, space = self._outputs[i], wanted.spaces[i]
         if space is not None:
             size = self._sizes[i]
@@ -265,9 +239,9 @@ Source: `benchmarks/serve_disk.py`, and docs/design/028-verify-on-read.md.
 """
 PIECE_BYTES = MIB
 """Bytes of a batch that are worth a thread of their own while all comes from the page cache."""
-READ_DEADLINE_S = 60.0
+READ_TIMEOUT_S = 60.0
 """Seconds that a batch may take to be read."""
-MAX_AHEAD = 4
+MAX_PREFETCH = 4
 """Batches read ahead at most; it starts with one, and one more whenever a batch was not ready in time."""
 
 
@@ -284,8 +258,28 @@ class PendingBatch:
     """Copies the examples that are in a memory, where nothing has to be read; else a ticket does."""
 
     def ready(self) -> bool:
-        """Whether every read has ended."""
+        """Return whether every read has ended."""
         return all(ticket.done() for ticket in self.tickets)
+
+
+class FieldViews:
+    """The views that outputs are gathered from, kept for the last memory that was asked for."""
+
+    def __init__(self, schema: Schema, outputs: tuple[OutputSpec, ...]) -> None:
+        self._schema, self._outputs = schema, outputs
+        self._kept: tuple[Memory, list[Tensor]] | None = None
+
+    def of(self, memory: Memory) -> list[Tensor]:
+        """Return a view of this memory for each output."""
+        if self._kept is None or self._kept[0] is not memory:
+            views = [view_for(o, self._schema[o.field], memory.sources[o.field]) for o in self._outputs]
+            self._kept = (memory, views)
+        return self._kept[1]
+
+    def forget(self, memory: Memory | None) -> None:
+        """Refer to no memory but this one."""
+        if self._kept is not None and self._kept[0] is not memory:
+            self._kept = None
 
 
 class DiskBatches:
@@ -294,7 +288,7 @@ class DiskBatches:
     def __init__(
         self,
         cache: Cache,
-        places: Places,
+        table: RecordTable,
         outputs: tuple[OutputSpec, ...],
         locator: Locator,
         memory: Callable[[], Memory | None],
@@ -304,48 +298,52 @@ class DiskBatches:
         `timeout_s` of a batch, `verify` and `meter`.
         """
         self._cache = cache
-        self._places = places
+        self._table = table
         self._outputs = outputs
         self._locator = locator
         self._memory = memory
-        self._deadline_s = options.timeout_s or READ_DEADLINE_S
+        self._timeout_s = options.timeout_s or READ_TIMEOUT_S
         self._verify: Verify = options.verify
         self._pool = Pool(READ_THREADS, "stoker-read")
-        self._ahead = 1
+        self._depth = 1
         self._waits = True
-        """Whether the last batch that was read had to wait for storage."""
+        """True if the last batch that was read had to wait for storage."""
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self._meter = options.meter
         self.fetching_s: Callable[[], float] | None = None
         """Gives the seconds that reads have waited for an object store so far; None: the files are here."""
         self._fetching_s = 0.0
-        self._pieces = Pieces(cache.recipe.columns, outputs, READ_THREADS)
-        self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
-        self._views: tuple[Memory, list[Tensor]] | None = None
+        self._pieces = PieceReader(cache.recipe.columns, outputs, READ_THREADS)
+        self._converters = [make_converter(output, torch.device("cpu")) for output in outputs]
+        self._views = FieldViews(cache.recipe.columns, outputs)
         cut = {} if locator.cuts is None else locator.cuts.rows
         self._cut = [(i, output.field) for i, output in enumerate(outputs) if output.field in cut]
 
-    def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
-        """Values per output, then `index`, of each batch of the chunk from the `first` on.
+    def strips(self, chunk: Chunk) -> Iterator[ColumnStrip]:
+        """Yield the batches of a chunk, one at a time, the next ones being read meanwhile.
 
         Raises:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: A batch was not read in time.
         """
         line: deque[PendingBatch] = deque()
-        following, size = first, chunk.span.batch
-        for current in range(first, chunk.span.batches):
-            while following < chunk.span.batches and following <= current + self._ahead:
+        following, size = 0, chunk.span.batch
+        for current in range(chunk.span.batches):
+            while following < chunk.span.batches and following <= current + self._depth:
                 own = slice(following * size, (following + 1) * size)
                 values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
-                records, starts = host(chunk.records[own]), host(chunk.starts[own])
+                records, starts = to_host(chunk.records[own]), to_host(chunk.starts[own])
                 line.append(self.begin(records, starts, chunk.index[own], values, chunk.source))
                 following += 1
             pending = line.popleft()
-            if not pending.ready() and current > first:
-                self._ahead = min(MAX_AHEAD, self._ahead + 1)
-            yield self._finish(pending)
+            if not pending.ready() and current:
+                self._depth = min(MAX_PREFETCH, self._depth + 1)
+            values = self.finish(pending, self._meter)
+            for i, (output, convert) in enumerate(zip(self._outputs, self._converters, strict=True)):
+                if convert is not None:
+                    values[i] = [*map(convert, values[i])] if output.ragged else convert(values[i])
+            yield ColumnStrip([*([value] for value in values), [pending.index]], current, 1, "disk")
 
     def begin(
         self,
@@ -353,13 +351,13 @@ class DiskBatches:
         starts: NDArray[np.int64],
         index: Tensor,
         values: list[Any],
-        source: tuple[Cache, Places] | None = None,
+        source: tuple[Cache, RecordTable] | None = None,
     ) -> PendingBatch:
         """Begin to read some examples into `values`: per output a contiguous CPU tensor `(n, *shape)`, or a
         list of n for a ragged one. `source` is as in `Chunk`.
         """
-        cache, places = source or (self._cache, self._places)
-        shard, row = places.shard[records], places.row[records]
+        cache, table = source or (self._cache, self._table)
+        shard, row = table.shard[records], table.row[records]
         memory, rest = self._memory(), np.ones(len(records), dtype=np.bool_)
         if memory is not None:
             rest = np.frombuffer(memory.ready, dtype=np.uint8)[shard] != 1
@@ -375,9 +373,9 @@ class DiskBatches:
         ]
         gather = None
         if memory is not None and len(missing) < len(records):
-            own, views = np.flatnonzero(~rest), self._views_of(memory)
+            own, views = np.flatnonzero(~rest), self._views.of(memory)
             gather = partial(self._gather, memory, views, own, records[own], starts[own], values)
-            if tickets:  # the step goes on meanwhile
+            if tickets:  # the step runs meanwhile
                 tickets.append(self._pool.submit(gather))
                 gather = None
         return PendingBatch(index=index, values=values, tickets=tickets, gather=gather)
@@ -387,29 +385,21 @@ class DiskBatches:
             return [None] * size
         shape = (size, *output.shape)
         if size * output.example_bytes < REUSE_FROM_BYTES:
-            return lasting(shape, output.dtype)  # threads fill it, whatever mode the caller is in
+            return allocate(shape, output.dtype)  # threads fill it, whatever mode the caller is in
         key = (str(number), size)
         if key not in self._buffers:
             self._buffers[key] = Buffers(shape, output.dtype)
         return self._buffers[key].take()
 
     def _count(self, examples: int) -> int:
-        """How many threads shall read so many examples."""
+        """Return how many threads read so many examples."""
         sized = not any(output.ragged for output in self._outputs)
         if self._waits or not sized:
             return min(READ_THREADS, max(1, examples // 4))
         return min(READ_THREADS, max(1, examples * self._example_bytes // PIECE_BYTES))
 
-    def _finish(self, pending: PendingBatch) -> list[Any]:
-        values = self.finish(pending, self._meter)
-        for i, output in enumerate(self._outputs):
-            twin = self._twins[i]
-            if twin is not None:
-                values[i] = [twin(value) for value in values[i]] if output.ragged else twin(values[i])
-        return [*values, pending.index]
-
     def finish(self, pending: PendingBatch, meter: StallMeter | None = None) -> list[Any]:
-        """The values that `begin` was given, filled; floats as they are stored.
+        """Return the values that `begin` was given, filled; floats as they are stored.
 
         Args:
             pending: What is being read.
@@ -423,7 +413,7 @@ class DiskBatches:
             pending.gather()
         begin = perf_counter()
         what = f"reading a batch of {self._cache.path}"
-        waited = [ticket.result(self._deadline_s, what) for ticket in pending.tickets]
+        waited = [ticket.result(self._timeout_s, what) for ticket in pending.tickets]
         if waited:
             self._waits = any(waited)
         if meter is not None:
@@ -465,15 +455,7 @@ class DiskBatches:
 
     def forget(self, memory: Memory | None) -> None:
         """Refer to no memory but this one."""
-        if self._views is not None and self._views[0] is not memory:
-            self._views = None
-
-    def _views_of(self, memory: Memory) -> list[Tensor]:
-        if self._views is None or self._views[0] is not memory:
-            schema = self._cache.recipe.columns
-            views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
-            self._views = (memory, views)
-        return self._views[1]
+        self._views.forget(memory)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -488,7 +470,7 @@ class DiskBatches:
 # costs what it costs where it is.
 #
 # In `block` order a group is a window of the order: only a few trajectories, each with many of its examples.
-# Then these are copied whole, which is fewer bytes than the steps that the examples take, and are on the
+# Then these are copied entirely, which is fewer bytes than the steps that the examples take, and are on the
 # device for as long as the window lasts: a window that slides through a set larger than the device.
 
 
@@ -496,10 +478,10 @@ GROUP_BYTES = 4 * MIB
 """Batches are made together up to this size: below it a copy to a GPU is bound by calls, not by bytes."""
 WINDOW_BYTES = 64 * MIB
 """Batches of one window of the order are made together up to this size."""
-MAX_GROUPS_AHEAD = 4
+MAX_GROUP_PREFETCH = 4
 """Groups made ahead at most; it starts with one, and one more whenever a group was not ready in time: copying
 has then taken longer than the steps."""
-WAIT_FACTOR = 2 * (MAX_GROUPS_AHEAD + 1)
+WAIT_FACTOR = 2 * (MAX_GROUP_PREFETCH + 1)
 """A group may wait for those before it, each of which has the time that a batch has to be read."""
 
 
@@ -529,74 +511,84 @@ class StagedGroup:
 class PartialBatches:
     """Makes batches on `device` out of its memory, host memory and disk. One per loader and process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the engine of a loader knows
         self,
         outputs: tuple[OutputSpec, ...],
         cache: Cache,
-        places: Places,
+        table: RecordTable,
         locator: Locator,
         disk: Callable[[tuple[OutputSpec, ...]], DiskBatches],
         device: torch.device,
+        *,
+        window: int,
+        most: Callable[[], int],
+        meter: StallMeter | None,
     ) -> None:
-        """`disk` makes what assembles rows of outputs in host memory; `locator` is one on the CPU."""
+        """Prepare to make batches; nothing is read yet.
+
+        Args:
+            outputs, cache, table: Of the loader.
+            locator: One on the CPU.
+            disk: Makes what assembles rows of outputs in host memory.
+            device: Where batches are wanted.
+            window: Positions of an epoch that draw from few records (`block` order); 0: no such windows.
+            most: Gives how many batches to make at once, at most.
+            meter: Told how long groups were waited for.
+        """
         self._outputs = outputs
-        self._twins = [twin_for(output, device) for output in outputs]
+        self._converters = [make_converter(output, device) for output in outputs]
         self._schema = cache.recipe.columns
-        self._places = places
+        self._table = table
         self._locator = locator
         self._disk = disk(outputs)
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._pool = Pool(1, "stoker-stage")
-        self._ahead = 1
-        self.meter: StallMeter | None = None
+        self._depth = 1
+        self._window, self._most, self._meter = window, most, meter
         self._example_bytes = sum(output.example_bytes for output in outputs)
-        self._views: tuple[Memory, list[Tensor]] | None = None
+        self._views = FieldViews(self._schema, outputs)
         self._whole = _whole_records(outputs, self._schema)
         self._record_bytes = sum(output.example_bytes for output in self._whole)
         self._disk_whole = disk(self._whole)
 
-    def strips(
-        self, chunk: Chunk, near: Memory | None, window: int, most: Callable[[], int]
-    ) -> Iterator[tuple[list[Iterable[Any]], int, str]]:
-        """The chunk's batches, some at a time: columns per output and `index`, how many batches, and the
-        slowest tier that was read.
+    def strips(self, chunk: Chunk, near: Memory | None) -> Iterator[ColumnStrip]:
+        """Yield the batches of a chunk, some at a time.
 
         Args:
             chunk: Which batches.
             near: The memory on the device; it may still be filling.
-            window: Positions of an epoch that draw from few records (`block` order); 0: there are none.
-            most: Gives how many batches to make at once, at most.
 
         Raises:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: A group was not there in time.
         """
         size, last = chunk.span.batch, chunk.span.batches
-        # The thread refers to no memory of the device, which can so be let go of while groups are ahead.
+        # The thread refers to no memory of the device, so that can be released while groups are prefetched.
         ready = None if near is None else near.ready
         line: deque[tuple[int, Ticket[StagedGroup]]] = deque()
-        following = 0
+        number = following = 0
         while following < last or line:
-            while following < last and len(line) <= self._ahead:
-                batches = min(most(), self._count(chunk, following, window))
+            while following < last and len(line) <= self._depth:
+                batches = min(self._most(), self._count(chunk, following))
                 own = slice(following * size, (following + batches) * size)
                 line.append((batches, self._pool.submit(partial(self._stage, chunk, own, ready))))
                 following += batches
             batches, ticket = line.popleft()
             if not ticket.done() and following > batches:
-                self._ahead = min(MAX_GROUPS_AHEAD, self._ahead + 1)
+                self._depth = min(MAX_GROUP_PREFETCH, self._depth + 1)
             begin = perf_counter()
-            group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
-            if self.meter is not None:
-                self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
+            group = ticket.result(READ_TIMEOUT_S * WAIT_FACTOR, "bringing a batch to the device")
+            if self._meter is not None:
+                self._meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
             columns = [_cut(value, size) for value in [*self._place(group, near), group.index]]
-            yield columns, batches, group.tier
+            yield ColumnStrip(columns, number, batches, group.tier)
+            number += batches
 
-    def _count(self, chunk: Chunk, number: int, window: int) -> int:
-        """How many batches from this one on make a good group."""
-        span = chunk.span
+    def _count(self, chunk: Chunk, number: int) -> int:
+        """Return how many batches from this one on make a good group."""
+        span, window = chunk.span, self._window
         batch_bytes = max(1, span.batch * self._example_bytes)
         count = min(STRIP_BATCHES, GROUP_BYTES // batch_bytes)
         if window:
@@ -608,38 +600,36 @@ class PartialBatches:
         """Bring what is not near to the device; in the thread of the pool."""
         begin_thread(self._device)
         with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
-            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], ready)
-
-    def _staged(
-        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, ready: bytearray | None
-    ) -> StagedGroup:
-        here = np.zeros(len(records), dtype=np.bool_)
-        if ready is not None:
-            here = np.frombuffer(ready, dtype=np.uint8)[self._places.shard[records]] == 1
-        where = np.flatnonzero(~here)
-        values, rows, read = self._far(records[where], starts[where], index)
-        tier = "disk" if read else "host" if len(where) else "device"
-        some = len(where) < len(records)
-        if some:  # the first one that is near stands in for those that are not
-            at = int(np.argmax(here))
-            records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
-        return StagedGroup(
-            records=self._located(records) if some else None,
-            starts=self._located(starts) if some else None,
-            far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
-            far_places=where.tolist(),
-            values=[self._over(value) for value in values],
-            rows=None if rows is None else {name: self._over(own) for name, own in rows.items()},
-            index=self._over(index),
-            tier=tier,
-            done=self._stream.record_event() if self._cuda else None,
-        )
+            index = chunk.index[own]
+            records, starts = to_host(chunk.records[own]), to_host(chunk.starts[own])
+            here = np.zeros(len(records), dtype=np.bool_)
+            if ready is not None:
+                here = np.frombuffer(ready, dtype=np.uint8)[self._table.shard[records]] == 1
+            where = np.flatnonzero(~here)
+            values, rows, read = self._far(records[where], starts[where], index)
+            tier = "disk" if read else "host" if len(where) else "device"
+            some = len(where) < len(records)
+            if some:  # the first one that is near stands in for those that are not
+                at = int(np.argmax(here))
+                records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
+            return StagedGroup(
+                records=self._located(records) if some else None,
+                starts=self._located(starts) if some else None,
+                far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
+                far_places=where.tolist(),
+                values=[self._over(value) for value in values],
+                rows=None if rows is None else {name: self._over(own) for name, own in rows.items()},
+                index=self._over(index),
+                tier=tier,
+                done=self._stream.record_event() if self._cuda else None,
+            )
 
     def _far(
         self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor
     ) -> tuple[list[Any], dict[str, Tensor] | None, bool]:
-        """Rows in host memory, or the records that they are cut from where those are fewer bytes: `values`
-        and `rows` of a group, and whether disk was read.
+        """Return `values` and `rows` of a group, and whether disk was read.
+
+        Those are rows in host memory, or the records that they are cut from where these are fewer bytes.
         """
         disk, outputs, rows = self._disk, self._outputs, None
         if self._whole and len(records) * self._example_bytes > self._record_bytes:
@@ -661,11 +651,11 @@ class PartialBatches:
         return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda, device="cpu")
 
     def _located(self, values: NDArray[np.int64]) -> Any:
-        """Records or starts where the rows of the device's memory are looked up."""
+        """Return the records or starts where the rows of the device's memory are looked up."""
         return self._over(torch.as_tensor(values, device="cpu")) if self._cuda else values
 
     def _over(self, value: Any) -> Any:
-        """The same on the device; page-locked first, so that the copy goes on by itself."""
+        """Return the same on the device; page-locked first, so that the copy runs without the caller."""
         if isinstance(value, list):
             return [self._over(one) for one in cast("list[Tensor]", value)]
         if not self._cuda:
@@ -674,7 +664,7 @@ class PartialBatches:
         return pinned.to(self._device, non_blocking=True)
 
     def _place(self, group: StagedGroup, near: Memory | None) -> list[Any]:
-        """Values per output, in order, on the device, as handed out."""
+        """Return the values per output, in order, on the device, as handed out."""
         if group.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(group.done)
@@ -684,14 +674,14 @@ class PartialBatches:
         far = group.values if group.rows is None else self._cut_out(group.values, group.rows)
         made = far if near is None or group.records is None else self._joined(group, near, far)
         return [
-            value if twin is None
-            else [twin(one) for one in value] if isinstance(value, list)
-            else twin(value)
-            for twin, value in zip(self._twins, made, strict=True)
+            value if converter is None
+            else [converter(one) for one in value] if isinstance(value, list)
+            else converter(value)
+            for converter, value in zip(self._converters, made, strict=True)
         ]  # fmt: skip
 
     def _cut_out(self, records: list[Tensor], rows: Mapping[str, Tensor]) -> list[Tensor]:
-        """Per output its rows of whole records."""
+        """Return per output its rows of whole records."""
         sources = {output.field: value for output, value in zip(self._whole, records, strict=True)}
         return [
             torch.index_select(
@@ -703,7 +693,7 @@ class PartialBatches:
     def _joined(self, group: StagedGroup, near: Memory, values: list[Any]) -> list[Any]:
         rows = self._locator.rows(near, group.records, group.starts)
         made: list[Any] = []
-        for output, view, far in zip(self._outputs, self._views_of(near), values, strict=True):
+        for output, view, far in zip(self._outputs, self._views.of(near), values, strict=True):
             if output.ragged:
                 found = RaggedGather(view, None)(
                     rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
@@ -719,20 +709,13 @@ class PartialBatches:
 
     def forget(self, near: Memory | None, host: Memory | None) -> None:
         """Refer to no memory but these: that of the host once groups made before have been read from it."""
-        if self._views is not None and self._views[0] is not near:
-            self._views = None
+        self._views.forget(near)
         for disk in (self._disk, self._disk_whole):  # both are used by the thread alone
             self._pool.submit(partial(disk.forget, host))
 
-    def _views_of(self, memory: Memory) -> list[Tensor]:
-        if self._views is None or self._views[0] is not memory:
-            views = [view_for(o, self._schema[o.field], memory.sources[o.field]) for o in self._outputs]
-            self._views = (memory, views)
-        return self._views[1]
-
 
 def _whole_records(outputs: tuple[OutputSpec, ...], schema: Schema) -> tuple[OutputSpec, ...]:
-    """The fields of windows as whole records; none where that is no gain or no tensor."""
+    """Return the fields of windows as whole records; none where that is no gain or no tensor."""
     fields = {output.field: schema[output.field] for output in outputs}
     if any(field.ragged for field in fields.values()) or all(o.index == RECORD for o in outputs):
         return ()
@@ -752,7 +735,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _cut(value: Any, size: int) -> Iterable[Any]:
-    """Batches of `size` rows."""
+    """Return the batches of `size` rows."""
     if isinstance(value, list):
         rows = cast("list[Tensor]", value)
         return [rows[begin : begin + size] for begin in range(0, len(rows), size)]

@@ -1,4 +1,4 @@
-"""The order of examples while a cache is being filled, and its chunks as their records become available.
+"""Order the examples of a cache that is being filled, and give its chunks as their records become available.
 
 Examples come in the order in which the cache is filled (`stoker.store.cache`): window after window of a few
 blocks, shuffled inside each. A window is served once every sample of it is settled, stored or quarantined, so
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.chunks import Chunk, Locator, Span
-from stoker.loader.order import Draws, Order, OrderKind, apportion, weighted
-from stoker.loader.places import Places, find_places, trajectory_lengths
+from stoker.loader.order import Draws, Order, OrderKind, apportion, make_draws
+from stoker.loader.records import RecordTable, as_indices, find_records, trajectory_lengths
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.cache import BLOCKS, fill_blocks
@@ -29,12 +29,11 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.loader.options import Options
-    from stoker.loader.order import Weights
     from stoker.store import Cache, Recipe
     from stoker.store.cache import BackgroundFill
 
 # ----------------------------------------------------------------------------------------------------------
-# The order of examples beside the filling of a cache: as it is filled, shuffled within windows of blocks.
+# The order of examples while a cache is filled: as it is filled, shuffled within windows of blocks.
 
 
 WINDOW_BLOCKS = 4
@@ -45,7 +44,7 @@ ROOM = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class FillWindow:
     """Records whose examples are shuffled together."""
 
     begin: int
@@ -57,50 +56,37 @@ class Window:
 
 
 class FillOrder:
-    """A pure function of recipe, samples, seed and epoch.
-
-    Args:
-        recipe: Of the cache.
-        windows, indices, weights, seed: Of the loader.
-        shuffled: False: by sample number.
+    """The order of examples as a cache is filled: a pure function of recipe, options and epoch.
 
     Raises:
-        ConfigError, MissingRecordError: `indices` are no sample numbers of it, or `weights` not one for each.
+        ConfigError, MissingRecordError: `indices` are not samples of it, or `weights` not one for each.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        windows: Windows | None,
-        indices: Sequence[int] | NDArray[Any] | None,
-        weights: Sequence[float] | NDArray[Any] | Weights | None,
-        *,
-        seed: int,
-        shuffled: bool,
-    ) -> None:
+    def __init__(self, recipe: Recipe, options: Options) -> None:
+        windows, weights = options.windows, options.weights
         self.kind = KIND
         """What the state keeps of it."""
-        self._seed, self._shuffled = seed, shuffled
-        self.numbers = _numbers(recipe, indices)
-        """Sample number of each record that is to be served, stored or not."""
+        self._seed, self._shuffled = options.seed, options.order != "sequential"
+        self.indices = _numbers(recipe, options.indices)
+        """Sample index of each record that is to be served, stored or not."""
         self.varying = windows is not None and recipe.schema[time_field(recipe.schema, windows.field)].ragged
         """How many examples a record has is known only once it is stored."""
-        self.examples = _examples(recipe, windows, len(self.numbers))
+        self.examples = _examples(recipe, windows, len(self.indices))
         self.per_record = self.examples.per_record
-        self.draws = None if weights is None else weighted(weights, self.places, self.examples)
+        self.draws = None if weights is None else make_draws(weights, self.table, self.examples)
         """What examples are drawn from by weight; None: each is served once."""
         self.windows = [*self._numbered(self._cut(fill_blocks(recipe)))]
 
     @property
-    def places(self) -> Places:
+    def table(self) -> RecordTable:
         """The records, none of them anywhere yet."""
-        none = np.full(len(self.numbers), -1, np.int32)
-        return Places(numbers=self.numbers, shard=none, row=none, chosen=None)
+        none = np.full(len(self.indices), -1, np.int32)
+        return RecordTable(indices=self.indices, shard=none, row=none, chosen=None)
 
     def served(
-        self, window: Window, epoch: int, counts: NDArray[np.int64]
+        self, window: FillWindow, epoch: int, counts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Examples of a window in the order of an epoch, and their positions in it.
+        """Return the examples of a window in the order of an epoch, and their positions in it.
 
         Args:
             counts: Examples of each of its records, 0 of one that is quarantined.
@@ -118,7 +104,7 @@ class FillOrder:
         return examples[here], window.begin + np.flatnonzero(here)
 
     def _drawn(
-        self, window: Window, epoch: int, here: NDArray[np.bool_]
+        self, window: FillWindow, epoch: int, here: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As many as the window has positions, by weight, of the records that are here; repeats occur."""
         assert self.draws is not None
@@ -137,7 +123,7 @@ class FillOrder:
         return window.slots[slot] * self.per_record + start, np.arange(window.begin, window.stop)
 
     def lost(self, gone: NDArray[np.bool_]) -> int:
-        """Positions to which nothing comes where these of its records are quarantined.
+        """Return the positions to which nothing comes where these of its records are quarantined.
 
         Of records of varying length none are counted: they have no examples that anybody knows of.
         """
@@ -149,18 +135,18 @@ class FillOrder:
         return sum(w.stop - w.begin for w in self.windows if not left[w.slots].any())
 
     def _cut(self, blocks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """The records of each window."""
+        """Return the records of each window."""
         if not self._shuffled:
-            slots = np.arange(len(self.numbers), dtype=np.int64)
+            slots = np.arange(len(self.indices), dtype=np.int64)
             return np.array_split(slots, BLOCKS // WINDOW_BLOCKS)
         by_start = np.argsort(blocks[:, 0])
-        rank = by_start[np.searchsorted(blocks[by_start, 0], self.numbers, side="right") - 1]
+        rank = by_start[np.searchsorted(blocks[by_start, 0], self.indices, side="right") - 1]
         slots = np.argsort(rank, kind="stable")
         windows = -(-len(blocks) // WINDOW_BLOCKS)
         return np.split(slots, np.searchsorted(rank[slots] // WINDOW_BLOCKS, np.arange(1, windows)))
 
-    def _numbered(self, pieces: Sequence[NDArray[np.int64]]) -> Iterator[Window]:
-        """Windows with their positions; of draws each has its part by the weight of its records."""
+    def _numbered(self, pieces: Sequence[NDArray[np.int64]]) -> Iterator[FillWindow]:
+        """Yield the windows with their positions; of draws each has its part by the weight of its records."""
         sizes = [len(piece) * self.per_record for piece in pieces]
         if self.draws is not None:
             mass = np.diff(self.draws.cumulative, prepend=0.0)
@@ -169,23 +155,21 @@ class FillOrder:
         begin = 0
         for piece, size in zip(pieces, sizes, strict=True):
             if size:
-                yield Window(begin=begin, stop=begin + size, slots=piece)
+                yield FillWindow(begin=begin, stop=begin + size, slots=piece)
             begin += size
 
 
 def _numbers(recipe: Recipe, indices: Sequence[int] | NDArray[Any] | None) -> NDArray[np.int64]:
     if indices is None:
         return np.arange(recipe.count, dtype=np.int64)
-    wanted = np.asarray(indices)
-    if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
-        raise ConfigError(f"indices must be a list of sample numbers, got {wanted.dtype} {wanted.shape}")
+    wanted = as_indices(indices)
     if len(wanted) == 0 or wanted.min() < 0 or wanted.max() >= recipe.count:
         raise MissingRecordError(f"indices= must name samples of the cache, from 0 to {recipe.count - 1}")
-    return wanted.astype(np.int64)
+    return wanted
 
 
 def _examples(recipe: Recipe, windows: Windows | None, records: int) -> Examples:
-    """Numbers of examples, with room for any length where lengths vary."""
+    """Return the numbers of examples, with room for any length where lengths vary."""
     if windows is None:
         return number_examples(None, records, None)
     field = recipe.schema[time_field(recipe.schema, windows.field)]
@@ -199,7 +183,7 @@ LOOK_S = 0.1
 """Between two looks at what is there by now."""
 
 
-class Arrivals:
+class FillChunks:
     """The chunks of a `FillOrder`, as their records become available. Stands where `Chunks` does."""
 
     def __init__(
@@ -212,11 +196,11 @@ class Arrivals:
         """`changed` is told of each new handle of the cache, and how many positions get no example."""
         self.order, self._options, self._changed = order, options, changed
         self._counted: dict[int, int] = {}
-        """Examples of the windows that were come to, by where these begin; where lengths vary."""
+        """Examples of each window so far, by where it begins; only where lengths vary."""
         self.locator = Locator(
             examples=order.examples,
             first=order.examples.first,
-            numbers=order.numbers,
+            indices=order.indices,
             windowed=options.windows is not None,
             step_lengths={},
             ragged=(),
@@ -244,7 +228,7 @@ class Arrivals:
         return at
 
     def of(self, epoch: int, position: int) -> Iterator[Chunk]:
-        """The chunks of the rest of an epoch, each once its records are stored.
+        """Yield the chunks of the rest of an epoch, each once its records are stored.
 
         Raises:
             StalledError: A window was not settled in time.
@@ -267,7 +251,7 @@ class Arrivals:
         self._await_verdict()
         self._check_counted()
 
-    def mended(self, cache: Cache) -> None:
+    def use_repaired(self, cache: Cache) -> None:
         """Serve from this handle, the same cache with records made again."""
         filling = cache.filling = self._cache.filling
         self._take(cache, self._settled)
@@ -277,7 +261,7 @@ class Arrivals:
     def _chunks(
         self, epoch: int, examples: NDArray[np.int64], positions: NDArray[np.int64], *, last: bool
     ) -> Iterator[Chunk]:
-        """Chunks of these examples; a short batch comes last, where that is wanted."""
+        """Yield the chunks of these examples; a short batch comes last, where that is wanted."""
         size = self._options.batch_size
         tail = 0 if self._options.drop_last else len(examples) % size
         whole = len(examples) // size
@@ -298,12 +282,12 @@ class Arrivals:
             yield self._located(span, examples[first:stop])
 
     def _located(self, span: Span, examples: NDArray[np.int64]) -> Chunk:
-        """The examples of a span, located in the cache as it is now."""
+        """Return the examples of a span, located in the cache as it is now."""
         slots, starts, index = self.locator.locate(examples)
-        numbers, records = np.unique(self.order.numbers[slots], return_inverse=True)
-        places = find_places(self._cache, numbers)
-        if len(places.numbers) != len(numbers):
-            lost = int(np.setdiff1d(numbers, places.numbers)[0])
+        numbers, records = np.unique(self.order.indices[slots], return_inverse=True)
+        table = find_records(self._cache, numbers)
+        if len(table.indices) != len(numbers):
+            lost = int(np.setdiff1d(numbers, table.indices)[0])
             raise MissingRecordError(
                 f"sample {lost} was stored and is quarantined now. Start the epoch again"
             )
@@ -315,7 +299,7 @@ class Arrivals:
             index=index,
             rows=None,
             memory=None,
-            source=(self._cache, places),
+            source=(self._cache, table),
         )
 
     def _await_verdict(self) -> None:
@@ -325,7 +309,7 @@ class Arrivals:
             StokerError: Filling failed.
         """
         filling = self._cache.filling
-        if filling is not None and bool((self._settled & ~self._here)[self.order.numbers].any()):
+        if filling is not None and bool((self._settled & ~self._here)[self.order.indices].any()):
             while not filling.done():
                 filling.wait(LOOK_S)
 
@@ -339,25 +323,25 @@ class Arrivals:
                 f"steps. Choose a smaller {arg('stride')} or {arg('horizon')}"
             )
 
-    def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Examples of a window that can be served, in the order of the epoch, and their positions."""
+    def _stored(self, window: FillWindow, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the examples of a window that can be served, in the order of the epoch, with positions."""
         begin = time.perf_counter()
-        self._await(self.order.numbers[window.slots])
+        self._await(self.order.indices[window.slots])
         if self._options.meter is not None:
             self._options.meter.spent("read", time.perf_counter() - begin)
-        counts = self._counts(self.order.numbers[window.slots])
+        counts = self._counts(self.order.indices[window.slots])
         if self.order.varying:
             self._counted[window.begin] = int(counts.sum())
         return self.order.served(window, epoch, counts)
 
     def _counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Examples of these samples, which are settled."""
+        """Return the examples of these samples, which are settled."""
         here, windows = self._here[numbers], self._options.windows
         counts = here.astype(np.int64)
         if windows is None or not self.order.varying:
             return counts * self.order.per_record
         if here.any():
-            lengths = trajectory_lengths(self._cache, find_places(self._cache, numbers[here]), windows)
+            lengths = trajectory_lengths(self._cache, find_records(self._cache, numbers[here]), windows)
             counts[here] = windows.counts(lengths)
         return counts
 
@@ -400,4 +384,4 @@ class Arrivals:
         self._cache, self._settled = cache, settled
         self._here = np.zeros(cache.recipe.count, np.bool_)
         self._here[cache.numbers] = True
-        self._changed(cache, self.order.lost((settled & ~self._here)[self.order.numbers]))
+        self._changed(cache, self.order.lost((settled & ~self._here)[self.order.indices]))

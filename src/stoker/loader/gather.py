@@ -1,4 +1,4 @@
-"""Batches from memory, at the speed of `index_select`.
+"""Gather batches from memory, at the speed of `index_select`.
 
 The loop over batches runs in C as far as possible: each output is a `map` of its gather over the slices of
 an index that was prepared for many batches, and a `zip` over the outputs makes a batch. Small outputs are
@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, lasting, sent
+from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
 from stoker.loader.chunks import RECORD
 from stoker.runtime.threads import Pool
 from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from stoker.loader.fused import Fused
+    from stoker.loader.conversion import Conversion
     from stoker.loader.outputs import OutputSpec
     from stoker.loader.tiers import Memory
     from stoker.schema import Field, Schema
@@ -51,36 +51,34 @@ NARROW_PIECE_BYTES = 2 * MIB
 """The same for outputs narrower than float32. All passes but the last are over scratch, which may fill a part
 of the third level's cache, and with fewer calls threads wait less for the interpreter's lock.
 """
-CONVERT_DEADLINE_S = 300.0
-"""Seconds that one thread may take for its part of a batch in memory."""
 SHORT_RUN = 64
 """Channels that change after fewer values than this get a scale per value: short runs crawl."""
 
-Views: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+ImageViews: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 """Where crops begin, `(n, 2)` int64 rows and columns, and which examples are mirrored, `(n,)` bool."""
 
 
-class Twin:
+class RowConverter:
     """Converts rows of one output that were gathered, on the device they are on."""
 
-    def __init__(self, fused: Fused, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, conversion: Conversion, shape: tuple[int, ...], device: torch.device) -> None:
         """`shape` is that of one stored row."""
-        self._fused = fused
+        self._conversion = conversion
         self._stored = shape
-        self.shape = shape if fused.crop is None else (*shape[:-2], *fused.crop)
+        self.shape = shape if conversion.crop is None else (*shape[:-2], *conversion.crop)
         """Shape of one row handed out."""
         self._lines: tuple[int, ...] = ()
         self._scale = self._shift = torch.empty(0, device="cpu")
-        if fused.scale:
+        if conversion.scale:
             self._scale, self._shift = self._by_channel(device)
 
     def _by_channel(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Scale and shift in the shape that a row's values are seen in, which `_lines` keeps."""
-        fused, channels, values = self._fused, len(self._fused.scale), math.prod(self.shape)
-        inner = fused.inner
-        if fused.crop is not None:
-            inner = inner // math.prod(self._stored[-2:]) * math.prod(fused.crop)
-        pair = torch.tensor([fused.scale, fused.shift], dtype=torch.float32, device=device)
+        """Return the scale and shift in the shape that a row's values are seen in, which `_lines` keeps."""
+        conversion, channels, values = self._conversion, len(self._conversion.scale), math.prod(self.shape)
+        inner = conversion.inner
+        if conversion.crop is not None:
+            inner = inner // math.prod(self._stored[-2:]) * math.prod(conversion.crop)
+        pair = torch.tensor([conversion.scale, conversion.shift], dtype=torch.float32, device=device)
         if channels == 1:
             self._lines = (values,)
             return pair[0], pair[1]
@@ -91,23 +89,26 @@ class Twin:
         each = pair.repeat_interleave(inner, dim=1).repeat(1, values // (channels * inner))
         return each[0], each[1]
 
-    def __call__(self, rows: Tensor, views: Views = (None, None)) -> Tensor:
-        """Rows `(n, *stored shape)` as they are handed out, fresh: `(n, *self.shape)`."""
-        if self._fused.crop is not None or self._fused.flip:
-            rows = cut(rows, self._fused.crop, *views)
-        if not self._fused.scale:
-            return rows.to(self._fused.dtype)
-        out = torch.empty((len(rows), *self.shape), dtype=self._fused.dtype, device=rows.device)
+    def __call__(self, rows: Tensor, views: ImageViews = (None, None)) -> Tensor:
+        """Return the rows `(n, *stored shape)` as they are handed out, fresh: `(n, *self.shape)`."""
+        if self._conversion.crop is not None or self._conversion.flip:
+            rows = cut_images(rows, self._conversion.crop, *views)
+        if not self._conversion.scale:
+            return rows.to(self._conversion.dtype)
+        out = torch.empty((len(rows), *self.shape), dtype=self._conversion.dtype, device=rows.device)
         self.into(rows, out, torch.empty(self.work_shape(len(rows)), dtype=torch.float32, device=rows.device))
         return out
 
     def work_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of the float32 values that `into` needs room for beside its output; 0 where it needs none."""
-        return (rows if self._fused.scale and self._fused.dtype != torch.float32 else 0, *self.shape)
+        """Return the shape of the float32 scratch that `into` needs; 0 rows where it needs none."""
+        return (
+            rows if self._conversion.scale and self._conversion.dtype != torch.float32 else 0,
+            *self.shape,
+        )
 
     def into(self, rows: Tensor, out: Tensor, work: Tensor) -> None:
         """Convert `rows`, crops and mirrors done, into `out`; `work` has the shape that `work_shape` says."""
-        if not self._fused.scale:
+        if not self._conversion.scale:
             out.copy_(rows)
             return
         values = out if not len(work) else work if len(work) == len(rows) else work[: len(rows)]
@@ -116,28 +117,28 @@ class Twin:
             out.copy_(values)
 
     def lined(self, out: Tensor) -> tuple[Tensor, ...]:
-        """The rows of a float32 output as `scaled_` takes them."""
-        return out.view(len(out), *self._lines).unbind(0) if self._fused.scale else out.unbind(0)
+        """Return the rows of a float32 output as `scaled_` takes them."""
+        return out.view(len(out), *self._lines).unbind(0) if self._conversion.scale else out.unbind(0)
 
     def scaled_(self, row: Tensor) -> None:
         """Normalise one of `lined` where it is: the least there is to do for a row, call by call."""
-        if self._fused.scale:
+        if self._conversion.scale:
             row.mul_(self._scale).add_(self._shift)
 
     def normalise_(self, values: Tensor) -> Tensor:
         """Float32 rows, contiguous, normalised where they are; any shape of a row with as many values."""
-        if self._fused.scale:
+        if self._conversion.scale:
             values.view(len(values), *self._lines).mul_(self._scale).add_(self._shift)
         return values
 
 
-class TwinGather:
+class ConvertingGather:
     """Gathers rows of one view and converts them: on a CPU piece by piece, elsewhere batch by batch."""
 
     def __init__(
         self,
         view: Tensor,
-        fused: Fused,
+        conversion: Conversion,
         batch: int,
         *,
         pool: Pool | None = None,
@@ -148,48 +149,49 @@ class TwinGather:
         Args:
             view: Rows as stored.
             fused: What is done to them.
-            pool: Converts large batches beside the caller's thread; None: without.
+            pool: Converts large batches in addition to the caller's thread; None: without.
             static: Every full batch is written over the last.
         """
         self._view = view
-        self._fused = fused
-        self._moved = fused.crop is not None or fused.flip
-        self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
-        self.room = OutputMemory((batch, *self._twin.shape), fused.dtype, view.device, static=static)
+        self._conversion = conversion
+        self._moved = conversion.crop is not None or conversion.flip
+        self._converter = RowConverter(conversion, tuple(view.shape[1:]), view.device)
+        self.room = OutputMemory(
+            (batch, *self._converter.shape), conversion.dtype, view.device, static=static
+        )
         """Where batches go."""
         self._pool = pool if self.room.bytes >= THREADS_FROM_BYTES else None
-        narrow = bool(self._twin.work_shape(1)[0])
+        narrow = bool(self._converter.work_shape(1)[0])
         most = NARROW_PIECE_BYTES if narrow else PIECE_BYTES
         self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
         self._in_place = self._rows == 1 and not self._moved and not narrow
         self._scratch: deque[tuple[Tensor, Tensor]] = deque()
 
-    def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
-        """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
+    def __call__(self, index: Tensor, views: ImageViews = (None, None)) -> Tensor:
+        """Return rows `index`, converted, `(len(index), *shape)`; `views` crop and mirror them."""
         if self._view.device.type != "cpu":
             rows = torch.index_select(self._view, 0, index)
-            return self.room.fixed(self._twin(rows, views))
+            return self.room.fixed(self._converter(rows, views))
         out = self.room.take(len(index))
         if self._in_place:
-            # Large enough to be read where they lie. What rows take is prepared for all of them before, since
+            # Large enough to be read in place. What rows take is prepared for all of them before, since
             # threads that hold the interpreter's lock wait for each other longer than they work.
             rows = [self._view[number] for number in index.tolist()]
-            work = partial(self._convert_rows, zip(rows, out.unbind(0), self._twin.lined(out), strict=True))
+            work = partial(
+                self._convert_rows, zip(rows, out.unbind(0), self._converter.lined(out), strict=True)
+            )
         else:
             work = partial(self._convert, index, views, out, iter(range(0, len(index), self._rows)))
-        tickets = [] if self._pool is None else [self._pool.submit(work) for _ in range(self._pool.size)]
-        work()
-        for ticket in tickets:
-            ticket.result(CONVERT_DEADLINE_S, "a gather from memory")
+        _run_on_all(self._pool, work)
         return out
 
     def _convert_rows(self, rows: Iterator[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Convert rows until none is left; threads share the iterator, so a slow one does less."""
         for row, out, lined in rows:
             out.copy_(row)
-            self._twin.scaled_(lined)
+            self._converter.scaled_(lined)
 
-    def _convert(self, index: Tensor, views: Views, out: Tensor, pieces: Iterator[int]) -> None:
+    def _convert(self, index: Tensor, views: ImageViews, out: Tensor, pieces: Iterator[int]) -> None:
         """The same with pieces of the batch."""
         rows, work = scratch = self._take_scratch()
         for begin in pieces:
@@ -197,12 +199,12 @@ class TwinGather:
             raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
             if self._moved:
                 own = [None if view is None else view[begin:end] for view in views]
-                raw = cut(raw, self._fused.crop, *own)
-            self._twin.into(raw, out[begin:end], work)
+                raw = cut_images(raw, self._conversion.crop, *own)
+            self._converter.into(raw, out[begin:end], work)
         self._scratch.append(scratch)
 
     def _take_scratch(self) -> tuple[Tensor, Tensor]:
-        """Room for the rows of a piece as stored, and as float32."""
+        """Return room for the rows of a piece as stored, and as float32."""
         try:
             return self._scratch.pop()
         except IndexError:
@@ -212,12 +214,12 @@ class TwinGather:
         with torch.inference_mode(False):
             return (
                 self._view.new_empty((self._rows, *self._view.shape[1:])),
-                torch.empty(self._twin.work_shape(self._rows), dtype=torch.float32, device="cpu"),
+                torch.empty(self._converter.work_shape(self._rows), dtype=torch.float32, device="cpu"),
             )
 
 
 class OutputMemory:
-    """Where batches of one output go: one place for ever, memory nobody refers to any more, or fresh."""
+    """Where batches of one output go: a fixed place, memory that nothing refers to any more, or fresh."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, static: bool
@@ -225,28 +227,30 @@ class OutputMemory:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.bytes = math.prod(shape) * dtype.itemsize
         """Of a full batch."""
-        self._fixed = lasting(shape, dtype, device) if static else None
+        self._fixed = allocate(shape, dtype, device) if static else None
         reused = self.bytes >= REUSE_FROM_BYTES and device.type == "cpu" and not static
         self._buffers = Buffers(shape, dtype) if reused else None
 
     def take(self, count: int) -> Tensor:
-        """A tensor for `count` examples, content undefined; only that of a full batch is not fresh."""
+        """Return a tensor for `count` examples, content undefined; only that of a full batch is not fresh."""
         if count == self.shape[0]:
             if self._fixed is not None:
                 return self._fixed
             if self._buffers is not None:
                 return self._buffers.take()
         if self._buffers is not None:  # threads write it, and have no part in the caller's inference mode
-            return lasting((count, *self.shape[1:]), self._dtype, self._device)
+            return allocate((count, *self.shape[1:]), self._dtype, self._device)
         return torch.empty((count, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
     def fixed(self, made: Tensor) -> Tensor:
-        """The same values in the one place for ever, where there is one."""
+        """Return the same values, in the fixed place if there is one."""
         return made if self._fixed is None else self._fixed.copy_(made)
 
 
-def cut(rows: Tensor, crop: tuple[int, int] | None, begins: Tensor | None, flips: Tensor | None) -> Tensor:
-    """Crops and mirrors of images, `(n, ..., h, w)`, of `(n, ..., H, W)`.
+def cut_images(
+    rows: Tensor, crop: tuple[int, int] | None, begins: Tensor | None, flips: Tensor | None
+) -> Tensor:
+    """Return the crops and mirrors of images, `(n, ..., h, w)`, of `(n, ..., H, W)`.
 
     Args:
         crop: Rows and columns kept; None: all.
@@ -273,29 +277,29 @@ def cut(rows: Tensor, crop: tuple[int, int] | None, begins: Tensor | None, flips
 # Which kernel converts an output while it is gathered.
 
 
-def converting(
-    view: Tensor, fused: Fused, batch: int, pool: Pool | None, *, static: bool
+def make_converting_gather(
+    view: Tensor, conversion: Conversion, batch: int, pool: Pool | None, *, static: bool
 ) -> Callable[..., Tensor]:
-    """A gather from `view` that does what `fused` says; arguments as for `TwinGather`."""
-    twin = TwinGather(view, fused, batch, pool=pool, static=static)
+    """Return a gather from `view` that does what `conversion` says; arguments as for `ConvertingGather`."""
+    converter = ConvertingGather(view, conversion, batch, pool=pool, static=static)
     # A kernel goes by float32, and from float64 to a narrow dtype that would round twice.
     if view.device.type != "cuda" or view.dtype == torch.float64:
-        return twin
+        return converter
     triton_gather = _triton()
     if triton_gather is None:
-        return twin
-    return OrTwin(triton_gather.TritonGather(view, fused, twin.room), twin)
+        return converter
+    return FallbackGather(triton_gather.TritonGather(view, conversion, converter.room), converter)
 
 
-class OrTwin:
+class FallbackGather:
     """A kernel, until it turns out with the first batch that it does not run here: then its twin."""
 
-    def __init__(self, kernel: Callable[..., Tensor], twin: Callable[..., Tensor]) -> None:
-        self._gather, self._twin = kernel, twin
+    def __init__(self, kernel: Callable[..., Tensor], converter: Callable[..., Tensor]) -> None:
+        self._gather, self._converter = kernel, converter
         self._tried = False
 
-    def __call__(self, index: Tensor, *views: Views) -> Tensor:
-        """Rows `index`, converted; `views` crop and mirror them."""
+    def __call__(self, index: Tensor, *views: ImageViews) -> Tensor:
+        """Return the rows `index`, converted; `views` crop and mirror them."""
         if self._tried:
             return self._gather(index, *views)
         try:
@@ -304,15 +308,15 @@ class OrTwin:
             raise  # memory may be there next time, and a warning that is an error is the caller's to see
         except Exception as error:  # noqa: BLE001 - a compiler for this very GPU fails in ways of its own
             _say(f"the kernel for {torch.cuda.get_device_name(index.device)} failed: {error}")
-            self._gather = self._twin
+            self._gather = self._converter
             made = self._gather(index, *views)
         self._tried = True
         return made
 
 
-def twin_for(output: OutputSpec, device: torch.device) -> Twin | None:
-    """What converts rows of an output that were gathered otherwise; None: they are handed out as stored."""
-    return None if output.fused is None else Twin(output.fused, output.row_shape, device)
+def make_converter(output: OutputSpec, device: torch.device) -> RowConverter | None:
+    """Return what converts gathered rows of an output; None: they are handed out as stored."""
+    return None if output.conversion is None else RowConverter(output.conversion, output.row_shape, device)
 
 
 @functools.cache
@@ -361,7 +365,7 @@ Source: `benchmarks/serve_memory.py`, W2t and W3, 2 cores.
 WORD = torch.int64
 PIECES_PER_THREAD = 4
 """Pieces into which a large gather is cut, for each thread."""
-GATHER_DEADLINE_S = 300.0
+GATHER_TIMEOUT_S = 300.0
 """Seconds that one thread may take for its part of a batch in memory."""
 
 
@@ -369,7 +373,7 @@ class Gather:
     """Copies rows of one view into batches; `gather(index)` gives `(len(index), *shape)`."""
 
     def __init__(self, view: Tensor, output: OutputSpec, batch: int, pool: Pool | None) -> None:
-        """`pool` gathers beside the caller's thread, None without; `batch` is the size of a full batch."""
+        """`pool`: threads that gather too, in addition to the caller's; `batch`: the size of a full batch."""
         words = _words(view) if output.example_bytes >= WORDS_FROM_BYTES else None
         self._view = view if words is None else words
         self._batch = batch
@@ -385,7 +389,7 @@ class Gather:
         self._pool = pool
 
     def direct(self) -> Callable[[Tensor], Tensor]:
-        """The quickest equivalent of this gather."""
+        """Return the quickest equivalent of this gather."""
         if self._buffers is None and self._given is None:
             return partial(torch.index_select, self._view, 0)
         return self
@@ -406,16 +410,19 @@ class Gather:
         if self._pool is None or len(self._pieces) == 1:
             torch.index_select(self._view, 0, index, out=out)
             return
-        pieces = iter(self._pieces)
-        work = partial(_select, self._view, index, out, pieces)
-        tickets = [self._pool.submit(work) for _ in range(self._pool.size)]
-        work()
-        for ticket in tickets:
-            ticket.result(GATHER_DEADLINE_S, "a gather from memory")
+        _run_on_all(self._pool, partial(_select, self._view, index, out, iter(self._pieces)))
+
+
+def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
+    """Do work in this thread and in all of a pool, which share what is to be done."""
+    tickets = [] if pool is None else [pool.submit(work) for _ in range(pool.size)]
+    work()
+    for ticket in tickets:
+        ticket.result(GATHER_TIMEOUT_S, "a gather from memory")
 
 
 def _words(view: Tensor) -> Tensor | None:
-    """The same rows as `(n, words)`, without copying; None where they are no whole, aligned words."""
+    """Return the same rows as `(n, words)`, without copying; None where they are no whole, aligned words."""
     size = view.itemsize * prod(view.shape[1:])
     begins = (size, view.itemsize * view.storage_offset(), view.data_ptr())
     if view.device.type != "cpu" or not view.is_contiguous() or any(at % WORD.itemsize for at in begins):
@@ -429,32 +436,20 @@ def _select(view: Tensor, index: Tensor, out: Tensor, pieces: Iterator[tuple[int
         torch.index_select(view, 0, index[begin:end], out=out[begin:end])
 
 
-class FixedGather:
-    """Gathers into one and the same tensor, for `static=True`."""
-
-    def __init__(self, view: Tensor, output: OutputSpec, batch: int) -> None:
-        self._view = view
-        self._out = lasting((batch, *output.shape), output.dtype, view.device)
-
-    def __call__(self, index: Tensor) -> Tensor:
-        """Gather one batch over the previous one."""
-        return torch.index_select(self._view, 0, index, out=self._out)
-
-
 class RaggedGather:
     """Gathers whole records of varying length: a list of tensors that share one fresh allocation."""
 
-    def __init__(self, view: Tensor, twin: Twin | None) -> None:
-        """`twin` converts what was gathered."""
+    def __init__(self, view: Tensor, converter: RowConverter | None) -> None:
+        """`converter` converts what was gathered."""
         self._view = view
-        self._twin = twin
+        self._converter = converter
 
     def __call__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[Tensor]:
-        """Steps `starts .. starts + lengths` of each record."""
+        """Return the steps `starts .. starts + lengths` of each record."""
         ends = np.cumsum(lengths)
         steps = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
-        rows = torch.index_select(self._view, 0, sent(steps, self._view.device))
-        return list(_cut(rows if self._twin is None else self._twin(rows), lengths.tolist()))
+        rows = torch.index_select(self._view, 0, to_device(steps, self._view.device))
+        return list(_cut(rows if self._converter is None else self._converter(rows), lengths.tolist()))
 
 
 class MemoryBatches:
@@ -477,22 +472,25 @@ class MemoryBatches:
         self._index_out: Tensor | None = None
         self._gathers: list[Any] = []
         self._per_call: list[int] = []
-        """Batches that one call gathers, by position: bits and scales of a packed field share one name."""
+        """Batches that one call gathers, by position: bits and scales of a quantized field share one name."""
         for output in outputs:
             view = view_for(output, schema[output.field], memory.sources[output.field])
             own = static or output.ragged
             self._per_call.append(1 if own else _per_call(output.example_bytes * batch, memory.tier))
             if output.ragged:
-                self._gathers.append(RaggedGather(view, twin_for(output, view.device)))
-            elif output.fused is not None:
-                self._gathers.append(converting(view, output.fused, batch, pool, static=static))
+                self._gathers.append(RaggedGather(view, make_converter(output, view.device)))
+            elif output.conversion is not None:
+                self._gathers.append(
+                    make_converting_gather(view, output.conversion, batch, pool, static=static)
+                )
             elif static:
-                self._gathers.append(FixedGather(view, output, batch))
+                fixed = allocate((batch, *output.shape), output.dtype, view.device)
+                self._gathers.append(partial(torch.index_select, view, 0, out=fixed))
             else:
                 self._gathers.append(Gather(view, output, batch, pool).direct())
 
     def columns(
-        self, rows: Mapping[str, Any], index: Tensor, batch: int, views: Mapping[str, Views]
+        self, rows: Mapping[str, Any], index: Tensor, batch: int, views: Mapping[str, ImageViews]
     ) -> list[Iterable[Any]]:
         """Return consecutive batches that only need to be asked for, `STRIP_BATCHES` of them at most.
 
@@ -532,7 +530,7 @@ class MemoryBatches:
 
     def _to_fixed_index(self, index: Tensor) -> Tensor:
         if self._index_out is None:
-            self._index_out = lasting(index.shape, index.dtype, index.device)
+            self._index_out = allocate(index.shape, index.dtype, index.device)
         return self._index_out.copy_(index)
 
 
@@ -547,7 +545,7 @@ def _cut(rows: Tensor, sizes: int | list[int]) -> tuple[Tensor, ...]:
 
 
 def view_for(output: OutputSpec, field: Field, source: Tensor) -> Tensor:
-    """The tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
+    """Return the tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
 
     Args:
         source: `Memory.sources` of the field.

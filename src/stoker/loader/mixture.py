@@ -1,35 +1,34 @@
-"""Several caches as one stream of batches: which cache gives which step, and whose every example is."""
+"""Serve several caches as one stream of batches; each says which cache its examples are from."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cache, cached_property, partial, reduce
+from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
-from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
-from stoker.loader.chunks import RECORD
-from stoker.loader.design import Design, completed
+from stoker.loader.design import Design, complete_cache
 from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
+from stoker.loader.mixture_batches import MixtureBatches
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
-from stoker.loader.order import Ids, Order, OrderKind, apportion
-from stoker.loader.outputs import OutputSpec
 from stoker.loader.state import VERSION, EpochIterable, EpochPlace
+from stoker.loader.turns import (
+    Exhausted,
+    MemberPass,
+    Mode,
+    TurnSchedule,
+    check_mode,
+    make_turns,
+    member_seed,
+    normalize_shares,
+)
 from stoker.sources.arguments import format_value
-from stoker.splitmix import Salt, stream
 from stoker.store import Cache
-from stoker.store.joint import JointCache, same_fields, served_schema
+from stoker.store.joint import JointCache, same_fields
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -38,226 +37,11 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Which loader of a mixture gives the batch of each step, and which batch of its own.
-#
-# This is arithmetic on counts, a pure function of seed, epoch and step. Every rank computes the same,
-# whatever its tier, so a step is of one cache on all of them and a saved place holds at another world size.
-
-
-Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
-Exhausted: TypeAlias = Literal["first", "longest"]
-PIECE = 1 << 16
-"""Steps whose turns are made in one go."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lap:
-    """One pass over one member of a mixture, in steps over all ranks."""
-
-    whole: int
-    """Steps with a full global batch."""
-    tail: int
-    """Examples of the short step that ends a pass; 0: there is none."""
-    step: int
-    """Examples of a full step: the global batch."""
-
-    @property
-    def steps(self) -> int:
-        """Steps of a pass, the short one included."""
-        return self.whole + (self.tail > 0)
-
-    @property
-    def examples(self) -> int:
-        """Examples of a pass."""
-        return self.whole * self.step + self.tail
-
-    @property
-    def full(self) -> int:
-        """Steps of a pass without the short one; that one alone where there is no other."""
-        return self.whole or self.steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """All turns of a mixture."""
-
-    counts: tuple[int, ...]
-    """Steps of each member in one epoch."""
-    laps: tuple[int, ...]
-    """Steps of one pass over each member."""
-    anew: bool
-    """Each epoch begins new passes over all members; else a pass goes on in the next epoch."""
-    arranged: Literal["shuffled", "in turn", "one after another"]
-    seed: int
-
-    @cached_property
-    def steps(self) -> int:
-        """Steps of an epoch."""
-        return sum(self.counts)
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum(np.array(self.counts, dtype=np.int64))
-
-    def members(self, epoch: int, start: int) -> Iterator[NDArray[np.int64]]:
-        """Whose turn each step from `start` on is, by place among the members, in pieces."""
-        ids = self._ids(epoch)
-        for begin in range(start, self.steps, PIECE):
-            stop = min(self.steps, begin + PIECE)
-            if self.arranged == "in turn":
-                yield np.arange(begin, stop, dtype=np.int64) % len(self.counts)
-            else:
-                yield np.searchsorted(self._ends, ids(begin, stop), side="right")
-
-    def before(self, epoch: int, step: int) -> list[int]:
-        """How many turns each member has had in `epoch` before `step`."""
-        had, left = np.zeros(len(self.counts), dtype=np.int64), step
-        for piece in self.members(epoch, 0):
-            had += np.bincount(piece[:left], minlength=len(had))
-            left -= len(piece)
-            if left <= 0:
-                break
-        return had.tolist()
-
-    def place(self, epoch: int, member: int, turn: int) -> tuple[int, int]:
-        """Which pass over a member, and which step of it, is its `turn`-th of `epoch`."""
-        count, lap = self.counts[member], self.laps[member]
-        if self.anew:
-            return epoch * -(-count // lap) + turn // lap, turn % lap
-        return divmod(epoch * count + turn, lap)
-
-    def _ids(self, epoch: int) -> Ids:
-        kind: Literal["full", "sequential"] = "full" if self.arranged == "shuffled" else "sequential"
-        order = Order(kind=OrderKind(kind=kind), count=self.steps, seed=self.seed, global_batch=1)
-        return order.epoch(epoch)
-
-
-def member_seed(seed: int, place: int) -> int:
-    """The seed of the loader at `place` in a mixture: no two shuffle alike."""
-    return stream(seed, place, Salt.TURNS)
-
-
-def make_turns(
-    laps: Mapping[str, Lap],
-    *,
-    mode: Mode,
-    seed: int,
-    shares: Sequence[float],
-    epoch_examples: int | None,
-    exhausted: Exhausted | None = None,
-) -> Turns:
-    """The turns of a mode.
-
-    Args:
-        laps: One pass over each member, by name.
-        shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
-        epoch_examples: Examples of an epoch in mode `weighted`; None: as many as all members have.
-        exhausted: When an epoch ends in mode `round_robin`; None: with the `first`.
-
-    Raises:
-        ConfigError: A member would get no turn at all.
-    """
-    own = list(laps.values())
-    if mode == "concat":
-        steps = tuple(lap.steps for lap in own)
-        return Turns(counts=steps, laps=steps, anew=True, arranged="shuffled", seed=seed)
-    if mode == "weighted":
-        wanted = epoch_examples or sum(lap.examples for lap in own)
-        quotas = [share * wanted / lap.step for share, lap in zip(shares, own, strict=True)]
-        counts = tuple(apportion(quotas))
-        for name, count, quota in zip(laps, counts, quotas, strict=True):
-            if not count:
-                raise ConfigError(
-                    f"weights give {name!r} {quota:.3g} of the batches of an epoch of {wanted} examples, so "
-                    "it would never be served. Give a larger epoch_examples=, or leave it out"
-                )
-        full = tuple(lap.full for lap in own)
-        return Turns(counts=counts, laps=full, anew=False, arranged="shuffled", seed=seed)
-    if exhausted != "longest":
-        full = tuple(lap.full for lap in own)
-        counts = (min(full),) * len(own)
-        return Turns(counts=counts, laps=full, anew=False, arranged="in turn", seed=seed)
-    steps = tuple(lap.steps for lap in own)
-    return Turns(counts=(max(steps),) * len(own), laps=steps, anew=True, arranged="in turn", seed=seed)
-
-
-OF_MODE: Mapping[str, Mode] = {
-    "weights": "weighted",
-    "epoch_examples": "weighted",
-    "exhausted": "round_robin",
-}
-"""Settings that have a meaning in one mode alone."""
-
-
-def check_mode(mode: str, **settings: object) -> None:
-    """Refuse what is no mode, and settings (None: not given) that mean nothing in it.
-
-    Raises:
-        ConfigError: As said.
-    """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
-    for name, value in settings.items():
-        if value is not None and OF_MODE[name] != mode:
-            raise ConfigError(
-                f"{name}= is of mode {OF_MODE[name]!r}, this one is {mode!r}. Leave it out, or give that mode"
-            )
-    if settings.get("exhausted") not in (None, *get_args(Exhausted)):
-        raise ConfigError(
-            f"exhausted is {settings['exhausted']!r}. Expected {', '.join(get_args(Exhausted))}"
-        )
-
-
-def shares_of(weights: object, names: Sequence[str]) -> list[float]:
-    """The weights as parts of 1, in the order of `names`; None: equal ones.
-
-    >>> shares_of({"b": 3, "a": 1}, ["a", "b"])
-    [0.25, 0.75]
-
-    Raises:
-        ConfigError: A name is unknown or lacks its weight, or a weight is no number above 0.
-    """
-    if weights is None:
-        return [1 / len(names)] * len(names)
-    if isinstance(weights, Mapping):
-        check_weighted(cast("Mapping[str, object]", weights), names, "weights")
-        values = [weights[name] for name in names]
-    else:
-        values = np.asarray(weights, dtype=object).reshape(-1).tolist()
-    if len(values) != len(names) or not all(_is_weight(value) for value in values):
-        raise ConfigError(
-            f"weights are {weights!r}. Expected a number above 0 for each of {', '.join(names)}"
-        )
-    total = sum(map(float, values))
-    return [float(value) / total for value in values]
-
-
-def check_weighted(weights: Mapping[str, object], names: Sequence[str], said: str) -> None:
-    """Refuse weights that are not one for each of `names`; `said` is what the user calls them.
-
-    Raises:
-        ConfigError: Says which name is unknown, with the nearest, or which has no weight.
-    """
-    unknown = [str(name) for name in weights if name not in names]
-    lacking = [name for name in names if name not in weights]
-    if unknown:
-        near = get_close_matches(unknown[0], lacking or names, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
-        raise ConfigError(f"{said} names {unknown[0]!r}, which is none of {', '.join(names)}. {hint}")
-    if lacking:
-        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each a number above 0")
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and bool(np.isfinite(value)) and float(value) > 0
-
-
-# ----------------------------------------------------------------------------------------------------------
 # The loaders that a mixture is put together from: made of caches, or taken as they are.
 
 
 REFUSED = {
-    "indices": "sample numbers are of one cache",
+    "indices": "sample indices are of one cache",
     "static": "its batches have the shapes of several caches",
 }
 """Settings of a `Loader` that have no meaning for several caches at once, and why."""
@@ -281,29 +65,14 @@ class Members:
         return {name: design_of(loader) for name, loader in self.loaders.items()}
 
     @property
-    def laps(self) -> dict[str, Lap]:
+    def passes(self) -> dict[str, MemberPass]:
         """One pass over each loader."""
-        return {name: _lap_of(loader) for name, loader in self.loaders.items()}
+        return {name: _pass_over(loader) for name, loader in self.loaders.items()}
 
     @property
     def sequential(self) -> bool:
-        """Whether every loader serves in sample order."""
+        """True if every loader serves in sample order."""
         return all(design.order.kind.kind == "sequential" for design in self.designs.values())
-
-    @property
-    def windowed(self) -> bool:
-        """Whether examples are windows."""
-        return next(iter(self.designs.values())).windowed
-
-    def whose(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Place of the cache of each example of a joint batch, and its `index` in that cache."""
-        assert self.joint is not None
-        offsets = _on(index.device, self.joint.offsets)
-        own = index.clone()
-        numbers = own.view(len(own), -1)[:, 0]
-        tasks = torch.bucketize(numbers.contiguous(), offsets, right=True).sub_(1)
-        numbers.sub_(offsets[tasks])
-        return tasks, own
 
 
 def make_members(
@@ -315,13 +84,13 @@ def make_members(
     seed: int,
     settings: Mapping[str, Any],
 ) -> Members:
-    """Loaders for what was given.
+    """Return loaders for what was given.
 
     Args:
         given: Caches, for which loaders are made, or loaders.
         names: One for each; None: the caches' own.
         in_one_batch: Whether a batch may hold examples of several caches; None: where that can be.
-        full_batches: Passes are made of full batches, wherever there is one.
+        full_batches: Passes are made of full batches, wherever a cache has one.
         seed: Each loader gets one of its own that is made from it.
         settings: Of the loaders that are made.
 
@@ -346,7 +115,7 @@ def make_members(
         )
     if filling:
         in_one_batch = False
-    whole = [one if isinstance(one, Loader) or one in filling else completed(one) for one in given]
+    whole = [one if isinstance(one, Loader) or one in filling else complete_cache(one) for one in given]
     caches = [_cache_of(one) for one in whole]
     joint = None
     if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
@@ -362,16 +131,16 @@ def make_members(
 def _loaders(
     given: Mapping[str, Cache | Loader], seed: int, settings: Mapping[str, Any], *, full_batches: bool
 ) -> dict[str, Loader]:
-    """The loaders by name; each is planned into the memory that those before it leave (`plan.placement`)."""
+    """Return the loaders by name; each is planned into the memory that those before it leave."""
     loaders: dict[str, Loader] = {}
     for place, (name, one) in enumerate(given.items()):
         if isinstance(one, Loader):
             loaders[name] = one
             continue
         loader = Loader(one, seed=member_seed(seed, place), **settings)
-        lap = _lap_of(loader)
-        short = lap.tail > 0 or is_filling(loader)  # where samples may yet prove to be quarantined
-        if full_batches and lap.whole and short and settings.get("drop_last") is None:
+        one_pass = _pass_over(loader)
+        short = one_pass.tail > 0 or is_filling(loader)  # samples may still prove to be quarantined
+        if full_batches and one_pass.whole and short and settings.get("drop_last") is None:
             full: dict[str, Any] = {**settings, "drop_last": True}
             loader = Loader(one, seed=member_seed(seed, place), **full)
         loaders[name] = loader
@@ -394,7 +163,7 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
         )
     for one in members:
         if isinstance(one, Loader):
-            design_of(one)  # which refuses one whose batches nobody can count
+            design_of(one)  # which refuses one whose batches cannot be counted
         else:
             check_cache(one, "a member of the mixture")
     if settings and all(isinstance(one, Loader) for one in members):
@@ -407,7 +176,7 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
 
 
 def _being_filled(cache: Cache) -> bool:
-    """Whether a process is at it; who takes it from there serves it meanwhile."""
+    """Return whether a process is filling it; the cache can be served meanwhile."""
     return not cache.complete and cache.filling is not None and not cache.filling.done()
 
 
@@ -433,13 +202,13 @@ def _check_together(members: Members) -> None:
         if design.cuts is not None:
             raise ConfigError(
                 f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins. "
-                "Iterate over that Loader by itself, or mix caches of latents (encoder.kind=mesh)"
+                "Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)"
             )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world_size", designs[first].share.world_size, design.share.world_size),
-            ("device", str(designs[first].device), str(design.device)),
-            ("windows", designs[first].windowed, design.windowed),
+            ("device", str(designs[first].options.device), str(design.options.device)),
+            ("windows", designs[first].options.windowed, design.options.windowed),
         ):
             if a != b:
                 raise ConfigError(
@@ -448,188 +217,14 @@ def _check_together(members: Members) -> None:
                 )
 
 
-@cache
-def _on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """The numbers as int64 on a device."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-
-def _lap_of(loader: Loader) -> Lap:
+def _pass_over(loader: Loader) -> MemberPass:
     design = design_of(loader)
     share = design.share
     if share.contiguous:  # every rank has steps of its own
-        return Lap(whole=share.steps(), tail=0, step=share.step)
-    # Beside a filling whatever is known of it by now: turns must not depend on when they are laid out.
+        return MemberPass(whole=share.steps(), tail=0, step=share.step)
+    # While a cache is filled, all its positions: turns must not depend on when they are laid out.
     positions = design.order.positions if is_filling(loader) else share.positions
-    return Lap(whole=positions // share.step, tail=positions % share.step, step=share.step)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Conditions of several caches under one roof: the same names, widths and dtypes in every batch.
-#
-# A name that a cache lacks is given as zeros with a mask that says so; one that is narrower there is filled
-# up with zeros. Names come sorted, so the order of the caches decides nothing.
-
-
-OURS = ("task", "tasks", "mask")
-"""What a mixture adds to a batch of whole records."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """One condition as batches of a mixture have it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of one example: that of every cache that has it, or the widest one's `(C,)`."""
-    dtype: torch.dtype
-    """The narrowest that holds the values of all caches."""
-    shapes: tuple[tuple[int, ...] | None, ...]
-    """Its shape in each cache; None where it has none."""
-    same_dtype: bool
-    """All caches that have it have it in this dtype."""
-
-
-class Conditions:
-    """All conditions of a mixture, sorted by name."""
-
-    def __init__(self, conditions: Sequence[Condition], raw: Sequence[frozenset[str]] = ()) -> None:
-        """`raw` names per cache the kept raw fields: no conditions, they stay in its own batches alone."""
-        self._all, self._raw = tuple(conditions), tuple(raw)
-        members = range(len(self._all[0].shapes) if self._all else 0)
-        self._as_it_is = {
-            member: {one.name for one in self._all if one.shapes[member] == one.shape and one.same_dtype}
-            for member in members
-        }
-        self._masks: dict[tuple[int, int, torch.device], dict[str, Tensor]] = {}
-        self._tasks: dict[tuple[int, int, torch.device], Tensor] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names, sorted."""
-        return tuple(one.name for one in self._all)
-
-    def tasks(self, member: int, index: Tensor) -> Tensor:
-        """`member` for every example, as masks are given."""
-        key = (member, len(index), index.device)
-        if key not in self._tasks:
-            with torch.inference_mode(False):  # it outlives the caller's mode
-                self._tasks[key] = torch.tensor(member, device=index.device).expand(len(index))
-        return self._tasks[key]
-
-    def align(self, member: int, own: Mapping[str, Tensor], index: Tensor) -> tuple[dict[str, Tensor], ...]:
-        """Conditions and masks of a batch by name. Masks are the same for every batch of a size and cache,
-        so they are given without memory of their own: writing to one is an error.
-
-        Args:
-            member: Place of the batch's cache.
-            own: The batch's values.
-            index: Tells size and device.
-        """
-        as_it_is = self._as_it_is.get(member, ())
-        values = {
-            one.name: own[one.name] if one.name in as_it_is else _fitted(one, member, own, index)
-            for one in self._all
-        }
-        if self._raw:
-            values |= {name: own[name] for name in self._raw[member]}
-        key = (member, len(index), index.device)
-        if key not in self._masks:
-            with torch.inference_mode(False):
-                self._masks[key] = {one.name: _mask(one, member, index) for one in self._all}
-        return values, self._masks[key].copy()
-
-
-def _fitted(one: Condition, member: int, own: Mapping[str, Tensor], index: Tensor) -> Tensor:
-    """Values of a cache in the shape and dtype of all; zeros where it has none."""
-    shape = one.shapes[member]
-    if shape is None:
-        return torch.zeros((len(index), *one.shape), dtype=one.dtype, device=index.device)
-    value = own[one.name].to(one.dtype)
-    if shape == one.shape:
-        return value
-    value = value.reshape(len(index), -1)
-    return F.pad(value, (0, one.shape[0] - value.shape[1]))
-
-
-def _mask(one: Condition, member: int, index: Tensor) -> Tensor:
-    shape, row = one.shapes[member], torch.zeros(one.shape, dtype=torch.bool, device="cpu")
-    if shape == one.shape:
-        row.fill_(True)
-    elif shape is not None:
-        row[: _width(shape)] = True
-    return row.to(index.device).expand(len(index), *one.shape)
-
-
-def find_conditions(designs: Mapping[str, Design]) -> Conditions:
-    """The conditions of the caches that `designs` serve.
-
-    With windows these are all but the field they are cut from; of whole records those without time that hold
-    one number or a row of numbers, since only these can stand beside those of another cache.
-
-    Raises:
-        ConfigError: A field of whole records has a name that batches of a mixture give to something else.
-    """
-    for name, design in designs.items():
-        if design.windows is not None and isinstance(design.windows.field, tuple):
-            raise ConfigError(
-                f"windows of {name!r} have several state fields, {', '.join(design.windows.field)}, which a "
-                "mixture cannot line up with those of other caches. Name one field in Windows(field=...)"
-            )
-    found = [_outputs_of(design) for design in designs.values()]
-    for name, design in designs.items():
-        taken = [own for own in OURS if not design.windowed and own in served_schema(design.cache)]
-        if taken:
-            raise ConfigError(
-                f"records of {name!r} have a field {taken[0]!r}, a name that batches of a mixture give to "
-                "something else. Give the field another name in its source"
-            )
-    names = sorted({name for outputs in found for name in outputs})
-    raw = [frozenset(_kept_by(design)) for design in designs.values()]
-    return Conditions([_condition(name, found) for name in names], raw if any(raw) else ())
-
-
-def _kept_by(design: Design) -> list[str]:
-    """Names under which batches of windows give what is not a condition: kept raw fields, a mask."""
-    return [output.name for output in design.outputs if output.role in (Role.RAW, Role.MASK)]
-
-
-def _outputs_of(design: Design) -> dict[str, OutputSpec]:
-    outputs = (*design.outputs, *_column_outputs(design))
-    return {output.name: output for output in outputs if output.role in (Role.CONDITION, Role.SIZES)}
-
-
-def _column_outputs(design: Design) -> list[OutputSpec]:
-    """The columns of a table as batches have them: beside windows as `(B, C)`."""
-    joined = design.cache.joined
-    found = {} if joined is None else joined.values
-    return [
-        OutputSpec(
-            name=name,
-            field=name,
-            index=RECORD,
-            shape=(int(np.prod(values.shape[1:])),) if design.windowed else tuple(values.shape[1:]),
-            dtype=values.dtype,
-            role=Role.CONDITION if design.windowed or values.ndim < 3 else Role.FIELD,
-        )
-        for name, values in found.items()
-    ]
-
-
-def _condition(name: str, found: Sequence[Mapping[str, OutputSpec]]) -> Condition:
-    own = [outputs[name] for outputs in found if name in outputs]
-    shapes, dtypes = {output.shape for output in own}, {output.cast or output.dtype for output in own}
-    return Condition(
-        name=name,
-        shape=shapes.pop() if len(shapes) == 1 else (max(map(_width, shapes)),),
-        dtype=reduce(torch.promote_types, dtypes),
-        shapes=tuple(outputs[name].shape if name in outputs else None for outputs in found),
-        same_dtype=len(dtypes) == 1,
-    )
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    return MemberPass(whole=positions // share.step, tail=positions % share.step, step=share.step)
 
 
 class Mixture(EpochIterable):
@@ -664,8 +259,8 @@ class Mixture(EpochIterable):
                 epoch's examples, without replacement within each pass over it. `round_robin` serves a batch
                 of each in turn.
             weights: Of mode `weighted`, by place or by name; None: equal ones.
-            epoch_examples: Length of an epoch in mode `weighted`, over all ranks; None: as many examples as
-                the caches have together.
+            epoch_examples: Length of an epoch in mode `weighted`, over all ranks; None: all examples of
+                the caches.
             exhausted: When an epoch of mode `round_robin` ends: with the `first` cache that has no batch left
                 (None), or with the `longest`, while shorter ones begin again in a new order.
             mix: Whether a batch is of one cache (`batch`), or of one set of all examples (`example`: mode
@@ -702,15 +297,18 @@ class Mixture(EpochIterable):
             make_turns,
             mode=mode,
             seed=seed,
-            shares=shares_of(weights, self._members.names) if mode == "weighted" else (),
+            shares=normalize_shares(weights, self._members.names) if mode == "weighted" else (),
             epoch_examples=epoch_examples,
             exhausted=exhausted,
         )
         self._mode: Mode = mode
         self._turns = self._arranged()
-        self._beside: int | None = None
-        """The epoch that is, or was, served beside the filling of caches."""
-        self._conditions = find_conditions(self._per_cache(self._members.designs))
+        self._filling_epoch: int | None = None
+        """The epoch that is, or was, served while caches were filled."""
+        designs = self._members.designs
+        if (joint := self._members.joint) is not None:
+            designs = dict.fromkeys(self.names, next(iter(designs.values())))
+        self._batches = MixtureBatches(designs, self.names, joint)
         self._meter = meter
         self._place = EpochPlace()
 
@@ -741,15 +339,15 @@ class Mixture(EpochIterable):
 
     @property
     def drop_last(self) -> bool:
-        """Whether short batches are left out."""
+        """True if short batches are left out."""
         return all(loader.drop_last for loader in self.loaders.values())
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
+        """Return the batches of this rank in a whole epoch."""
         turns, total = self._turns, 0
-        for count, lap, loader in zip(turns.counts, turns.laps, self.loaders.values(), strict=True):
-            passes, rest = divmod(count, lap)
-            here = min(lap, len(loader))
+        for count, steps, loader in zip(turns.counts, turns.passes, self.loaders.values(), strict=True):
+            passes, rest = divmod(count, steps)
+            here = min(steps, len(loader))
             total += passes * here + min(rest, here)
         return total
 
@@ -760,9 +358,9 @@ class Mixture(EpochIterable):
         )
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
-        """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
+        """Return where to resume: after the batches handed out so far, or after the one at `position`."""
         members, at = self._members, self._place.at if position is None else position
-        beside = self._beside if any(map(is_filling, self.loaders.values())) else None
+        beside = self._filling_epoch if any(map(is_filling, self.loaders.values())) else None
         return {
             "version": VERSION,
             "epoch": at[0],
@@ -777,7 +375,7 @@ class Mixture(EpochIterable):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, at any tier, world size or number of workers.
+        """Resume where `state` was taken, at any tier, world size or number of workers.
 
         Raises:
             StaleStateError: The state belongs to other caches, or another mode, seed or batch size.
@@ -787,10 +385,10 @@ class Mixture(EpochIterable):
                 follow(self.loaders[name], one)
         self._turns = self._arranged()
         self._place.restore(states.restore_mixture(state, self.state_dict(), self._turns.steps))
-        self._beside = state.get("beside")
+        self._filling_epoch = state.get("beside")
 
     def only(self, name: str) -> Iterator[Any]:
-        """One pass over one of the caches, its batches as they are in the mixture: for evaluation by task.
+        """Return one pass over one of the caches, with batches as in the mixture: for evaluation by task.
 
         Raises:
             ConfigError: There is no such cache, or batches are of several.
@@ -799,33 +397,35 @@ class Mixture(EpochIterable):
             raise ConfigError(f"{name!r} is none of {', '.join(self.loaders)}. Use mix='batch' for one alone")
         self._complete()
         member, batches = self.names.index(name), pass_from(self.loaders[name], self.epoch, 0)
-        return (self._named(batch, member, batch.position) for batch in batches)
+        return (self._batches.make(batch, member, batch.position) for batch in batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the rest of the epoch."""
+        """Return one pass over the rest of the epoch."""
         refuse_workers()
         self._place.rewind()
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
         epoch, step = self._place.begin()  # with the first batch, as a Loader: see there
-        if self._beside not in (None, epoch):
+        if self._filling_epoch not in (None, epoch):
             self._complete()
         if any(map(is_filling, self.loaders.values())):
-            self._beside = epoch
+            self._filling_epoch = epoch
         first = [self._turns.place(epoch, member, 0)[0] for member in range(len(self.loaders))]
-        streams = [_Stream(one, lap) for one, lap in zip(self.loaders.values(), first, strict=True)]
+        streams = [
+            MemberStream(one, number) for one, number in zip(self.loaders.values(), first, strict=True)
+        ]
         turns = self._served(epoch, step, streams)
         following = next(turns, None)
         if following is None:
             self._place.at = (epoch + 1, 0)
         while following is not None:
-            now, member, lap, place = following
-            batch = streams[member].take(lap, place)
+            now, member, number, place = following
+            batch = streams[member].take(number, place)
             following = next(turns, None)
             self._place.at = (epoch + 1, 0) if following is None else (epoch, now + 1)
             if batch is not None:
-                yield self._named(batch, member, self._place.at)
+                yield self._batches.make(batch, member, self._place.at)
         if self._meter is not None:
             self._meter.ended()
 
@@ -837,56 +437,26 @@ class Mixture(EpochIterable):
             self._turns = self._arranged()
 
     def _served(
-        self, epoch: int, step: int, streams: Sequence[_Stream]
+        self, epoch: int, step: int, streams: Sequence[MemberStream]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """The steps from `step` on that this rank has a batch for: step, member, its pass and place there."""
+        """Yield the steps from `step` on that this rank has a batch for: step, member, its pass and place."""
         turns = self._turns
         had = turns.before(epoch, step)
         here = [len(loader) for loader in self.loaders.values()]
         for piece in turns.members(epoch, step):
             for member in piece.tolist():
-                lap, place = turns.place(epoch, member, had[member])
+                number, place = turns.place(epoch, member, had[member])
                 # Else it is a short step, dropped or without a share for this rank, or one too many, since
                 # samples were quarantined.
-                if place < here[member] and streams[member].ended != lap:
-                    yield step, member, lap, place
+                if place < here[member] and streams[member].ended != number:
+                    yield step, member, number, place
                 had[member] += 1
                 step += 1
 
-    def _named(self, batch: Any, member: int, position: tuple[int, int]) -> Any:
-        """A loader's batch with the conditions of all caches, and whose it is."""
-        windowed = isinstance(batch, WindowBatch)
-        own = batch.cond if windowed else batch
-        task: str | None = None
-        try:
-            index: Tensor = batch.index if windowed else batch["index"]
-            if self._members.joint is None:
-                task = self.names[member]
-                tasks = self._conditions.tasks(member, index)
-            else:
-                tasks, index = self._members.whose(index)
-            cond, mask = self._conditions.align(member, own, index)
-        except KeyError as error:  # loaders give all of them; only transforms leave one out
-            raise self._lacking(error.args[0], member, own) from error
-        if windowed:
-            values = (batch.z0, batch.z1, batch.future)
-            return TaskBatch(*values, cond, index, position, task, tasks, mask)
-        named = RecordBatch({**batch, **cond, "index": index, "task": task, "tasks": tasks, "mask": mask})
-        named.position = position
-        return named
-
-    def _lacking(self, name: str, member: int, own: Mapping[str, Any]) -> ConfigError:
-        whose = self.names[member] if self._members.joint is None else "+".join(self.names)
-        return ConfigError(
-            f"what {arg('transforms')} of {whose!r} returned lacks {name!r} and has "
-            f"{', '.join(map(str, own))}. A mixture needs `index`, which says whose each example is, and "
-            "every condition. Return them too, as in {**batch, ...} of a batch of records"
-        )
-
-    def _arranged(self) -> Turns:
-        """The turns; not shuffled where there is nothing to shuffle, or where all serve in order."""
+    def _arranged(self) -> TurnSchedule:
+        """Return the turns; not shuffled where there is nothing to shuffle, or where all serve in order."""
         members, mode = self._members, self._mode
-        turns = self._make_turns(members.laps)
+        turns = self._make_turns(members.passes)
         if members.sequential and mode != "concat":
             raise ConfigError(
                 f"order 'sequential' serves cache after cache, each once, which mode {mode!r} does not. "
@@ -896,23 +466,16 @@ class Mixture(EpochIterable):
             return replace(turns, arranged="one after another")
         return turns
 
-    def _per_cache(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """By the name of each cache what was decided about its loader."""
-        if self._members.joint is None:
-            return dict(values)
-        (value,) = values.values()
-        return dict.fromkeys(self.names, value)
-
 
 def _arguments(of: type) -> list[str]:
-    """Names of the arguments that objects of a class are made with."""
+    """Return the names of the arguments that objects of a class are made with."""
     return [name for name, one in signature(of).parameters.items() if one.kind is not one.VAR_KEYWORD]
 
 
-class _Stream:
+class MemberStream:
     """One loader's batches, in whatever order its passes and their steps are asked for; fastest in order.
 
-    The `first` pass may be beside the filling of its cache, any other is over a complete one.
+    The `first` pass may be served while its cache is filled, any other is over a complete one.
     """
 
     def __init__(self, loader: Loader, first: int) -> None:
@@ -923,14 +486,14 @@ class _Stream:
         self.ended: int | None = None
         """The pass whose last batch was taken."""
 
-    def take(self, lap: int, place: int) -> Any:
-        """The batch of step `place` of pass `lap`; None: it has no such, so much was quarantined."""
-        if self._next != (lap, place):
-            if lap != self._first and is_filling(self._loader):
+    def take(self, number: int, place: int) -> Any:
+        """Return the batch of step `place` of pass `number`; None: too much was quarantined."""
+        if self._next != (number, place):
+            if number != self._first and is_filling(self._loader):
                 complete(self._loader)
-            self._batches = pass_from(self._loader, lap, place)
-        self._next = (lap, place + 1)
+            self._batches = pass_from(self._loader, number, place)
+        self._next = (number, place + 1)
         batch = next(self._batches, None)
-        if batch is None or batch.position[0] != lap:
-            self.ended = lap
+        if batch is None or batch.position[0] != number:
+            self.ended = number
         return batch

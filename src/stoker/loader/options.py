@@ -1,4 +1,4 @@
-"""Arguments of a `Loader`: those of a PyTorch `DataLoader` that mean something here, and what is refused."""
+"""Check the arguments of a `Loader`, and those of a PyTorch `DataLoader` that it accepts or refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.order import RankShare, check_ranks
+from stoker.loader.order import RankShare, Weights, check_ranks
 from stoker.loader.windows import Windows
 from stoker.plan.resources import resolve_device
 from stoker.sources.arguments import format_value
@@ -24,8 +24,7 @@ from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
-    from stoker.loader.fused import Normalise
-    from stoker.loader.order import Weights
+    from stoker.loader.conversion import Normalise
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
 
@@ -51,13 +50,6 @@ REFUSED = {
 TAKEN = ("shuffle", "timeout", "pin_memory")
 """Names of a DataLoader's that are honoured."""
 
-NOT_BY_NUMBER = (
-    "a Loader has no items by number: it is what goes where a DataLoader went, and gives whole batches. "
-    "Iterate over the Loader itself, as `for batch in loader`; one record by its sample number is "
-    "`loader.dataset[number]`"
-)
-"""For `loader[0]`, which is also what a `DataLoader` around a Loader asks for."""
-
 _said: set[str] = set()
 
 
@@ -80,7 +72,7 @@ class Options:
     world_size: int
     order: str
     indices: Sequence[int] | NDArray[Any] | None
-    weights: Sequence[float] | NDArray[Any] | Weights | None
+    weights: Weights | None
     dtype: str | None
     static: bool
     drop_last: bool | None
@@ -93,6 +85,11 @@ class Options:
     pin_memory: bool
     meter: StallMeter | None
 
+    @property
+    def windowed(self) -> bool:
+        """True if examples are windows of trajectories, False if they are entire records."""
+        return self.windows is not None
+
     def __post_init__(self) -> None:
         """Check what can be checked without a cache."""
         numbers = ("batch_size", "rank", "world_size", "seed")
@@ -103,12 +100,14 @@ class Options:
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
+        if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
+            object.__setattr__(self, "weights", Weights(cast("Sequence[float]", self.weights)))
         object.__setattr__(self, "transforms", tuple(self.transforms))
         object.__setattr__(self, "device", resolve_device(self.device))
 
 
 def unknown_argument(name: str, own: Iterable[str]) -> str:
-    """That nobody knows an argument, with the nearest one of `own` and those of a DataLoader.
+    """Return that an argument is unknown, with the nearest one of `own` and those of a DataLoader.
 
     >>> unknown_argument("batchsize", ["batch_size"])
     "got an unexpected keyword argument 'batchsize'. Did you mean batch_size?"
@@ -168,7 +167,7 @@ def take_dataloader_arguments(
 
 
 def whole_numbers(**given: object) -> tuple[int, ...]:
-    """The values as plain ints, in order; numpy's count too.
+    """Return the values as plain ints, in order; numpy's count too.
 
     >>> whole_numbers(batch_size=64, rank=0)
     (64, 0)
@@ -189,7 +188,7 @@ def check_cache(cache: object, what: str = "the cache") -> None:
     """Refuse what is not a cache.
 
     Raises:
-        ConfigError: With a call that makes one of it, where there is one.
+        ConfigError: With the call that makes a cache of it, if possible.
     """
     if isinstance(cache, Cache):
         return

@@ -1,4 +1,4 @@
-"""Which example comes at which position of an epoch.
+"""Decide which example comes at which position of an epoch.
 
 The order is a pure function of seed, epoch, count and kind. It never depends on a library's random number
 generator, so it is the same on every device, version and machine (golden vectors in the tests hold it):
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.batch import sent
+from stoker.loader.batch import to_device
 from stoker.splitmix import (
     GAMMA,
     MASK,
@@ -45,7 +45,7 @@ from stoker.splitmix import (
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.loader.windows import Examples
     from stoker.store import Cache
 
@@ -61,9 +61,9 @@ class Weights:
     values: Sequence[float] | NDArray[Any] = field(kw_only=False)
     """One per stored record in number order, or per entry of `indices=`; at least 0, not all 0."""
     samples: int | None = None
-    """Examples of an epoch; None: as many as there are."""
+    """Examples of an epoch; None: no limit."""
     replacement: bool = True
-    """Whether an example may be drawn again in the same epoch."""
+    """True if an example may be drawn again in the same epoch."""
 
     def __post_init__(self) -> None:
         """Refuse an epoch without examples."""
@@ -89,9 +89,10 @@ def without_repeats(
 
 
 def natural_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The logarithm by additions, products and quotients alone, to 15 digits: the same bits on every machine.
+    """Return the logarithm to 15 digits, by additions, products and quotients alone.
 
-    A library's differs in the last bit from one processor to the next, and so would the order of examples.
+    So it is the same bits on every machine. A library's logarithm differs in the last bit between processors,
+    and so would the order of examples.
     """
     mantissa, exponent = np.frexp(values)
     small = mantissa < np.sqrt(0.5)
@@ -129,7 +130,7 @@ class OrderKind:
 
     kind: Kind
     block: int = 0
-    """Examples that lie together and are read together (`block`)."""
+    """Examples that are stored next to each other and read together (`block`)."""
     window: int = 0
     """Examples that are shuffled among themselves; a multiple of `block`."""
     batches: int = 0
@@ -138,7 +139,7 @@ class OrderKind:
     """Equal parts of the examples, one for each rank (`static`)."""
 
     def __str__(self) -> str:
-        """The text that `parse_order` reads back."""
+        """Return the text that `parse_order` reads back."""
         if self.kind == "block":
             return f"block({self.block},{self.window})"
         if self.kind == "bucket":
@@ -189,7 +190,7 @@ class Draws:
     first: NDArray[np.int64]
     """First example of each record, `(records + 1,)`."""
     samples: int | None = None
-    """Positions of an epoch; None: as many as there are examples."""
+    """Positions of an epoch; None: no limit examples."""
     weights: NDArray[np.float64] | None = None
     """One per record, to draw without repeats; None: with."""
 
@@ -235,7 +236,7 @@ class Order:
 
     @property
     def sorted_on_host(self) -> bool:
-        """Whether an epoch is sorted at once, by numbers of the host's making."""
+        """True if an epoch is sorted at once, by numbers of the host's making."""
         return self.kind.kind == "bucket" or (self.draws is not None and self.draws.weights is not None)
 
     def epochs(self, epochs: Sequence[int], device: torch.device | None = None) -> list[Ids]:
@@ -250,7 +251,7 @@ class Order:
         """Make the order of `epoch`; the result gives examples by position.
 
         Args:
-            device: Where the examples are wanted; a CUDA device makes its orders by itself.
+            device: Where the examples are wanted; a CUDA device makes its own orders.
         """
         if device is not None and device.type == "cuda":
             return epoch_on(self, epoch, device)
@@ -262,14 +263,14 @@ def epoch_on(order: Order, epoch: int, device: torch.device) -> Ids:
     if not order.sorted_on_host:
         with suppress(torch.OutOfMemoryError):  # sorting takes eight times the memory of the order itself
             return _made(order, epoch, DeviceArrays(device))
-    whole = sent(order.epoch(epoch)(0, order.positions), device)  # one copy, which nothing waits for
+    whole = to_device(order.epoch(epoch)(0, order.positions), device)  # one copy, which nothing waits for
     return lambda start, stop: whole[start:stop]
 
 
 def table_bytes(order: Order, records: int) -> int:
-    """Bytes that a device needs in addition to its records.
+    """Return the bytes that a device needs in addition to its records.
 
-    Row, sample number and first example of each record, which are kept; and about 64 for each example while
+    Row, sample index and first example of each record, which are kept; and about 64 for each example while
     an epoch is sorted: key, number, and values, indices and scratch of `torch.sort`.
     """
     in_blocks = order.kind.kind in ("sequential", "block")
@@ -326,7 +327,7 @@ class DeviceArrays:
 
     def table(self, values: NDArray[Any]) -> Tensor:
         """Return the values on the device."""
-        return sent(values, self._device)
+        return to_device(values, self._device)
 
     def float64(self, values: Tensor) -> Tensor:
         """Return the same numbers as float64."""
@@ -393,8 +394,9 @@ def _without_repeats(draws: Draws, base: int) -> NDArray[np.int64]:
 
 
 def _bucketed(order: Order, base: int) -> NDArray[np.int64]:
-    """The examples of an epoch by position, `(count,)`. Records of similar length share a batch, so that
-    little of it is padding.
+    """Return the examples of an epoch by position, `(count,)`.
+
+    Records of similar length share a batch, so that little of it is padding.
 
     The full shuffle is cut into windows of some global batches. Within a window examples are sorted by
     length and cut into batches again, and the batches are shuffled. So every example comes once in an epoch,
@@ -444,7 +446,7 @@ def _blocks(count: int, kind: OrderKind, base: int, arrays: Any) -> Ids:
     order = _shuffled(blocks, mix(base + 2), arrays) if blocks else None
 
     def windows(begin: int, end: int, size: int) -> Any:
-        """Examples of the positions `begin .. end`, which are entire windows of `size`."""
+        """Return the examples of the positions `begin .. end`, which are entire windows of `size`."""
         positions = arrays.arange(begin, end)
         ids, whole = positions, min(end, blocks * block) - begin
         if order is not None and whole > 0:
@@ -467,7 +469,7 @@ def _blocks(count: int, kind: OrderKind, base: int, arrays: Any) -> Ids:
 
 
 def bijection(positions: Any, count: int, base: int) -> Any:
-    """Where `positions` go in a keyed permutation of `range(count)`, computed one by one; numpy or torch.
+    """Return where `positions` go in a keyed permutation of `range(count)`, computed one by one.
 
     An alternating Feistel network on just enough bits, walked until it falls below `count`
     (Black and Rogaway, CT-RSA 2002).
@@ -495,7 +497,7 @@ def _feistel(value: Any, bits: int, base: int) -> Any:
 
 
 def _int64(words: Any) -> Any:
-    """The int64 of the same bits."""
+    """Return the int64 of the same bits."""
     return words.view(np.int64) if isinstance(words, np.ndarray) else words
 
 
@@ -522,23 +524,23 @@ def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
 
 
 def permutation_on(device: torch.device, count: int, base: int) -> Tensor:
-    """The same as one of `permutations`, made on `device`: `(count,)`, int64."""
+    """Return the same as one of `permutations`, made on `device`: `(count,)`, int64."""
     low, numbers = _low_bits(count), torch.arange(count, dtype=torch.int64, device=device)
     keys = shifted(keys_of(base, numbers), 1)
     return torch.sort((keys & ~low) | numbers).values & low
 
 
 def _low_bits(count: int) -> int:
-    """The bits of a key that hold a number below `count`."""
+    """Return the bits of a key that hold a number below `count`."""
     return (1 << max(1, (count - 1).bit_length())) - 1
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Parts of a cache that stand for the whole.
+# Parts of a cache that stand for all of it.
 
 
 def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]:
-    """Sample numbers of a part of the stored records, sorted, for `indices=`.
+    """Return the sample indices of a part of the stored records, sorted, for `indices=`.
 
     Each part of the source (a file, say) gives its share, to within one record. A smaller fraction with the
     same seed is a part of a larger one, so that runs on 1 %, 10 % and all of the data are comparable.
@@ -573,12 +575,12 @@ MASK_32 = (1 << 32) - 1
 
 
 def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
-    """The random key of each example in this epoch, int64, on the device of `examples`."""
+    """Return the random key of each example in this epoch, int64, on the device of `examples`."""
     return keys_of(stream(seed, epoch, Salt.TRANSFORM), examples)
 
 
 def child_keys(keys: Tensor, place: int) -> Tensor:
-    """Keys of their own for part `place` of whatever `keys` stand for; same shape.
+    """Return the keys of their own for part `place` of whatever `keys` stand for; same shape.
 
     A transform that draws for several purposes uses one child for each, so that none repeats another.
     """
@@ -647,7 +649,7 @@ def check_ranks(batch_size: int, rank: int, world_size: int) -> None:
 
 
 def own_records(order: Order, examples: Examples, rank: int, world_size: int) -> tuple[int, int | None]:
-    """First and one past the last record that a rank may ever serve: in static order those of its parts."""
+    """Return the first, and one past the last, record that a rank may serve: in static order of its parts."""
     parts = order.kind.parts
     if order.kind.kind != "static" or order.draws is not None:
         return 0, None
@@ -693,7 +695,7 @@ class RankShare:
         )
 
     def steps(self, position: int = 0) -> int:
-        """Batches that this rank serves from `position` to the end of the epoch."""
+        """Return the batches that this rank serves from `position` to the end of the epoch."""
         if self.contiguous:
             left, size = len(self._own) - position // self.world_size, self.batch_size
         else:
@@ -706,13 +708,13 @@ class RankShare:
         return whole + (1 if self._tail(rest) else 0)
 
     def _tail(self, rest: int) -> int:
-        """Examples of this rank in a last step of `rest` positions."""
+        """Return the examples of this rank in a last step of `rest` positions."""
         if self.contiguous:
             return rest
         return rest * (self.rank + 1) // self.world_size - rest * self.rank // self.world_size
 
     def whole_and_tail(self, position: int) -> tuple[int, int]:
-        """From `position` on: how many full batches this rank serves, and examples in the short last one."""
+        """Return how many full batches this rank serves from `position` on, and examples in the last one."""
         steps = self.steps(position)
         if self.contiguous:
             own, size = len(self._own) - position // self.world_size, self.batch_size
@@ -722,7 +724,7 @@ class RankShare:
         return whole, self._tail(own - whole * size) if steps > whole else 0
 
     def take(self, ids: Ids, position: int, steps: int) -> Any:
-        """Examples of this rank in `steps` whole steps from `position`, in the order they are served."""
+        """Return the examples of this rank in `steps` full steps from `position`, in serving order."""
         if self.contiguous:
             begin = self._own.start + position // self.world_size
             return ids(begin, begin + steps * self.batch_size)
@@ -732,7 +734,7 @@ class RankShare:
         return examples.reshape(steps, self.world_size, self.batch_size)[:, self.rank].reshape(-1)
 
     def take_tail(self, ids: Ids, position: int) -> Any:
-        """Examples of this rank in the short last step, which begins at `position`."""
+        """Return the examples of this rank in the short last step, which begins at `position`."""
         if self.contiguous:
             return ids(self._own.start + position // self.world_size, self._own.stop)
         rest = self.positions - position
@@ -740,27 +742,24 @@ class RankShare:
         return ids(position + begin, position + begin + self._tail(rest))
 
 
-def kept_weights(
-    weights: Sequence[float] | NDArray[Any] | Weights | None,
-    cache: Cache,
-    indices: Sequence[int] | NDArray[Any] | None,
-) -> Sequence[float] | NDArray[Any] | Weights | None:
-    """Weights of what is stored, where they were given for quarantined samples too.
+def drop_quarantined(
+    weights: Weights | None, cache: Cache, indices: Sequence[int] | NDArray[Any] | None
+) -> Weights | None:
+    """Return the weights of what is stored, where they were given for quarantined samples too.
 
-    So the same weights do beside the filling of a cache, when nobody knows what will be quarantined, and
+    So the same weights do while a cache is being filled, before it is known what will be quarantined, and
     afterwards.
     """
     if weights is None or not cache.quarantined:
         return weights
-    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
     wanted = np.arange(cache.recipe.count) if indices is None else np.asarray(indices)
-    values = np.asarray(asked.values)
+    values = np.asarray(weights.values)
     if values.shape != wanted.shape:
         return weights
-    return replace(asked, values=values[~np.isin(wanted, list(cache.quarantined))])
+    return replace(weights, values=values[~np.isin(wanted, list(cache.quarantined))])
 
 
-def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, examples: Examples) -> Draws:
+def make_draws(weights: Weights, table: RecordTable, examples: Examples) -> Draws:
     """Make the table that examples are drawn from, in proportion to their record's weight.
 
     Args:
@@ -770,11 +769,10 @@ def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, 
         ConfigError: Another number of weights, a negative one or a NaN, none above 0, or fewer examples
             above 0 than are to be drawn without repeats.
     """
-    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
-    values = np.asarray(asked.values, dtype=np.float64)
-    if values.shape != places.numbers.shape:
+    values = np.asarray(weights.values, dtype=np.float64)
+    if values.shape != table.indices.shape:
         raise ConfigError(
-            f"weights have shape {values.shape}, but {len(places.numbers)} records are served. Give one "
+            f"weights have shape {values.shape}, but {len(table.indices)} records are served. Give one "
             "weight per record in number order, or per entry of indices="
         )
     if not np.isfinite(values).all() or (values < 0).any() or not values.any():
@@ -785,10 +783,10 @@ def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, 
     cumulative = np.cumsum(values * np.diff(first))
     if not cumulative[-1] > 0:
         raise ConfigError("every record with a weight above 0 is too short for one window")
-    if asked.replacement:
-        return Draws(cumulative=cumulative, first=first, samples=asked.samples)
+    if weights.replacement:
+        return Draws(cumulative=cumulative, first=first, samples=weights.samples)
     possible = int(np.diff(first)[values > 0].sum())
-    samples = examples.count if asked.samples is None else asked.samples
+    samples = examples.count if weights.samples is None else weights.samples
     if samples > possible or examples.count > SORTED_LIMIT:
         raise ConfigError(
             f"{format_count(samples)} examples cannot be drawn without repeats: {format_count(possible)} of "
@@ -799,7 +797,7 @@ def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, 
 
 
 def apportion(quotas: Sequence[float]) -> list[int]:
-    """Whole numbers nearest to `quotas` with their sum, by largest remainder; of equal ones the first.
+    """Return the whole numbers nearest to `quotas` with their sum, by largest remainder, ties to the first.
 
     >>> apportion([2.5, 1.25, 1.25]), apportion([0.5, 0.5])
     ([3, 1, 1], [1, 0])

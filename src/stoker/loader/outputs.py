@@ -1,4 +1,4 @@
-"""What a batch is made of: one output per tensor handed out, and how to gather it from memory.
+"""Describe what a batch is made of: one output per tensor handed out, and how to gather it from memory.
 
 An output takes rows of one field: whole records, or steps of a trajectory at a lag from the window's start.
 A gather is one `index_select` on a *view* of the field: shifted by the lag, or overlapping for several steps
@@ -19,13 +19,13 @@ import torch
 from stoker.errors import ConfigError
 from stoker.loader.batch import STATES, Role
 from stoker.loader.chunks import RECORD
-from stoker.loader.fused import Fused, check_normalise, fused_of
+from stoker.loader.conversion import Conversion, check_normalise, find_conversion
 from stoker.loader.windows import Windows, check_conditions, condition_width, state_fields
 from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
 from stoker.units import KIB
 
 
-class Compute(Enum):
+class Computation(Enum):
     """How a part of a window is made of gathered ones (`assembly.py`)."""
 
     PICK = "pick"
@@ -51,11 +51,11 @@ class OutputSpec:
     shape: tuple[int, ...]
     """Shape of one example; `()` gives `(B,)`."""
     dtype: torch.dtype
-    """Stored dtype; of a packed field, what is handed out."""
+    """Stored dtype; of a quantized field, what is handed out."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
     role: Role = Role.FIELD
-    fused: Fused | None = None
+    conversion: Conversion | None = None
     """What is done to the values on the way, the cast included; None: nothing."""
     lag: int = 0
     """Steps from the window's start to the first step taken."""
@@ -65,11 +65,11 @@ class OutputSpec:
     """Steps from one taken to the next."""
     ragged: bool = False
     """Whole records of varying length: a list of tensors."""
-    packed: str = ""
-    """Dtype that a packed field is stored as, else empty."""
+    quantized: str = ""
+    """Dtype that a quantized field is stored as, else empty."""
     parts: tuple[OutputSpec, ...] = ()
-    """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
-    compute: Compute | None = None
+    """What is gathered in its place for a quantized field: its bits, as int8, and its scales."""
+    compute: Computation | None = None
     """Set when it is not gathered itself but made of `sources`."""
     sources: tuple[OutputSpec, ...] = ()
     picks: range = range(0)
@@ -108,11 +108,11 @@ def make_outputs(
     *,
     device: str = "cpu",
 ) -> tuple[OutputSpec, ...]:
-    """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
+    """Return the outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
         dtype: Handed out instead of the stored one, for fields that hold floats or are normalised. None
-            decodes packed ones to bfloat16 for a CUDA `device`, else to float32.
+            decodes quantized ones to bfloat16 for a CUDA `device`, else to float32.
         normalise: `Normalise` by field; None: no field is.
 
     Raises:
@@ -122,36 +122,36 @@ def make_outputs(
     if dtype is not None:
         check_dtype(dtype)
     how = check_normalise(normalise, schema)
-    unpacked = dtype or ("bfloat16" if device == "cuda" else "float32")
-    fused = {
-        name: fused_of(field, how.get(name), unpacked if field.packed else dtype)
+    decoded = dtype or ("bfloat16" if device == "cuda" else "float32")
+    conversion = {
+        name: find_conversion(field, how.get(name), decoded if field.packed else dtype)
         for name, field in schema.items()
     }
     if windows is None:
         check_names(schema)
         return tuple(
-            replace(_output(name, name, field, fused[name]), role=_role_in_records(schema, name))
+            replace(_output(name, name, field, conversion[name]), role=_role_in_records(schema, name))
             for name, field in schema.items()
         )
     states = state_fields(schema, windows)
     for main in states:
         check_conditions(schema, main)
     if any(schema[main].folded for main in states):
-        return _point_outputs(schema, fused)
-    outputs = [output for main in states for output in _states(main, schema[main], fused[main], windows)]
+        return _point_outputs(schema, conversion)
+    outputs = [output for main in states for output in _states(main, schema[main], conversion[main], windows)]
     for name, f in without_points(schema).items():
         if f.kept:
-            outputs += _kept_outputs(name, f, fused[name], windows)
+            outputs += _kept_outputs(name, f, conversion[name], windows)
         elif name not in states:
             lag, width = 0 if f.time else None, condition_width(f)
-            condition = _output(name, name, f, fused[name], lag=lag, width=width)
+            condition = _output(name, name, f, conversion[name], lag=lag, width=width)
             outputs.append(replace(condition, role=Role.CONDITION))
-    outputs = _with_time_step(outputs, schema, states, fused, windows)
+    outputs = _with_time_step(outputs, schema, states, conversion, windows)
     if isinstance(windows.stride, tuple):
-        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64, Role.CONDITION))
+        outputs.append(_drawn("stride", states[0], Computation.STRIDE, (1,), torch.int64, Role.CONDITION))
     if isinstance(windows.horizon, tuple) and windows.horizons[1] > 1:
         shape = (windows.horizons[1] - 1, 1)
-        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool, Role.MASK))
+        outputs.append(_drawn("future_mask", states[0], Computation.MASK, shape, torch.bool, Role.MASK))
     _check_distinct(outputs)
     return tuple(outputs)
 
@@ -164,17 +164,17 @@ def _role_in_records(schema: Schema, name: str) -> Role:
     return Role.FIELD if field.time or field.ragged or len(field.shape) > 1 else Role.CONDITION
 
 
-def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[OutputSpec, ...]:
-    """The outputs of windows over points: rows of each window as a list, which `assembly.py` joins."""
+def _point_outputs(schema: Schema, conversion: Mapping[str, Conversion | None]) -> tuple[OutputSpec, ...]:
+    """Return the outputs of windows over points: rows of each window as a list, which `assembly.py` joins."""
     points = [
-        replace(_output(name, name, field, fused[name]), role=Role.STEPS if field.folded else Role.NODES)
+        replace(_output(name, name, field, conversion[name]), role=Role.STEPS if field.folded else Role.NODES)
         for name, field in schema.items()
         if field.axes and not field.kept
     ]
     for name, field in without_points(schema).items():
         if not field.kept:
             lag, width = 0 if field.time else None, condition_width(field)
-            condition = _output(name, name, field, fused[name], lag=lag, width=width)
+            condition = _output(name, name, field, conversion[name], lag=lag, width=width)
             points.append(replace(condition, role=Role.CONDITION))
     return tuple(points)
 
@@ -190,19 +190,19 @@ def gathered_outputs(outputs: Sequence[OutputSpec]) -> tuple[OutputSpec, ...]:
 
 
 def gathered_bytes(outputs: Sequence[OutputSpec]) -> int:
-    """Bytes that are gathered for one example."""
+    """Return the bytes that are gathered for one example."""
     return sum(output.example_bytes for output in gathered_outputs(outputs))
 
 
-def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
+def _states(main: str, field: Field, conversion: Conversion | None, windows: Windows) -> list[OutputSpec]:
     """`z0`, `z1` and, above horizon 1, `future` of one field."""
     horizon = windows.horizons[1]
-    z0 = _output(Role.Z0.value, main, field, fused, lag=0)
-    z1 = _later(Role.Z1.value, main, field, fused, windows, range(1, 2), horizon)
+    z0 = _output(Role.Z0.value, main, field, conversion, lag=0)
+    z1 = _later(Role.Z1.value, main, field, conversion, windows, range(1, 2), horizon)
     states = [replace(z0, role=Role.Z0), replace(z1, role=Role.Z1)]
     if horizon > 1:
         picks = range(2, horizon + 1)
-        future = _later(Role.FUTURE.value, main, field, fused, windows, picks, horizon, axis=True)
+        future = _later(Role.FUTURE.value, main, field, conversion, windows, picks, horizon, axis=True)
         states.append(replace(future, role=Role.FUTURE))
     return states
 
@@ -211,33 +211,37 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     name: str,
     field_name: str,
     field: Field,
-    fused: Fused | None,
+    conversion: Conversion | None,
     windows: Windows,
     picks: range,
     reach: int,
     *,
     axis: bool = False,
 ) -> OutputSpec:
-    """Steps `picks` of a window, in strides from `z0`. Drawn strides pick them from a run of steps, which
-    serves all picks up to step `reach`."""
+    """Return the steps `picks` of a window, in strides from `z0`.
+
+    Drawn strides pick them from a run of steps, which serves all picks up to step `reach`.
+    """
     least, most = windows.strides
     if not windows.draws:
         lag, count = picks[0] * least, len(picks) if axis else None
-        return _output(name, field_name, field, fused, lag=lag, count=count, every=least)
+        return _output(name, field_name, field, conversion, lag=lag, count=count, every=least)
     every = least if least == most else 1
     count = (reach * most - least) // every + 1
-    run = _output(f"steps of {field_name}", field_name, field, fused, lag=least, count=count, every=every)
+    run = _output(
+        f"steps of {field_name}", field_name, field, conversion, lag=least, count=count, every=every
+    )
     shape = field.shape[1:] if not axis else (len(picks), *field.shape[1:])
     return replace(
-        run, name=name, shape=shape, count=None, packed="", parts=(), compute=Compute.PICK, picks=picks,
-        sources=(run,),
+        run, name=name, shape=shape, count=None, quantized="", parts=(), compute=Computation.PICK,
+        picks=picks, sources=(run,),
     )  # fmt: skip
 
 
 def _drawn(
-    name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype, role: Role
+    name: str, main: str, compute: Computation, shape: tuple[int, ...], dtype: torch.dtype, role: Role
 ) -> OutputSpec:
-    """An output that is computed, not gathered."""
+    """Return an output that is computed, not gathered."""
     return OutputSpec(
         name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute, role=role
     )
@@ -247,10 +251,10 @@ def _with_time_step(
     outputs: Sequence[OutputSpec],
     schema: Schema,
     states: Sequence[str],
-    fused: Mapping[str, Fused | None],
+    conversion: Mapping[str, Conversion | None],
     windows: Windows,
 ) -> list[OutputSpec]:
-    """The outputs with the condition `dt`, the time from z0 to z1.
+    """Return the outputs with the condition `dt`, the time from z0 to z1.
 
     It is a difference of `time` where records have that field with a time axis; else a field `dt` without
     one times the stride. Times are subtracted as they are stored: in a narrower dtype nothing might be left.
@@ -261,9 +265,9 @@ def _with_time_step(
             return [*outputs]
         first = _output("time at z0", "time", time, None, lag=0)
         second = replace(_later("time at z1", "time", time, None, windows, range(1, 2), 1), shape=(1,))
-        own = fused["time"]
+        own = conversion["time"]
         found = replace(
-            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype, Role.CONDITION),
+            _drawn("dt", "time", Computation.DIFFERENCE, (1,), first.dtype, Role.CONDITION),
             cast=None if own is None else own.dtype,
             sources=(first, second),
         )
@@ -271,7 +275,7 @@ def _with_time_step(
     if step is None or step.time or step.kept or windows.strides == (1, 1):
         return [*outputs]
     return [
-        replace(output, compute=Compute.TIMES_STRIDE, sources=(output,), packed="", parts=())
+        replace(output, compute=Computation.TIMES_STRIDE, sources=(output,), quantized="", parts=())
         if output.name == "dt" and output.role is Role.CONDITION
         else output
         for output in outputs
@@ -289,19 +293,21 @@ def _check_distinct(outputs: Sequence[OutputSpec]) -> None:
             )
 
 
-def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
-    """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
+def _kept_outputs(
+    name: str, field: Field, conversion: Conversion | None, windows: Windows
+) -> list[OutputSpec]:
+    """Return a raw field next to the latents: at z0 and at z1, or as it is where it has no time.
 
-    It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
+    It keeps its axes, with at least two of them, so that it is not taken for a condition `(B, C)`: at z1 it
     would tell what is to be predicted.
     """
     if field.time:
         found = [
-            _output(f"{name}0", name, field, fused, lag=0),
-            _later(f"{name}1", name, field, fused, windows, range(1, 2), 1),
+            _output(f"{name}0", name, field, conversion, lag=0),
+            _later(f"{name}1", name, field, conversion, windows, range(1, 2), 1),
         ]
     else:
-        found = [_output(name, name, field, fused)]
+        found = [_output(name, name, field, conversion)]
     return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))], role=Role.RAW) for o in found]
 
 
@@ -323,7 +329,7 @@ def check_names(schema: Schema) -> None:
     """
     if "index" in schema:
         raise ConfigError(
-            "records have a field 'index', which is what batches call the sample number. "
+            "records have a field 'index', which batches use for the sample index. "
             "Give the field another name in its source"
         )
 
@@ -332,7 +338,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     name: str,
     field_name: str,
     field: Field,
-    fused: Fused | None,
+    conversion: Conversion | None,
     *,
     lag: int | None = None,
     count: int | None = None,
@@ -348,9 +354,9 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
         return replace(
             parts[0],
             shape=parts[0].shape if width is None else (width,),
-            dtype=torch.float32 if fused is None else fused.dtype,
-            fused=fused,
-            packed=field.dtype,
+            dtype=torch.float32 if conversion is None else conversion.dtype,
+            conversion=conversion,
+            quantized=field.dtype,
             parts=parts,
         )
     stored = getattr(torch, field.dtype)
@@ -365,8 +371,8 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
         index=index,
         shape=shape if width is None else (width,),
         dtype=stored,
-        cast=None if fused is None or fused.dtype is stored else fused.dtype,
-        fused=fused,
+        cast=None if conversion is None or conversion.dtype is stored else conversion.dtype,
+        conversion=conversion,
         lag=lag or 0,
         count=count,
         every=every,
@@ -375,7 +381,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
 
 
 def step_lengths(outputs: tuple[OutputSpec, ...], schema: Schema) -> Mapping[str, int]:
-    """Steps per record behind each index that counts steps of fields of fixed length."""
+    """Return the steps per record behind each index that counts steps of fields of fixed length."""
     return {
         o.index: schema[o.field].shape[0] for o in outputs if o.index != RECORD and not schema[o.field].ragged
     }
@@ -427,7 +433,7 @@ def plan_runs(schema: Schema, outputs: tuple[OutputSpec, ...]) -> list[StepRun]:
 
 
 def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """The same bytes in fewer pieces: steps that lie next to each other at both ends are one."""
+    """Return the same bytes in fewer pieces: steps that are neighbours at both ends become one."""
     joined: list[Target] = []
     for i, size, at, begin, count in sorted(targets):
         last = joined[-1] if joined else None

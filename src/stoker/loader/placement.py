@@ -1,11 +1,11 @@
-"""Which shards are in which memory now, and bringing them there or letting go of them.
+"""Decide which shards are in which memory now, bring them there, and release them.
 
-A loader starts at once: shards are read, verified and placed by a thread, and until a shard is there its
-records come from the next slower tier. Small caches are in memory before the first batch. The device is
-filled once the model has shown what it needs, and what is held follows the memory there is (`Watch`). As
-batches are the same bytes from everywhere, nobody can tell but by the clock.
+A loader starts at once: a thread reads, verifies and places shards, and until a shard is there its records
+come from the next slower tier. Small caches are in memory before the first batch. The device is filled once
+the model has shown what it needs, and what is held follows the memory that is free (`PlacementWatch`).
+Batches are the same bytes from everywhere, so only the clock tells the difference.
 
-The thread that serves makes and removes memories, between two batches; the thread that fills loads and drops
+The thread that serves makes and removes memories, between two batches. The thread that fills loads and drops
 shards inside of them, which is safe at any time (`Memory.drop`).
 """
 
@@ -15,17 +15,17 @@ import logging
 import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stoker.errors import ResourceError, StalledError
 from stoker.loader import tiers as device_tier
 from stoker.loader.tiers import Memory, map_host
-from stoker.plan import Demand, Plan, Reservation, Resources, plan_tiers
+from stoker.plan import Plan, Resources, plan_tiers
 from stoker.plan.placement import LEAST_GAIN, MOST_PATIENCE_S, Calm, gain, short, without
 from stoker.plan.resources import device_again, give_back
 from stoker.plan.tiers import reserves_of
@@ -34,7 +34,7 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.store import Cache
 
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Look at the machine while a loader runs, and say when its plan should change.
 #
 # A look happens every two seconds at most, between two batches of the thread that serves. What follows from
-# it is arithmetic (`plan.placement`); `Residency` carries it out.
+# it is arithmetic (`plan.placement`); `Placement` does it.
 
 
 LOOK_S = 2.0
@@ -50,75 +50,60 @@ LOOK_S = 2.0
 STEPS_SEEN = 3
 """Steps after which a model has shown how much of its device it needs."""
 FAULTS_SEEN = 64
-"""Major page faults between two looks from which on it is asked which shards the system has put out."""
+"""From this many major page faults between two looks on, the system is asked which shards it has evicted."""
 
 log = logging.getLogger("stoker")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What a plan is made from, so that it can be made again."""
-
-    demand: Demand
-    tier: str
-    """The tier that was asked for; where it no longer holds everything, the rest goes where it can."""
-    reserve_bytes: int | None
-    look: Callable[[], Resources]
-    """What this process may use now."""
-
-    def plan(self, resources: Resources) -> Plan:
-        """The plan for these resources; never refused."""
-        try:
-            return plan_tiers(self.demand, resources, tier=self.tier, reserve_bytes=self.reserve_bytes)
-        except ResourceError:
-            return plan_tiers(self.demand, resources, reserve_bytes=self.reserve_bytes)
-
-    @property
-    def waits_for_steps(self) -> bool:
-        """Whether the device may be filled only once the model has shown what it needs."""
-        return not self.demand.on_cpu and self.tier == "auto" and self.reserve_bytes is None
+def replan(design: Design, resources: Resources) -> Plan:
+    """Return the plan for these resources; what the tier asked for cannot hold goes to slower ones."""
+    demand, options = design.demand, design.options
+    try:
+        return plan_tiers(demand, resources, tier=options.tier, reserve_bytes=options.reserve_bytes)
+    except ResourceError:
+        return plan_tiers(demand, resources, reserve_bytes=options.reserve_bytes)
 
 
 def major_faults() -> int:
-    """Page faults of this process so far that had to read from disk."""
+    """Return the page faults of this process so far that had to read from disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
-class Watch:
-    """The plan of one loader as it changes. Asked by the thread that serves, and by no other."""
+class PlacementWatch:
+    """The plan of one loader as it changes. Used by the thread that serves, and by no other."""
 
-    def __init__(self, plan: Plan, ask: Ask, claim: Reservation, wanted: Collection[Hashable]) -> None:
-        """`plan` is what to aim at, `wanted` keys of the shards that are served (`Reservation.usable`)."""
-        self._ask = ask
-        self._claim = claim
-        self._wanted = wanted
-        self.seen = not ask.waits_for_steps
-        """Whether the device may be filled by now."""
+    def __init__(self, design: Design) -> None:
+        demand, options = design.demand, design.options
+        self._design = design
+        self._wanted = shard_parts(design.cache, design.table.shards(), demand.record_bytes).keys()
+        # How much of its device a model needs is not known before it has run, unless the user set it.
+        self.seen = demand.on_cpu or options.tier != "auto" or options.reserve_bytes is not None
+        """True once the device may be filled."""
         self._faults = major_faults()
         now = time.monotonic()
         self._calm = Calm(since_s=now)
         self._next_s = now + LOOK_S
-        self.plan = plan if self.seen else ask.plan(replace(self._usable(), device_bytes=0))
+        self.plan = design.plan if self.seen else replan(design, replace(self._usable(), device_bytes=0))
         """What is to be held now."""
 
     def due(self, steps: int, now_s: float) -> bool:
-        """Whether it is time for a look."""
+        """Return True if it is time for a look."""
         return now_s >= self._next_s or (not self.seen and steps >= STEPS_SEEN)
 
     def look(self, steps: int, now_s: float) -> bool:
-        """Look, and say whether `plan` is another one now."""
+        """Look, and return True if `plan` has changed."""
         self._next_s = now_s + LOOK_S
         shown = not self.seen and steps >= STEPS_SEEN
         self.seen = self.seen or shown
         usable = self._usable()
-        ask = self._ask
-        made = replace(ask.demand, table_bytes=0)  # tables are there by now, and the peak has an order
-        reserves = reserves_of(made, usable, ask.tier, ask.reserve_bytes)
+        demand, options = self._design.demand, self._design.options
+        made = replace(demand, table_bytes=0)  # tables are there by now, and the peak has an order
+        reserves = reserves_of(made, usable, options.tier, options.reserve_bytes)
         room = {"device": usable.device_bytes, "host": usable.host_bytes}
         tight = short(self.plan, room, reserves)
         if tight:
             return self._shrink(tight, usable, now_s)
-        fresh = ask.plan(usable)
+        fresh = replan(self._design, usable)
         if not shown and (gain(self.plan, fresh) < LEAST_GAIN or not self._calm.over(now_s)):
             return False
         if self._calm.over(now_s) and now_s - self._calm.since_s >= MOST_PATIENCE_S:
@@ -126,25 +111,26 @@ class Watch:
         return self._adopt(fresh)
 
     def refused(self, now_s: float) -> None:
-        """The device had no room after all: somebody else took it between the look and the filling."""
+        """Plan without the device: another process took its memory between the look and the filling."""
         self._shrink(frozenset({"device"}), self._usable(), now_s)
 
-    def put_out(self, records: int, now_s: float) -> None:
-        """That many records were put out of host memory by the system; they come from disk for a while."""
+    def evict(self, records: int, now_s: float) -> None:
+        """Note that the system has evicted so many records from host memory; disk serves them for a while."""
         self._calm = self._calm.after_shortage(now_s)
         log.warning(
-            "%d records were put out of host memory and come from disk now. Batches stay the same", records
+            "the system evicted %d records from host memory; they come from disk now. Batches stay the same",
+            records,
         )
         self.plan = without(self.plan, "host", records)
 
     def faulted(self) -> bool:
-        """Whether the process met many page faults that went to disk since this was last asked."""
+        """Return True if the process met many page faults that went to disk since the last call."""
         now = major_faults()
         before, self._faults = self._faults, now
         return now - before >= FAULTS_SEEN
 
     def _usable(self) -> Resources:
-        usable = self._claim.usable(self._ask.look(), self._wanted)
+        usable = self._design.reservation.usable(self._design.measure(), self._wanted)
         if not self.seen:
             return replace(usable, device_bytes=0)
         return replace(usable, device_again_bytes=device_again(usable.device))
@@ -162,7 +148,7 @@ class Watch:
                 for m in sorted(tight)
             ),
         )
-        return self._adopt(self._ask.plan(usable))
+        return self._adopt(replan(self._design, usable))
 
     def _adopt(self, fresh: Plan) -> bool:
         changed = fresh.records_by_tier() != self.plan.records_by_tier()
@@ -176,16 +162,16 @@ LEAST_RESIDENT = 0.9
 """A shard of which the system keeps less than this in memory is read from disk instead, which is quicker."""
 
 
-def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]]:
-    """Which shards go to `device` and to `host`: whole shards, in order, up to the planned records.
+def assign(cache: Cache, table: RecordTable, plan: Plan) -> dict[str, frozenset[int]]:
+    """Return the shards of `device` and of `host`: entire shards, in order, up to the planned records.
 
-    What is left of the device's part by that goes to the host with its own, unless that is full already.
+    What that leaves of the device's part goes to the host, unless the host is full already.
     """
     budget = plan.records_by_tier()
     if budget["host"] and not budget["disk"]:
         budget["host"] += budget["device"]
-    wanted = places.shards()
-    homes: dict[str, frozenset[int]] = {}
+    wanted = table.shards()
+    targets: dict[str, frozenset[int]] = {}
     for tier in ("device", "host"):
         left = budget[tier]
         taken: list[int] = []
@@ -196,38 +182,35 @@ def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]
             left -= rows
             taken.append(shard)
         wanted = wanted[len(taken) :]
-        homes[tier] = frozenset(taken)
-    return homes
+        targets[tier] = frozenset(taken)
+    return targets
 
 
-def parts_of(
+def shard_parts(
     cache: Cache, shards: Iterable[int], record_bytes: float, *, own: Hashable = None
 ) -> dict[Hashable, int]:
-    """Bytes of each shard, by keys that are equal for all loaders that serve it, or for this `own` alone."""
+    """Return the bytes of each shard, by keys that all loaders of a shard share, or that are this `own`'s."""
     entries = cache.index.shards
     return {(own, entries[s].file, entries[s].header): int(entries[s].rows * record_bytes) for s in shards}
 
 
-def claim_plan(claim: Reservation, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
-    """Note in the ledger what a plan means to hold, before anything is taken."""
-    _claim_homes(claim, cache, assign(cache, places, plan), demand, on_device=True)
+def reserve_plan(design: Design) -> None:
+    """Note in the ledger what a plan is to hold, before anything is taken."""
+    _reserve_shards(design, assign(design.cache, design.table, design.plan), on_device=True)
 
 
-def _claim_homes(
-    claim: Reservation, cache: Cache, homes: Mapping[str, frozenset[int]], demand: Demand, *, on_device: bool
-) -> None:
-    """Note in the ledger which shards are meant to be in which memory."""
-    claim.parts["host"] = parts_of(cache, homes["host"], demand.record_bytes)
+def _reserve_shards(design: Design, targets: Mapping[str, frozenset[int]], *, on_device: bool) -> None:
+    """Note in the ledger which shards are to be in which memory."""
+    cache, demand, reservation = design.cache, design.demand, design.reservation
+    reservation.parts["host"] = shard_parts(cache, targets["host"], demand.record_bytes)
     if on_device:
-        claim.parts[demand.device] = parts_of(cache, homes["device"], demand.record_bytes, own=id(claim))
-
-
-def _nothing() -> None:
-    """Work that only tells that what came before it is over."""
+        own = id(reservation)
+        parts = shard_parts(cache, targets["device"], demand.record_bytes, own=own)
+        reservation.parts[demand.device] = parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class MemorySet:
     """The memories of a loader at one time. Another object whenever batches should be made in another way."""
 
     device: Memory | None = None
@@ -241,7 +224,7 @@ class Held:
         return [memory for memory in (self.device, self.host) if memory is not None]
 
 
-class Residency:
+class Placement:
     """The memories of one loader. One thread fills, one serves; other methods are the latter's."""
 
     def __init__(self, design: Design) -> None:
@@ -251,16 +234,15 @@ class Residency:
         self._faults = major_faults()
         self._lock = threading.Lock()
         self._line = Pool(1, "stoker-fill")
-        self._homes: Mapping[str, frozenset[int]] = {}
+        self._targets: Mapping[str, frozenset[int]] = {}
         self._steps = 0
-        self._freed: Ticket[None] | None = None
+        self._freed: Ticket[Any] | None = None
         """A device memory was removed; done once the thread that fills does not refer to it any more."""
-        self._watched = not design.static and design.ask.tier not in ("disk", "encode")
+        self._watched = not design.options.static and design.options.tier not in ("disk", "encode")
         self.complete = False
-        """Every shard is where it is meant to be."""
-        self.held = Held()
-        keys = parts_of(design.cache, design.places.shards(), design.ask.demand.record_bytes)
-        self._watch = Watch(design.plan, design.ask, design.claim, keys.keys())
+        """True once every shard is where it should be."""
+        self.held = MemorySet()
+        self._watch = PlacementWatch(design)
         self._settle(self._planned())
 
     @property
@@ -284,11 +266,11 @@ class Residency:
             logging.getLogger("stoker").debug("memory is filled while the first batches are served")
 
     def stop(self) -> None:
-        """Fill no more; for the owner, when nobody will iterate again."""
+        """Fill no more; for the owner, when no pass will follow."""
         self._stopped = True
 
     def serving(self) -> Memory | None:
-        """The memory that holds everything by now, or None.
+        """Return the memory that holds everything by now, or None.
 
         Raises:
             CorruptError: A shard that was being brought into memory does not match its checksums.
@@ -298,8 +280,8 @@ class Residency:
             raise self._error
         return self.held.whole
 
-    def turn(self, batches: int) -> Held:
-        """What is held now; to be asked between batches, after `batches` more of them were used.
+    def turn(self, batches: int) -> MemorySet:
+        """Return what is held now; call it between batches, after `batches` more of them were used.
 
         Raises:
             Exception: As `serving`.
@@ -316,79 +298,82 @@ class Residency:
                     self._settle(self._planned())
                     self._line.submit(self._fill)
                 elif self._watch.faulted():
-                    self._put_out(now)
+                    self._evict(now)
         return self.held
 
     def faulted(self) -> int:
-        """Page faults of this process that went to disk since this was made: records that were put out of
-        memory and came back. More than a few mean that the host tier does not hold.
+        """Return the page faults of this process that went to disk since this was made.
+
+        Each is a record that was evicted and read again; more than a few mean that host memory is short.
         """
         return major_faults() - self._faults
 
     def _planned(self) -> dict[str, frozenset[int]]:
-        return assign(self._design.cache, self._design.places, self._watch.plan)
+        return assign(self._design.cache, self._design.table, self._watch.plan)
 
     @torch.inference_mode(False)  # what is made here outlives the caller's mode, and a thread fills it
-    def _settle(self, homes: Mapping[str, frozenset[int]]) -> None:
-        """Make `homes` what is meant to be held: remove the memories that cannot become that, add new ones.
+    def _settle(self, targets: Mapping[str, frozenset[int]]) -> None:
+        """Make `targets` what is held: remove the memories that cannot become that, and add new ones.
 
-        A device memory that is to have another size is removed here and made anew at a later turn, when
-        nobody refers to it any more: there may be no room for both.
+        A device memory that is to have another size is removed here and made again at a later turn, when
+        nothing refers to it any more: there may be no room for both.
         """
         device, host = self.held.device, self.held.host
-        if device is not None and device.shards != homes["device"]:
-            device_tier.finish_reads(self._design.device)
-            device, self._freed = None, self._line.submit(_nothing)  # after what is being filled now
-        if device is None and homes["device"] and self._freed is None:
-            device = self._on_device(homes["device"])
+        if device is not None and device.shards != targets["device"]:
+            device_tier.finish_reads(self._design.options.device)
+            device, self._freed = None, self._line.submit(bool)  # no work: done after what is being filled
+        if device is None and targets["device"] and self._freed is None:
+            device = self._on_device(targets["device"])
             if device is None:
                 return self._settle(self._planned())
-        if host is not None and not self._fits(host, homes["host"]):
+        if host is not None and not self._fits(host, targets["host"]):
             host = None
-        if host is None and homes["host"]:
-            host = map_host(self._design.cache, self._design.places, homes["host"])
+        if host is None and targets["host"]:
+            host = map_host(self._design.cache, self._design.table, targets["host"])
         with self._lock:
             self.complete = False
-            self._homes = homes
+            self._targets = targets
             self._hold(device, host)
         self._account()
 
     def _fits(self, host: Memory, shards: frozenset[int]) -> bool:
-        """Whether a host memory can hold just these shards from now on."""
+        """Return True if a host memory can hold just these shards from now on."""
         return shards == host.shards if host.drop is None else shards <= host.shards
 
     def _on_device(self, shards: frozenset[int]) -> Memory | None:
-        """Room for `shards` on the device; None, and a plan without it, where there is none after all."""
+        """Return room for `shards` on the device; None, and another plan, if the device is full after all."""
         design = self._design
         with suppress(torch.OutOfMemoryError):
-            return device_tier.resident(design.cache, design.places, shards, design.device)
+            return device_tier.allocate_on_device(design.cache, design.table, shards, design.options.device)
         # The error is gone, and with it the fields that there was room for.
-        give_back(design.device)
+        give_back(design.options.device)
         self._watch.refused(time.monotonic())
         return None
 
     def _reclaim(self) -> None:
-        """Give the memory of what was removed back to the device, and make what comes in its place."""
+        """Give the removed memory back to the device, and make the memory that replaces it."""
         self._freed = None
-        give_back(self._design.device)
-        self._settle(self._homes)
+        give_back(self._design.options.device)
+        self._settle(self._targets)
         self._line.submit(self._fill)
 
-    def _put_out(self, now_s: float) -> None:
-        """Serve from disk what the system has put out of host memory."""
+    def _evict(self, now_s: float) -> None:
+        """Serve from disk what the system has evicted from host memory."""
         host = self.held.host
         if host is None or host.drop is None or host.resident is None:
             return
-        lost = [s for s in sorted(self._homes["host"]) if host.ready[s] and host.resident(s) < LEAST_RESIDENT]
+        lost = [
+            s for s in sorted(self._targets["host"]) if host.ready[s] and host.resident(s) < LEAST_RESIDENT
+        ]
         if lost:
-            self._watch.put_out(sum(self._design.cache.index.shards[s].rows for s in lost), now_s)
-            self._settle({**self._homes, "host": self._homes["host"] - frozenset(lost)})
+            self._watch.evict(sum(self._design.cache.index.shards[s].rows for s in lost), now_s)
+            self._settle({**self._targets, "host": self._targets["host"] - frozenset(lost)})
             self._line.submit(self._fill)
 
     def _hold(self, device: Memory | None, host: Memory | None) -> None:
-        """Note what is held; what served everything goes on to until a shard of it is to go."""
-        wanted = self._design.places.shards()
-        staying = self._homes["host"] | self._homes["device"]  # shards on their way to the device stay
+        """Note what is held. A memory that served everything continues to until a shard of it is to go."""
+        wanted = self._design.table.shards()
+        staying = self._targets["host"] | self._targets["device"]  # shards on their way to the device stay
         whole = next(
             (
                 memory
@@ -401,49 +386,46 @@ class Residency:
         )
         before = self.held
         if (device, host, whole) != (before.device, before.host, before.whole):
-            self.held = Held(device=device, host=host, whole=whole)
+            self.held = MemorySet(device=device, host=host, whole=whole)
 
     def _account(self) -> None:
-        """Tell other loaders of this process what this one means to hold, and has taken."""
-        design, claim = self._design, self._design.claim
-        _claim_homes(claim, design.cache, self._homes, design.ask.demand, on_device=self._watch.seen)
-        device = self.held.device
-        claim.taken[design.ask.demand.device] = (
-            0 if device is None else sum(t.nbytes for t in device.sources.values())
-        )
-        host = self.held.host
-        held = 0 if host is None else sum(claim.parts["host"].values())
-        claim.taken["host"] = 0 if host is None else int(held * host.private)
+        """Tell other loaders of this process what this one is to hold, and has taken."""
+        design, (device, host) = self._design, (self.held.device, self.held.host)
+        _reserve_shards(design, self._targets, on_device=self._watch.seen)
+        taken = design.reservation.taken
+        taken[design.demand.device] = 0 if device is None else sum(t.nbytes for t in device.sources.values())
+        held = sum(design.reservation.parts["host"].values())
+        taken["host"] = 0 if host is None else int(held * host.private)
 
     def _fill(self) -> None:
-        homes, held = self._homes, self.held
+        targets, held = self._targets, self.held
         try:
-            device_tier.begin_thread(self._design.device)
-            self._release(homes, held)
+            device_tier.begin_thread(self._design.options.device)
+            self._release(targets, held)
             for memory in held.memories:
-                for shard in sorted(homes[memory.tier]):
-                    if self._stopped or is_exiting() or homes is not self._homes:
+                for shard in sorted(targets[memory.tier]):
+                    if self._stopped or is_exiting() or targets is not self._targets:
                         return
                     if not memory.ready[shard]:
                         memory.load(shard)
                         memory.ready[shard] = 1
             with self._lock:
-                if homes is not self._homes:
+                if targets is not self._targets:
                     return
                 self._hold(held.device, held.host)
-            self._release(homes, held)
+            self._release(targets, held)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: kept, and raised where batches are made
             self._error = error
             return
         self.complete = True
 
-    def _release(self, homes: Mapping[str, frozenset[int]], held: Held) -> None:
-        """Drop the shards of host memory that are meant to be elsewhere, unless they are not there yet."""
+    def _release(self, targets: Mapping[str, frozenset[int]], held: MemorySet) -> None:
+        """Drop the shards of host memory that have another target, once they are there."""
         host, device = held.host, held.device
         if host is None or host.drop is None:
             return
-        for shard in sorted(host.shards - homes["host"]):
-            awaited = shard in homes["device"] and not (device is not None and device.ready[shard])
-            if host.ready[shard] and not awaited and homes is self._homes:
+        for shard in sorted(host.shards - targets["host"]):
+            awaited = shard in targets["device"] and not (device is not None and device.ready[shard])
+            if host.ready[shard] and not awaited and targets is self._targets:
                 host.ready[shard] = 0
                 host.drop(shard)

@@ -2,7 +2,7 @@
 
 Waking a thread costs some 30 us, more than a small batch takes, and a step that leaves no core free gains
 nothing. So both ways are timed, a strip of batches each, and the quicker one is kept; the other is tried
-again ever more rarely. Batches are the same, in the same order: only who makes them changes.
+again ever more rarely. Batches are the same, in the same order; only the thread that makes them changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:
     from stoker.loader.order import Ids, OrderKind, RankShare
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.loader.windows import Examples
     from stoker.schema import Field
     from stoker.store import Cache
@@ -60,13 +60,13 @@ a thread on an idle core takes the waking one 30 to 100 us too.
 Source: `benchmarks/plan_stall.py`, W2 with a step of 2 ms, 2 cores.
 """
 MOST_AT_ONCE = 8
-DEADLINE_S = 300.0
+TIMEOUT_S = 300.0
 """Seconds that one batch from memory may take."""
-BEGIN_DEADLINE_S = 3600.0
+BEGIN_TIMEOUT_S = 3600.0
 """Seconds until the next strip is there; what is waited for meanwhile has its own, shorter ones."""
 
 
-class BegunStrip:
+class PendingStrip:
     """What all passes of a loader share: the last strip that was begun by a thread."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class BegunStrip:
     def wait(self) -> None:
         """Until that strip has begun; a pass that was left may still be at it."""
         if self.ticket is not None:
-            self.ticket.wait(BEGIN_DEADLINE_S)
+            self.ticket.wait(BEGIN_TIMEOUT_S)
         self.ticket = None
 
 
@@ -84,7 +84,7 @@ class Strips(Generic[T]):
     so where batches are made by a thread, it begins the next strip too, behind the last batches of this one.
     """
 
-    def __init__(self, source: Iterator[T], turn: BegunStrip) -> None:
+    def __init__(self, source: Iterator[T], turn: PendingStrip) -> None:
         self._source = source
         self._turn = turn
         self._ticket: Ticket[T | None] | None = None
@@ -94,13 +94,13 @@ class Strips(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next strip, begun now unless it was before."""
+        """Return the next strip, begun now unless it was before."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             self._turn.wait()
             return next(self._source)
         self._turn.ticket = None  # it refers to what batches come from
-        found = ticket.result(BEGIN_DEADLINE_S, "beginning the next batches")
+        found = ticket.result(BEGIN_TIMEOUT_S, "beginning the next batches")
         if found is None:
             raise StopIteration
         return found
@@ -121,10 +121,10 @@ class BatchPrefetcher:
 
     def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
         """`cores` are those that this process may use; with one there is nothing to gain."""
-        self._pool = Pool(1, "stoker-ahead") if cores > 1 else None
+        self._pool = Pool(1, "stoker-prefetch") if cores > 1 else None
         self._clock = clock
-        self.beside = False
-        """Whether batches are made beside the step now."""
+        self.in_thread = False
+        """True if batches are made by the thread while the step computes."""
         self._begun_s = 0.0
         self._count = 0
         self._made: deque[float] = deque(maxlen=3)
@@ -137,15 +137,15 @@ class BatchPrefetcher:
         self._slower = 0
 
     def of(self, batches: Iterable[Any], count: int, strips: Strips[Any] | None = None) -> Iterator[Any]:
-        """The `count` batches of a strip, made in whichever way is the quicker one; `strips` follow."""
+        """Return the `count` batches of a strip, made in the quicker way; `strips` follow."""
         source = iter(batches)
         if self._pool is None:
             return source
         self._count, self._begun_s = count, self._clock()
-        if self.beside:
+        if self.in_thread:
             at_once = max(1, min(MOST_AT_ONCE, int(TURN_S / max(self._made[-1], 1e-9))))
             then = partial(strips.begin, self._pool) if strips else _nothing
-            return _made_ahead(source, self._pool, at_once, count, then)
+            return _prefetch(source, self._pool, at_once, count, then)
         first = _some(source, 1)
         self._made.append(self._clock() - self._begun_s)
         return chain(_drained(first), source)
@@ -155,23 +155,23 @@ class BatchPrefetcher:
         if self._pool is None or not self._count:
             return
         each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
-        if self.beside:
+        if self.in_thread:
             self._slower = self._slower + 1 if each_s > (1 + GAIN) * self._inline_s else 0
             if self._slower == SLOWER:
-                self.beside, self._slower = False, 0
+                self.in_thread, self._slower = False, 0
                 self._left = self._patience = min(MOST_STRIPS, 4 * self._patience)
             return
         self._inline_s = each_s
         self._left -= 1
         # The least that there is to hide, and the least to hide it behind: where in doubt, in line.
         gain_s = min(*self._made, each_s - max(self._made)) - HANDOVER_S
-        self.beside = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
+        self.in_thread = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
 
 
-def _made_ahead(
+def _prefetch(
     source: Iterator[Any], pool: Pool, at_once: int, count: int, then: Callable[[], None]
 ) -> Iterator[Any]:
-    """The `count` batches of `source`, made while those before are used; `then`, once all are asked for."""
+    """Yield the `count` batches of `source`, made while earlier ones are used; call `then` after the last."""
     size, left = 1, count - 1
     made = _some(source, 1)  # nothing is used meanwhile, so another thread would not be quicker
     ticket: Ticket[deque[Any]] | None = None
@@ -184,10 +184,10 @@ def _made_ahead(
                 then()
                 then = _nothing
             yield from _drained(made)
-            made = ticket.result(DEADLINE_S, "a batch from memory") if ticket else ()
+            made = ticket.result(TIMEOUT_S, "a batch from memory") if ticket else ()
     finally:
         if ticket is not None and not is_exiting():  # alive at the exit: the thread may never come back
-            ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
+            ticket.wait(TIMEOUT_S)  # two threads must not gather into the same buffers
 
 
 def _nothing() -> None:
@@ -199,7 +199,7 @@ def _some(source: Iterator[Any], count: int) -> deque[Any]:
 
 
 def _drained(made: deque[Any]) -> Iterator[Any]:
-    """Batches that are let go of one by one: the memory of a large one is wanted for the next."""
+    """Yield the batches that are released one by one: the memory of a large one is wanted for the next."""
     while made:
         yield made.popleft()
 
@@ -251,7 +251,7 @@ class UpcomingBlocks:
         """Of the next stretch that is made."""
 
     def at(self, epoch: int, position: int) -> None:
-        """Serving has come to here."""
+        """Note that serving has reached this position."""
         while self.stretches and self.stretches[0].end <= (epoch, position):
             self._known -= len(self.stretches.popleft().every)
             self.passed += 1
@@ -263,7 +263,7 @@ class UpcomingBlocks:
 
     @property
     def whole(self) -> bool:
-        """Whether an epoch from here on is known: what is not in it is not served at all."""
+        """True if an epoch from here on is known: what is not in it is not served at all."""
         epoch, position = self.stretches[0].begin
         return self.stretches[-1].end >= (epoch + 1, position)
 
@@ -275,7 +275,7 @@ class UpcomingBlocks:
         return True
 
     def next_use(self, count: int) -> NDArray[np.int64]:
-        """Stretches until each of `count` blocks is taken by any rank; as many as are known: by none."""
+        """Return the stretches until any rank takes each of `count` blocks; the number known if none does."""
         uses = np.full(count, len(self.stretches), np.int64)
         for away in range(len(self.stretches) - 1, -1, -1):
             uses[self.stretches[away].every] = away
@@ -358,18 +358,18 @@ class FieldExtent:
 
 
 class BlockLocator:
-    """Where the examples of one loader lie. Used by one thread."""
+    """Finds the blocks that the examples of one loader are in. Used by one thread."""
 
     def __init__(
         self,
         cache: Cache,
-        places: Places,
+        table: RecordTable,
         examples: Examples,
         outputs: tuple[OutputSpec, ...],
         block_bytes: int,
     ) -> None:
         """`block_bytes`: of the blocks that files are fetched in."""
-        self._cache, self._places, self._examples = cache, places, examples
+        self._cache, self._table, self._examples = cache, table, examples
         self.block_bytes = block_bytes
         sizes = np.array([entry.bytes for entry in cache.index.shards], dtype=np.int64)
         ends = np.cumsum(-(-sizes // block_bytes))
@@ -388,9 +388,9 @@ class BlockLocator:
         """Where each column begins in each shard; -1: not asked yet."""
 
     def blocks(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The blocks that these examples lie in, each once, in the order in which they are first taken."""
+        """Return the blocks that these examples are in, each once, in the order of first use."""
         records, starts = self._examples.locate(examples, self._examples.first)
-        shard, row = self._places.shard[records], self._places.row[records].astype(np.int64)
+        shard, row = self._table.shard[records], self._table.row[records].astype(np.int64)
         self._ask(np.unique(shard))
         taken: list[NDArray[np.int64]] = []
         owners: list[NDArray[np.int64]] = []
@@ -421,7 +421,7 @@ class BlockLocator:
     def _extent(
         self, one: FieldExtent, shard: NDArray[np.int32], row: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First byte, and one past the last, of what each example reads of a field, in the ordinary shard."""
+        """Return first byte, and one past the last, of what examples read of a field in an ordinary shard."""
         before, length = self._lengths(one, shard, row)
         low, high = np.zeros_like(row), length
         if one.stop is not None:  # whole blocks of sums, within the record
@@ -440,7 +440,7 @@ class BlockLocator:
     def _lengths(
         self, one: FieldExtent, shard: NDArray[np.int32], row: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Steps before each record in its shard, and its own."""
+        """Return the steps before each record in its shard, and its own."""
         if not one.field.ragged:
             length = axis_length(one.field)
             return row * length, np.full_like(row, length)
@@ -455,11 +455,11 @@ class BlockLocator:
 # ----------------------------------------------------------------------------------------------------------
 # Fetch what the next steps take before they ask for it, and say what a mirror may give back first.
 #
-# For caches that lie elsewhere (`store.mirror`). Which blocks come next is known (`horizon`): they are
+# For remote caches (`store.mirror`). Which blocks come next is known (`upcoming`): they are
 # fetched in the order in which they are needed, as many bytes at a time as the way holds, as far ahead as a
 # few seconds or a quarter of the mirror. Where the mirror is smaller than the set, blocks are ranked by
 # their next use, so that what is needed last goes first (Belady, IBM Systems Journal 1966), over the end of
-# an epoch too. Nothing depends on it: a block that is not here is fetched by whoever reads it.
+# an epoch too. Nothing depends on it: a block that is not here is fetched when it is read.
 
 
 AT_ONCE = 32
@@ -469,7 +469,7 @@ LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES = 32 * MIB, 256 * MIB
 more cores than one.
 """
 LEAD_S = 2.0
-"""Seconds of the rate at which bytes come that may lie here ahead of need: a server that is busy says to wait
+"""Seconds of the rate at which bytes come that may be here ahead of need: a server that is busy says to wait
 for about one."""
 MOST_LEAD_BYTES = GIB
 LEAD_PART = 4
@@ -484,6 +484,13 @@ LOOK_S = 0.05
 log = logging.getLogger("stoker")
 
 
+class MirroredShard(NamedTuple):
+    """A shard of a remote cache."""
+
+    folder: MirrorFolder
+    file: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
     """Neighbouring blocks of one shard."""
@@ -491,6 +498,10 @@ class BlockRun:
     shard: int
     first: int
     stop: int
+
+    def extent(self, block_bytes: int) -> tuple[int, int]:
+        """Return its first byte, and one past the last."""
+        return self.first * block_bytes, self.stop * block_bytes
 
 
 class BlockPrefetcher:
@@ -500,29 +511,29 @@ class BlockPrefetcher:
         self,
         share: RankShare,
         ids: Callable[[int], Ids],
-        reach: BlockLocator,
+        locator: BlockLocator,
         mirrors: Sequence[MirroredShard],
     ) -> None:
         """`ids` gives the order of an epoch; `mirrors`: where each shard comes from."""
-        self._reach, self._mirrors = reach, mirrors
-        self._room = min((m.room for m in mirrors if m.room is not None), default=None)
+        self._locator, self._mirrors = locator, mirrors
+        self._room = mirror_room(mirrors)
         self._run_blocks = min(m.folder.root.run_blocks for m in mirrors)
         self._depth = RequestDepth(LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES)
-        self._horizon = UpcomingBlocks(share, ids, reach.blocks, lambda: self.most_blocks)
-        self._line, self._pool = Pool(1, "stoker-horizon"), Pool(AT_ONCE, "stoker-fetch-ahead")
+        self._upcoming = UpcomingBlocks(share, ids, locator.blocks, lambda: self.most_blocks)
+        self._line, self._pool = Pool(1, "stoker-blocks"), Pool(AT_ONCE, "stoker-fetch")
         self._lock = threading.Lock()
         self._where: tuple[int, int] = (0, 0)
         self._turning = self._again = False
         self._under_way = 0
         self._begun = 0
         """Stretches whose runs were begun, counted like `UpcomingBlocks.passed`."""
-        self._ahead: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         """Blocks of those stretches, each with the last of them that takes it."""
         self._runs: deque[BlockRun] = deque()
         self._ranked = -1
 
     def at(self, epoch: int, position: int) -> None:
-        """Serving has come to here."""
+        """Note that serving has reached this position."""
         self._where = (epoch, position)
         self._nudge()
 
@@ -535,7 +546,7 @@ class BlockPrefetcher:
     @property
     def most_blocks(self) -> int:
         """How many blocks a stretch may take: few, as what is begun is counted by stretches."""
-        return max(1, self.lead_bytes // LEAD_PART // self._reach.block_bytes)
+        return max(1, self.lead_bytes // LEAD_PART // self._locator.block_bytes)
 
     def _nudge(self) -> None:
         with self._lock:
@@ -554,28 +565,28 @@ class BlockPrefetcher:
                 self._again = False
             try:
                 self._turn()
-            except (StokerError, OSError) as error:  # whoever reads the same will meet it, and say so
+            except (StokerError, OSError) as error:  # the read itself will meet it, and report it
                 log.debug("nothing is read ahead at %s: %s", self._where, error)
 
     def _turn(self) -> None:
-        self._horizon.at(*self._where)
+        self._upcoming.at(*self._where)
         self._fetch()
-        if self._room is None or self._room >= int(self._reach.first[-1]) * self._reach.block_bytes:
+        if self._room is None or self._room >= int(self._locator.first[-1]) * self._locator.block_bytes:
             return
         until = time.monotonic() + LOOK_S
-        while self._horizon.extend():
+        while self._upcoming.extend():
             if time.monotonic() > until:
                 self._again = True
                 return
-        if self._horizon.passed != self._ranked:
-            self._ranked = self._horizon.passed
+        if self._upcoming.passed != self._ranked:
+            self._ranked = self._upcoming.passed
             self._rank()
 
     def _fetch(self) -> None:
         """Begin requests until enough is under way, or here ahead of need."""
         most = min(self._depth.bytes, self.lead_bytes)
         while self._under_way < most and (run := self._next_run()) is not None:
-            size = (run.stop - run.first) * self._reach.block_bytes
+            size = (run.stop - run.first) * self._locator.block_bytes
             with self._lock:
                 self._under_way += size
             self._pool.submit(partial(self._bring, run, size))
@@ -584,29 +595,32 @@ class BlockPrefetcher:
         while True:
             while self._runs:
                 run = self._runs.popleft()
-                if self._mirrors[run.shard].lacks(run, self._reach.block_bytes):
+                folder, file = self._mirrors[run.shard]
+                if folder.absent_bytes(file, [run.extent(self._locator.block_bytes)]) > 0:
                     return run
             blocks = self._more()
             if not blocks:
                 return None
-            self._runs.extend(runs_of(np.array(blocks), self._reach, self._run_blocks))
+            self._runs.extend(runs_of(np.array(blocks), self._locator, self._run_blocks))
 
     def _more(self) -> list[int]:
-        """The blocks that are needed next and were not begun. Several stretches together, so that neighbours
-        that an order takes one after the other come in one request.
+        """Return the blocks that are needed next and were not begun.
+
+        These are of several stretches, so that neighbours that an order takes one after the other come in one
+        request.
         """
-        horizon, fresh = self._horizon, list[int]()
-        passed, most, until = horizon.passed, self.lead_bytes, time.monotonic() + LOOK_S
-        self._ahead = {block: last for block, last in self._ahead.items() if last >= passed}
-        if len(self._ahead) * self._reach.block_bytes > REFILL_AT * most:
+        upcoming, fresh = self._upcoming, list[int]()
+        passed, most, until = upcoming.passed, self.lead_bytes, time.monotonic() + LOOK_S
+        self._requested = {block: last for block, last in self._requested.items() if last >= passed}
+        if len(self._requested) * self._locator.block_bytes > REFILL_AT * most:
             return fresh
-        while not self._ahead or len(self._ahead) * self._reach.block_bytes < most:
+        while not self._requested or len(self._requested) * self._locator.block_bytes < most:
             begun = max(0, self._begun - passed)
-            if begun == len(horizon.stretches) and not horizon.extend():
+            if begun == len(upcoming.stretches) and not upcoming.extend():
                 break
-            own: list[int] = horizon.stretches[begun].own.tolist()
-            fresh += [block for block in own if block not in self._ahead]
-            self._ahead.update(dict.fromkeys(own, passed + begun))
+            own: list[int] = upcoming.stretches[begun].own.tolist()
+            fresh += [block for block in own if block not in self._requested]
+            self._requested.update(dict.fromkeys(own, passed + begun))
             self._begun = passed + begun + 1
             if time.monotonic() > until:
                 self._again = True
@@ -616,7 +630,8 @@ class BlockPrefetcher:
     def _bring(self, run: BlockRun, size: int) -> None:
         came, begin, got = self._depth.came, time.perf_counter(), False
         try:
-            got = not is_exiting() and self._mirrors[run.shard].bring(run, self._reach.block_bytes)
+            folder, file = self._mirrors[run.shard]
+            got = not is_exiting() and folder.bring(file, [run.extent(self._locator.block_bytes)])
         except (StokerError, OSError) as error:
             log.debug("%s was not read ahead: %s", run, error)
         finally:
@@ -627,84 +642,49 @@ class BlockPrefetcher:
             self._nudge()
 
     def _rank(self) -> None:
-        first, filled = self._reach.first, {}
-        for mirror in self._mirrors:
-            if mirror.folder.root not in filled:
-                filled[mirror.folder.root] = mirror.filled
-        if max(filled.values()) < RANKED_FROM:
+        first, spaces = self._locator.first, {folder.root.space for folder, _ in self._mirrors}
+        filled = (space.used() / space.limit_bytes for space in spaces if space.limit_bytes)
+        if max(filled, default=0.0) < RANKED_FROM:
             return
-        away = self._horizon.next_use(int(first[-1]))
+        away = self._upcoming.next_use(int(first[-1]))
         used = np.maximum(1, int(time.time()) - 1 - away).astype(np.uint32)
-        for shard, mirror in enumerate(self._mirrors):
-            mirror.rank(used[first[shard] : first[shard + 1]])
+        for shard, (folder, file) in enumerate(self._mirrors):
+            folder.rank(file, used[first[shard] : first[shard + 1]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirroredShard:
-    """A shard that lies elsewhere."""
-
-    folder: MirrorFolder
-    file: str
-
-    @property
-    def room(self) -> int | None:
-        """Bytes that the mirror may hold; None: as many as there are."""
-        return self.folder.root.space.limit_bytes
-
-    @property
-    def filled(self) -> float:
-        """The part of that which is taken, 0..1."""
-        return self.folder.root.space.used() / self.room if self.room else 0.0
-
-    def lacks(self, run: BlockRun, block_bytes: int) -> bool:
-        """Whether some of these blocks are not here."""
-        return self.folder.absent_bytes(self.file, [(run.first * block_bytes, run.stop * block_bytes)]) > 0
-
-    def bring(self, run: BlockRun, block_bytes: int) -> bool:
-        """Fetch these blocks; whether they came."""
-        return self.folder.bring(self.file, [(run.first * block_bytes, run.stop * block_bytes)])
-
-    def rank(self, used: NDArray[np.uint32]) -> None:
-        """Say which blocks go first: those with the least number."""
-        self.folder.rank(self.file, used)
-
-
-def runs_of(blocks: NDArray[np.int64], reach: BlockLocator, most: int) -> list[BlockRun]:
-    """Neighbours joined into requests of at most so many blocks, in the order in which they are first
-    needed.
-    """
+def runs_of(blocks: NDArray[np.int64], locator: BlockLocator, most: int) -> list[BlockRun]:
+    """Return neighbouring blocks joined into requests of at most `most`, the first needed ones first."""
     order = np.argsort(blocks, kind="stable")
     ranked = blocks[order]
-    shards = np.searchsorted(reach.first, ranked, side="right") - 1
+    shards = np.searchsorted(locator.first, ranked, side="right") - 1
     cuts = np.flatnonzero((np.diff(ranked) != 1) | (np.diff(shards) != 0)) + 1
     found: list[tuple[int, BlockRun]] = []
     for piece, places in zip(np.split(ranked, cuts), np.split(order, cuts), strict=True):
         for at in range(0, len(piece), most):
             some = piece[at : at + most]
-            shard, first = reach.place(int(some[0]))
+            shard, first = locator.place(int(some[0]))
             when = int(places[at : at + most].min())
             found.append((when, BlockRun(shard=shard, first=first, stop=first + len(some))))
     return [run for _, run in sorted(found, key=lambda one: one[0])]
 
 
-def fetching_of(cache: Cache) -> Callable[[], float] | None:
-    """Gives the seconds that reads of a cache have waited for where it lies; None where that is here."""
-    counters = list({id(m.folder.counters): m.folder.counters for m in mirrored(cache) or ()}.values())
+def make_wait_clock(cache: Cache) -> Callable[[], float] | None:
+    """Return what gives the seconds that reads waited for a remote cache; None if its files are local."""
+    counters = list({id(m.folder.counters): m.folder.counters for m in find_mirrors(cache) or ()}.values())
     return (lambda: sum(one.wait_s for one in counters)) if counters else None
 
 
-def elsewhere_of(
+def describe_remote(
     cache: Cache, kind: OrderKind, *, examples: int, example_bytes: float, step_examples: int
 ) -> Elsewhere | None:
-    """What a plan asks about a cache that lies elsewhere; None where its files are all on this machine."""
-    shards = mirrored(cache)
+    """Return what a plan asks about a remote cache; None where its files are all on this machine."""
+    shards = find_mirrors(cache)
     if not shards:
         return None
-    rooms = [shard.room for shard in shards if shard.room is not None]
     return Elsewhere(
         url=shards[0].folder.url,
         bytes=sum(entry.bytes for entry in cache.index.shards),
-        room_bytes=min(rooms, default=None),
+        room_bytes=mirror_room(shards),
         block_bytes=BLOCK_BYTES,
         examples=examples,
         example_bytes=example_bytes * (cache.index.stored_ratio or 1.0),
@@ -713,24 +693,30 @@ def elsewhere_of(
     )
 
 
-def read_ahead_of(
-    cache: Cache, reach: Callable[[int], BlockLocator], share: RankShare, ids: Callable[[int], Ids]
+def make_block_prefetcher(
+    cache: Cache, locator: Callable[[int], BlockLocator], share: RankShare, ids: Callable[[int], Ids]
 ) -> BlockPrefetcher | None:
-    """What reads ahead for a loader of `cache`; None where its files are all on this machine.
+    """Return what reads ahead for a loader of `cache`; None where its files are all on this machine.
 
     Args:
         cache: What is served.
-        reach: Gives which blocks of so many bytes examples lie in.
+        locator: Gives which blocks of so many bytes examples are in.
         share, ids: As `UpcomingBlocks`.
     """
-    shards = mirrored(cache)
-    return None if not shards else BlockPrefetcher(share, ids, reach(BLOCK_BYTES), shards)
+    shards = find_mirrors(cache)
+    return None if not shards else BlockPrefetcher(share, ids, locator(BLOCK_BYTES), shards)
 
 
-def mirrored(cache: Cache) -> list[MirroredShard] | None:
-    """Where each shard of a cache comes from; None where some are files of this machine."""
+def mirror_room(shards: Sequence[MirroredShard]) -> int | None:
+    """Return the bytes that the smallest of the mirrors may hold; None: no limit."""
+    rooms = (shard.folder.root.space.limit_bytes for shard in shards)
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def find_mirrors(cache: Cache) -> list[MirroredShard] | None:
+    """Return where each shard of a cache comes from; None where some are files of this machine."""
     if isinstance(cache, JointCache):
-        parts = [mirrored(member) for member in cache.members]
+        parts = [find_mirrors(member) for member in cache.members]
         return None if None in parts else [one for part in parts if part is not None for one in part]
     folder = open_storage(cache.path).mirror
     if folder is None:

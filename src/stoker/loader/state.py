@@ -1,4 +1,4 @@
-"""A loader's state: a few numbers that say which example comes next.
+"""Save and restore a loader's state: a few numbers that say which example comes next.
 
 The state holds at another tier, another number of workers and another world size, because the order is a pure
 function of what it contains. Anything else that decides an example must be the same when it is loaded.
@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from stoker.errors import ConfigError, StaleStateError
-from stoker.loader.options import NOT_BY_NUMBER, whole_numbers
+from stoker.loader.options import whole_numbers
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
@@ -26,14 +26,14 @@ VERSION = 1
 
 
 def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
-    """The state at epoch and position `at`, as plain JSON values: what the meaning of a position depends on.
+    """Return the state at epoch and position `at` as JSON values: all that the meaning of a position needs.
 
-    `generation` is kept for whoever reads a state, what counts is `records`. `world_size` matters
+    `generation` is kept for people who read a state; what counts is `records`. `world_size` matters
     in sequential order alone, where every rank has its own piece. Transforms do not change which examples
     come, so other `transforms` do not refuse a state.
     """
     order, cache, options = design.order, design.cache, design.options
-    transforms: list[Json] = [*names_of(options.transforms)]
+    transforms: list[Json] = [*describe_transforms(options.transforms)]
     return {
         "version": VERSION,
         "epoch": at[0],
@@ -53,27 +53,27 @@ def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
 
 
 def _examples(order: Order) -> int:
-    """Examples of an epoch; in static order those of all parts, also what is cut off."""
+    """Return the examples of an epoch; in static order those of all parts, also what is cut off."""
     return order.count if order.draws is None else order.positions
 
 
-def is_beside(state: object) -> bool:
-    """Whether a state was saved in a pass that began before its cache was complete.
+def was_filling(state: object) -> bool:
+    """Return whether a state was saved in a pass that began before its cache was complete.
 
     Raises:
         StaleStateError: It is no state.
     """
-    return checked(state, "loader", ()).get("beside") is not None
+    return check_state(state, "loader", ()).get("beside") is not None
 
 
 def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int, int]:
-    """Epoch and position of a saved state, after a check that they mean the same here.
+    """Return the epoch and position of a saved state, after a check that they mean the same here.
 
     Raises:
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
     here = dump(design, (0, 0))
-    there = checked(state, "loader", here.keys() - {NOTED})
+    there = check_state(state, "loader", here.keys() - {NOTED})
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
     if here["order"] != "sequential" or not at[1]:
@@ -98,8 +98,8 @@ NOTED = "transforms"
 """The entry that may differ, with a word on it; it is there where there are some."""
 
 
-def checked(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]:
-    """A saved state, if it is one: with these entries, and of this version where there are any.
+def check_state(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]:
+    """Return a saved state that has these entries, and if there are any, this version.
 
     Args:
         state: What was given as one.
@@ -107,7 +107,7 @@ def checked(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]
         entries: Names that it must have.
 
     Raises:
-        StaleStateError: It is none.
+        StaleStateError: It is not one.
     """
     if not isinstance(state, Mapping):
         raise StaleStateError(f"a {of}'s state is a dict, as state_dict() gives it, not {state!r}")
@@ -122,7 +122,7 @@ def checked(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]
 
 
 def place_in(state: Mapping[str, Any], unit: str) -> tuple[int, int]:
-    """Epoch and position as a state has them.
+    """Return the epoch and position as a state has them.
 
     Raises:
         StaleStateError: They are no whole numbers.
@@ -150,7 +150,7 @@ def check_within(at: tuple[int, int], most: int, unit: str) -> None:
 
 
 def note_transforms(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Say so where batches go on with other transforms than they were begun with."""
+    """Say so where batches continue with other transforms than they began with."""
     was, now = there.get(NOTED, []), here.get(NOTED, [])
     if was != now:
         logging.getLogger("stoker").warning(
@@ -169,13 +169,13 @@ _FREE = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
 
 
 def loaders_in(state: object) -> Mapping[str, dict[str, Any]]:
-    """The states of its loaders at their begin, by name, where a state has them."""
-    found = checked(state, "mixture", ()).get("loaders")
+    """Return the states of its loaders at their begin, by name, where a state has them."""
+    found = check_state(state, "mixture", ()).get("loaders")
     return cast("dict[str, dict[str, Any]]", found) if isinstance(found, dict) else {}
 
 
 def restore_mixture(state: object, here: Mapping[str, Any], steps: int) -> tuple[int, int]:
-    """Epoch and step of a saved state, after a check that they mean the same here.
+    """Return the epoch and step of a saved state, after a check that they mean the same here.
 
     Args:
         here: The state of this mixture, wherever it is.
@@ -184,7 +184,7 @@ def restore_mixture(state: object, here: Mapping[str, Any], steps: int) -> tuple
     Raises:
         StaleStateError: Not a state of a mixture, or something that decides examples differs; names it.
     """
-    there = checked(state, "mixture", here.keys() - {"beside"})
+    there = check_state(state, "mixture", here.keys() - {"beside"})
     at = place_in(there, "step")
     saved, caches = (dict(cast("list[list[str]]", one["caches"])) for one in (there, here))
     different = _caches_that_differ(saved, caches)
@@ -254,12 +254,12 @@ class EpochPlace:
             self.at, self._restored = (number, 0), False
 
     def restore(self, at: tuple[int, int]) -> None:
-        """Have the next pass go on at `at`."""
+        """Have the next pass resume at `at`."""
         self.at, self._restored = at, True
 
     @property
     def amid(self) -> bool:
-        """Whether the next pass goes on within an epoch, where a restored state was taken."""
+        """True if the next pass resumes within an epoch, where a restored state was taken."""
         return self._restored and self.at[1] > 0
 
     def rewind(self) -> None:
@@ -268,7 +268,7 @@ class EpochPlace:
             self.at = (self.at[0], 0)
 
     def begin(self) -> tuple[int, int]:
-        """Where a pass begins whose first batch is asked for."""
+        """Return where a pass begins whose first batch is asked for."""
         self._restored = False
         return self.at
 
@@ -290,7 +290,7 @@ class EpochIterable(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Return the batches of this rank in an epoch."""
 
     @property
     def sampler(self) -> EpochSetter:
@@ -308,7 +308,11 @@ class EpochIterable(ABC):
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
-        raise ConfigError(NOT_BY_NUMBER)
+        raise ConfigError(  # for `loader[0]`, which is also what a DataLoader around a Loader asks for
+            "a Loader has no items by number: it takes the place of a DataLoader, and gives whole batches. "
+            "Iterate over the Loader itself, as `for batch in loader`; one record by its sample index is "
+            "`loader.dataset[number]`"
+        )
 
 
 class EpochSetter:
@@ -318,7 +322,7 @@ class EpochSetter:
         self._loader = loader
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch, times the batch size at most."""
+        """Return the batches of this rank in an epoch, times the batch size at most."""
         return len(self._loader) * self._loader.batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -326,8 +330,8 @@ class EpochSetter:
         self._loader.set_epoch(epoch)
 
 
-def names_of(transforms: Sequence[Transform]) -> tuple[str, ...]:
-    """What a state says of transforms: their names, with the settings of those that are dataclasses."""
+def describe_transforms(transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """Return the names of transforms for a state, with the settings of those that are dataclasses."""
     return tuple(_name_of(transform) for transform in transforms)
 
 

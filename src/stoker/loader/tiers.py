@@ -1,7 +1,7 @@
-"""Records in memory: one tensor per field over all shards, and which shards are in it already.
+"""Hold records in memory: one tensor per field over all shards, and which shards are in it already.
 
-`mapped.py` and `device.py` make these; gathering never asks which of the two it has. Rows are *virtual*:
-shard `s` begins at row `base[s]` of every fixed field, and there may be unused rows between shards.
+`map_host` and `allocate_on_device` make these; gathering never asks which of the two it has. Rows are
+*virtual*: shard `s` begins at row `base[s]` of every fixed field, and rows between shards may be unused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stoker.store.shard import PIECE_BYTES, offsets_in
 from stoker.units import format_bytes
 
 if TYPE_CHECKING:
-    from stoker.loader.places import Places
+    from stoker.loader.records import RecordTable
     from stoker.schema import Field, Schema
     from stoker.store import Cache, Shard
     from stoker.store.shard import ColumnSink
@@ -62,7 +62,7 @@ class Memory:
     """The part of its bytes that counts as taken by this process; what is mapped counts as free."""
     drop: Callable[[int], None] | None = None
     """`drop(shard)` lets go of one shard whose `ready` was taken back, at any time and from any thread: who
-    still reads it gets the same bytes. None: only the memory as a whole can be let go of."""
+    still reads it gets the same bytes. None: only the memory as a whole can be released."""
     resident: Callable[[int], float] | None = None
     """`resident(shard)`: the part of it that the system has kept in memory, 0..1. None: all of it is."""
     ready: bytearray = field(default_factory=bytearray)
@@ -87,7 +87,7 @@ class MemoryLayout:
         return int(self.step_base.get(name, self.base)[-1])
 
     def part(self, name: str, shard: int) -> tuple[int, int]:
-        """First virtual row and number of rows of one shard, in steps for a ragged field."""
+        """Return the first virtual row and number of rows of one shard, in steps for a ragged field."""
         if name in self.steps:
             return int(self.step_base[name][shard]), int(self.steps[name][shard])
         return int(self.base[shard]), int(self.rows[shard])
@@ -116,7 +116,7 @@ def make_layout(
 
 
 def aligned_starts(sizes: NDArray[np.int64], align: int) -> NDArray[np.int64]:
-    """Starts of consecutive pieces, each a multiple of `align`; the last entry is the total.
+    """Return the starts of consecutive pieces, each a multiple of `align`; the last entry is the total.
 
     >>> aligned_starts(np.array([5, 8, 1]), 4).tolist()
     [0, 8, 16, 20]
@@ -150,54 +150,54 @@ def read_column(cache: Cache, shard: int, name: str, sink: ColumnSink | None = N
         begin += length * size
 
 
-class Into:
+class MemorySink:
     """Takes a column into memory that has room for all of it."""
 
     def __init__(self, out: Tensor) -> None:
         self._space = bytes_of(out)
 
     def room(self, offset: int, size: int) -> memoryview[Any]:
-        """The place where these bytes belong."""
+        """Return the place where these bytes belong."""
         return self._space[offset : offset + size]
 
     def filled(self, offset: int, size: int) -> None:
         """Nothing is left to do."""
 
 
-def record_rows(layout: MemoryLayout, places: Places) -> NDArray[np.int64]:
-    """The virtual row of each served record."""
-    return layout.base[places.shard] + places.row
+def record_rows(layout: MemoryLayout, table: RecordTable) -> NDArray[np.int64]:
+    """Return the virtual row of each served record."""
+    return layout.base[table.shard] + table.row
 
 
-def record_steps(cache: Cache, layout: MemoryLayout, places: Places, name: str) -> NDArray[np.int64]:
-    """The first virtual step of each served record's ragged field; 0 for records held elsewhere."""
-    found = np.zeros(len(places.numbers), dtype=np.int64)
-    held = [(shard, own) for shard, own in places.by_shard() if layout.rows[shard]]
+def record_steps(cache: Cache, layout: MemoryLayout, table: RecordTable, name: str) -> NDArray[np.int64]:
+    """Return the first virtual step of each served record's ragged field; 0 for records held elsewhere."""
+    found = np.zeros(len(table.indices), dtype=np.int64)
+    held = [(shard, own) for shard, own in table.by_shard() if layout.rows[shard]]
     every = offsets_in(cache.shard, [shard for shard, _ in held], name, where=str(cache.path))
     for offsets, (shard, own) in zip(every, held, strict=True):
-        found[own] = layout.step_base[name][shard] + offsets[places.row[own]]
+        found[own] = layout.step_base[name][shard] + offsets[table.row[own]]
     return found
 
 
 def torch_dtype(field: Field) -> torch.dtype:
-    """The torch dtype that a stored field lies in memory as; packed ones as their bits in int8."""
+    """Return the torch dtype of a stored field in memory; quantized ones as their bits in int8."""
     dtype = torch.int8 if field.packed else getattr(torch, field.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def unit_shape(field: Field) -> tuple[int, ...]:
-    """Shape of one virtual row: a record, or one step of a ragged field."""
+    """Return the shape of one virtual row: a record, or one step of a ragged field."""
     return field.shape[1:] if field.ragged else field.shape
 
 
 def unit_bytes(field: Field) -> int:
-    """Bytes of one virtual row."""
+    """Return the bytes of one virtual row."""
     return field.row_bytes if field.ragged else field.size_bytes()
 
 
 def bytes_of(tensor: Tensor) -> memoryview[Any]:
-    """The memory of a contiguous CPU tensor, writable."""
+    """Return the memory of a contiguous CPU tensor, writable."""
     if not tensor.numel():
         return memoryview(bytearray())
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -207,13 +207,13 @@ def bytes_of(tensor: Tensor) -> memoryview[Any]:
 # ----------------------------------------------------------------------------------------------------------
 # The host tier: every shard mapped read-only into one range of addresses, one copy per node.
 #
-# The columns of a field lie page-aligned in their shards, so shards can be mapped side by side (`MAP_FIXED`
+# The columns of a field are page-aligned in their shards, so shards can be mapped side by side (`MAP_FIXED`
 # over a reserved range) such that rows have the same pitch throughout: any number of shards of any size is
 # served like one array. A shard begins at a virtual row whose address is a multiple of the page in every
 # mapped field; the rows in between are never asked for. Bytes reach the page cache through positional reads
 # that verify them; mapping comes after, so no unverified byte is served.
 #
-# A field that would need too much alignment, small beside the others, is copied; so is everything where
+# A field that would need too much alignment, small next to the others, is copied; so is everything where
 # mapping cannot work.
 
 
@@ -230,7 +230,7 @@ MAX_STRETCH = 2.0
 
 MOST_COPIED = 1 / 16
 """Up to this part of the bytes may be copied in a memory whose shards come and go one by one; their copies
-stay, since somebody may be reading them. With more of it, a memory is let go of as a whole."""
+stay, since a thread may be reading them. With more of it, a memory is released as a whole."""
 
 MADV_POPULATE_READ, MADV_DONTNEED = 22, 4
 """Linux's numbers, which the `mmap` module does not have."""
@@ -245,7 +245,7 @@ class MappedFields:
     step_align: Mapping[str, int]
 
 
-def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: bool = True) -> Memory:
+def map_host(cache: Cache, table: RecordTable, shards: frozenset[int], *, mapping: bool = True) -> Memory:
     """Lay out `shards` in memory; nothing is read yet except, for ragged fields, offsets.
 
     Where (nearly) all fields are mapped there are addresses for every shard that is served, and which of them
@@ -254,7 +254,7 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
     Args:
         mapping: False copies every field into memory of this process.
     """
-    schema, reach = cache.recipe.columns, frozenset(places.shards())
+    schema, reach = cache.recipe.columns, frozenset(table.shards())
     chosen = _choose_mapped(cache, schema, reach) if mapping else None
     movable = chosen is not None and _copied(schema, chosen.fields) <= MOST_COPIED
     if not movable:
@@ -268,29 +268,29 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
         for name in chosen.fields:
             ranges[name] = AddressRange(layout.span(name) * unit_bytes(schema[name]))
     except OSError:  # the process may not have that many addresses (ulimit -v)
-        return map_host(cache, places, shards, mapping=False)
+        return map_host(cache, table, shards, mapping=False)
     sources = {
         name: ranges[name].tensor(f) if name in ranges else _empty(f, layout.span(name))
         for name, f in schema.items()
     }
-    parts = partial(_parts, cache, layout, ranges)
+    held = HostShards(cache, layout, ranges, sources)
     return Memory(
         tier="host",
         device=torch.device("cpu"),
         sources=sources,
-        rows=record_rows(layout, places),
-        steps={name: record_steps(cache, layout, places, name) for name in layout.steps},
-        load=partial(_load, cache, layout, ranges, sources),
+        rows=record_rows(layout, table),
+        steps={name: record_steps(cache, layout, table, name) for name in layout.steps},
+        load=held.load,
         shards=reach,
         ready=bytearray(len(cache.index.shards)),
         private=_copied(schema, chosen.fields),
-        drop=partial(_drop, parts) if movable else None,
-        resident=partial(_resident, parts) if ranges else None,
+        drop=held.drop if movable else None,
+        resident=held.resident if ranges else None,
     )
 
 
 def _copied(schema: Schema, mapped: frozenset[str]) -> float:
-    """The part of the bytes that lies in fields which are copied, 0..1."""
+    """Return the part of the bytes that is in copied fields, 0..1."""
     sizes = {name: unit_bytes(f) for name, f in schema.items()}
     return sum(size for name, size in sizes.items() if name not in mapped) / max(1, sum(sizes.values()))
 
@@ -299,43 +299,48 @@ def _empty(field: Field, span: int) -> Tensor:
     return torch.empty((span, *unit_shape(field)), dtype=torch_dtype(field), device="cpu")
 
 
-def _load(
-    cache: Cache,
-    layout: MemoryLayout,
-    ranges: Mapping[str, AddressRange],
-    sources: Mapping[str, Tensor],
-    shard: int,
-) -> None:
-    for name, source in sources.items():
-        begin, count = layout.part(name, shard)
-        if name in ranges:
-            read_column(cache, shard, name)
-            ranges[name].map_at(begin * unit_bytes(cache.recipe.columns[name]), cache.shard(shard), name)
-        else:
-            read_column(cache, shard, name, Into(source[begin : begin + count]))
+class HostShards:
+    """Brings shards into host memory, and lets go of them."""
 
+    def __init__(
+        self,
+        cache: Cache,
+        layout: MemoryLayout,
+        ranges: Mapping[str, AddressRange],
+        sources: Mapping[str, Tensor],
+    ) -> None:
+        """`ranges`: the addresses of mapped fields; `sources`: the memory of all."""
+        self._cache, self._layout, self._ranges, self._sources = cache, layout, ranges, sources
 
-def _parts(
-    cache: Cache, layout: MemoryLayout, ranges: Mapping[str, AddressRange], shard: int
-) -> list[tuple[AddressRange, int, int]]:
-    """Where the mapped columns of a shard lie: range, offset and bytes."""
-    parts: list[tuple[AddressRange, int, int]] = []
-    for name, addresses in ranges.items():
-        begin, count = layout.part(name, shard)
-        size = unit_bytes(cache.recipe.columns[name])
-        parts.append((addresses, begin * size, count * size))
-    return parts
+    def load(self, shard: int) -> None:
+        """As `Memory.load`."""
+        for name, source in self._sources.items():
+            if name in self._ranges:
+                read_column(self._cache, shard, name)
+                addresses, offset, _ = self._part(name, shard)
+                addresses.map_at(offset, self._cache.shard(shard), name)
+            else:
+                begin, count = self._layout.part(name, shard)
+                read_column(self._cache, shard, name, MemorySink(source[begin : begin + count]))
 
+    def drop(self, shard: int) -> None:
+        """As `Memory.drop`."""
+        for name in self._ranges:
+            addresses, offset, size = self._part(name, shard)
+            addresses.let_go(offset, size)
 
-def _drop(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard: int) -> None:
-    for addresses, offset, size in parts(shard):
-        addresses.let_go(offset, size)
+    def resident(self, shard: int) -> float:
+        """As `Memory.resident`."""
+        parts = [self._part(name, shard) for name in self._ranges]
+        counts = [addresses.resident(offset, size) for addresses, offset, size in parts if size]
+        pages = sum(total for _, total in counts)
+        return sum(kept for kept, _ in counts) / pages if pages else 1.0
 
-
-def _resident(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard: int) -> float:
-    counts = [addresses.resident(offset, size) for addresses, offset, size in parts(shard) if size]
-    pages = sum(total for _, total in counts)
-    return sum(kept for kept, _ in counts) / pages if pages else 1.0
+    def _part(self, name: str, shard: int) -> tuple[AddressRange, int, int]:
+        """Return where the mapped column of a shard is: range, offset and bytes."""
+        begin, count = self._layout.part(name, shard)
+        size = unit_bytes(self._cache.recipe.columns[name])
+        return self._ranges[name], begin * size, count * size
 
 
 def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> MappedFields | None:
@@ -373,7 +378,7 @@ def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Mapp
 
 
 def _alignment(size_bytes: int) -> int:
-    """Rows of `size_bytes` after which an address is a multiple of the page again.
+    """Return the rows of `size_bytes` after which an address is a multiple of the page again.
 
     >>> _alignment(1024), _alignment(101 * 1024), _alignment(8192), _alignment(12)
     (4, 4, 1, 1024)
@@ -391,7 +396,7 @@ class AddressRange:
         weakref.finalize(self._array, libc.unmap, self._address, size_bytes).atexit = False
 
     def tensor(self, field: Field) -> Tensor:
-        """The range as `(virtual rows, *shape)`. Reading where no shard is mapped yet is fatal."""
+        """Return the range as `(virtual rows, *shape)`. Reading where no shard is mapped yet is fatal."""
         flat = torch.frombuffer(self._array, dtype=torch_dtype(field))
         return flat.view(-1, *unit_shape(field))
 
@@ -413,7 +418,7 @@ class AddressRange:
         libc.advise(where, column.nbytes, MADV_POPULATE_READ)
 
     def let_go(self, offset: int, size_bytes: int) -> None:
-        """Hold no page of a part that was mapped. The addresses stay good: who reads them gets the file."""
+        """Hold no page of a part that was mapped. The addresses stay valid: reading them gives the file."""
         if size_bytes:
             libc.advise(self._address + offset, size_bytes, MADV_DONTNEED)
 
@@ -422,7 +427,7 @@ class AddressRange:
         pages = -(-size_bytes // PAGE)
         found = np.ones(pages, dtype=np.uint8)
         if not libc.resident_pages(self._address + offset, size_bytes, found.ctypes.data):
-            return pages, pages  # nobody can tell
+            return pages, pages  # the system does not tell
         return int((found & 1).sum()), pages
 
 
@@ -436,7 +441,7 @@ class AddressRange:
 
 STAGING_BUFFERS = 8
 """Buffers of `PIECE_BYTES` for each shard that is being loaded."""
-COPY_DEADLINE_S = 60.0
+COPY_TIMEOUT_S = 60.0
 """Seconds that one buffer may take to reach the device."""
 RELAXED_CAPTURE = 2
 """`CU_STREAM_CAPTURE_MODE_RELAXED` of cuda.h."""
@@ -444,7 +449,9 @@ POLL_S = 20e-6
 """Seconds between two looks at a copy that is still going on, far less than one takes."""
 
 
-def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch.device) -> Memory:
+def allocate_on_device(
+    cache: Cache, table: RecordTable, shards: frozenset[int], device: torch.device
+) -> Memory:
     """Allocate the fields of `shards` on `device`; loading copies them there."""
     schema = cache.recipe.columns
     layout = make_layout(cache, shards, schema, 1, {})
@@ -455,13 +462,13 @@ def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch
     if device.type == "cuda":
         # What was in this memory before may still be in use in the caller's stream; copies come in others.
         torch.cuda.current_stream(device).synchronize()
-    tables = {name: record_steps(cache, layout, places, name) for name in layout.steps}
+    steps = {name: record_steps(cache, layout, table, name) for name in layout.steps}
     return Memory(
         tier="device",
         device=device,
         sources=sources,
-        rows=_placed(record_rows(layout, places), device),
-        steps={name: _placed(table, device) for name, table in tables.items()},
+        rows=_placed(record_rows(layout, table), device),
+        steps={name: _placed(first, device) for name, first in steps.items()},
         load=partial(_load_device, cache, layout, sources),
         shards=shards,
         ready=bytearray(len(cache.index.shards)),
@@ -469,7 +476,7 @@ def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch
 
 
 def finish_reads(device: torch.device) -> None:
-    """Wait for all that was begun on a GPU: other streams may read memory that is let go of."""
+    """Wait for all that was begun on a GPU: other streams may read memory that is to be released."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -496,9 +503,9 @@ def _driver() -> Any:
         return None
 
 
-def _placed(table: NDArray[np.int64], device: torch.device) -> Any:
-    """A table where the order is made: numpy on a CPU."""
-    return table if device.type == "cpu" else torch.as_tensor(table, device="cpu").to(device)
+def _placed(values: NDArray[np.int64], device: torch.device) -> Any:
+    """Return a table where the order is made: numpy on a CPU."""
+    return values if device.type == "cpu" else torch.as_tensor(values, device="cpu").to(device)
 
 
 def _load_device(cache: Cache, layout: MemoryLayout, sources: Mapping[str, Tensor], shard: int) -> None:
@@ -509,7 +516,7 @@ def _load_device(cache: Cache, layout: MemoryLayout, sources: Mapping[str, Tenso
             target = source[begin : begin + count].reshape(-1).view(torch.uint8)
             read_column(cache, shard, name, staging.into(target))
     finally:
-        staging.wait()  # also after an error: nothing may be written to memory that was let go
+        staging.wait()  # also after an error: nothing may be written to memory that was released
 
 
 class Staging:
@@ -531,12 +538,12 @@ class Staging:
         self._next = 0
 
     def into(self, target: Tensor) -> Staging:
-        """This, for a column that belongs into `target`, bytes on the device."""
+        """This, for a column that goes in `target`, bytes on the device."""
         self._target = target
         return self
 
     def room(self, offset: int, size: int) -> memoryview[Any]:
-        """The next buffer, once it was copied from; at most `PIECE_BYTES`."""
+        """Return the next buffer, once it was copied from; at most `PIECE_BYTES`."""
         self._await(self._next)
         return self._spaces[self._next][:size]
 
@@ -562,12 +569,12 @@ class Staging:
 
     def _await(self, place: int) -> None:
         event, self._copied[place] = self._copied[place], None
-        until = time.monotonic() + COPY_DEADLINE_S
+        until = time.monotonic() + COPY_TIMEOUT_S
         while event is not None and not event.query():
             if time.monotonic() > until:
                 raise StalledError(
                     f"a copy of {format_bytes(PIECE_BYTES)} to {self._device} was not done after "
-                    f"{COPY_DEADLINE_S:g} s. The device does not answer; serve from "
+                    f"{COPY_TIMEOUT_S:g} s. The device does not answer; serve from "
                     f"{arg('tier', 'host')} meanwhile"
                 )
             time.sleep(POLL_S)

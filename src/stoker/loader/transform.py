@@ -1,4 +1,4 @@
-"""The stage between a batch and whoever trains on it: functions with a random key per example.
+"""Change batches before they are handed out: functions with a random key per example.
 
 A transform draws what it needs from the keys alone, so that its output is part of the pure function
 `(seed, epoch, position)` like everything else: stopping, resuming and another world size change nothing.
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.batch import PointBatch, RecordBatch, WindowBatch, lasting, sent
+from stoker.loader.batch import PointBatch, RecordBatch, WindowBatch, allocate, to_device
 from stoker.loader.chunks import RECORD
-from stoker.loader.fused import Fused
+from stoker.loader.conversion import Conversion
 from stoker.loader.order import child_keys, example_keys
 
 if TYPE_CHECKING:
-    from stoker.loader.design import Strip
-    from stoker.loader.gather import Views
+    from stoker.loader.gather import ImageViews
+    from stoker.loader.options import Options
     from stoker.loader.outputs import OutputSpec
-    from stoker.monitor.meter import StallMeter
+    from stoker.loader.serving import Strip
     from stoker.store.joins import JoinedColumns
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
@@ -35,7 +35,7 @@ per example, equal for the same seed, epoch, example and place among the transfo
 
 
 def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
-    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
+    """Return the batch after all transforms. Each has its own keys: two of one kind draw other numbers."""
     return _run(transforms, batch, [child_keys(keys, place) for place in range(len(transforms))])
 
 
@@ -45,7 +45,7 @@ def _run(transforms: Sequence[Transform], batch: Any, keys: Sequence[Tensor]) ->
     return batch
 
 
-class Columns:
+class ColumnAdder:
     """Adds the columns of a table to batches; `static` ones are written to the same memory each time."""
 
     def __init__(self, joined: JoinedColumns, *, static: bool) -> None:
@@ -54,7 +54,7 @@ class Columns:
         self._memory: dict[str, Tensor] | None = None
 
     def added(self, batch: Any) -> Any:
-        """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
+        """Return the batch with the columns of its examples; with windows they are conditions, `(B, C)`."""
         windowed = isinstance(batch, WindowBatch | PointBatch)
         found = self._of(batch.index[:, 0].contiguous() if windowed else batch["index"])
         if windowed:
@@ -67,7 +67,7 @@ class Columns:
             return self._joined.of(numbers)
         if self._memory is None:
             self._memory = {
-                name: lasting((len(numbers), *values.shape[1:]), values.dtype, numbers.device)
+                name: allocate((len(numbers), *values.shape[1:]), values.dtype, numbers.device)
                 for name, values in self._joined.values.items()
             }
         return self._joined.of(numbers, self._memory)
@@ -112,14 +112,14 @@ class FixedBatch:
 
 
 def _memory_for(tensors: Sequence[Tensor], passed: set[_Layout]) -> list[Tensor]:
-    """Memory for each tensor: itself where it was passed on as it is, but for one of them alone."""
+    """Return the memory for each tensor: itself for the first one that was passed on as it is."""
     memory: list[Tensor] = []
     for tensor in tensors:
         if (layout := _layout(tensor)) in passed:
             passed.remove(layout)
             memory.append(tensor)
         else:
-            memory.append(lasting(tuple(tensor.shape), tensor.dtype, tensor.device))
+            memory.append(allocate(tuple(tensor.shape), tensor.dtype, tensor.device))
     return memory
 
 
@@ -145,7 +145,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors of a batch, in a fixed order."""
+    """Return all tensors of a batch, in a fixed order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -156,53 +156,60 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """What happens to a batch after it was gathered; nothing, unless asked for."""
+class BatchFinisher:
+    """Does what follows the gathering of a batch; nothing, unless asked for."""
 
-    device: torch.device | None
-    """Where batches go when they were not made there; None: they stay."""
-    pin: bool
-    """Copy batches into page-locked memory."""
-    transforms: Sequence[Transform]
-    seed: int
-    columns: Columns | None = None
-    """Columns of a table that batches are given before they are transformed."""
-    fixed: FixedBatch | None = None
-    """Keeps what transforms return at fixed addresses."""
-    meter: StallMeter | None = None
-    """Told how much of a wait was for this."""
+    def __init__(
+        self,
+        options: Options,
+        *,
+        made_on: torch.device,
+        columns: ColumnAdder | None = None,
+        fixed: FixedBatch | None = None,
+    ) -> None:
+        """Prepare to copy, pin and transform batches as the options ask.
+
+        Args:
+            options: Of the loader.
+            made_on: Where batches are made.
+            columns: Columns of a table that batches are given before they are transformed.
+            fixed: Keeps what transforms return at fixed addresses.
+        """
+        self._options, self._columns, self._fixed = options, columns, fixed
+        self._moves = options.device != made_on
+        self._pins = options.pin_memory and options.device.type == "cpu" and torch.cuda.is_available()
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
-        return any((self.device is not None, self.pin, self.transforms, self.columns))
+        """Return whether there is anything to do."""
+        return any((self._moves, self._pins, self._options.transforms, self._columns))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
-        transforms = self.transforms[strip.transformed :]
+        options, meter = self._options, self._options.meter
+        transforms = options.transforms[strip.transformed :]
         keys: list[tuple[Tensor, ...]] = []
         for number, gathered in enumerate(batches):
             batch, begin = gathered, perf_counter()
-            if self.pin:
+            if self._pins:
                 batch = _each(batch, Tensor.pin_memory)
-            if self.device is not None:
-                batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
+            if self._moves:
+                batch = _each(batch, partial(Tensor.to, device=options.device, non_blocking=True))
             copied = perf_counter()
-            if self.columns is not None:
-                batch = self.columns.added(batch)
+            if self._columns is not None:
+                batch = self._columns.added(batch)
             if transforms:
                 keys = keys or self._keys(strip, epoch, _device_of(batch))
                 change = partial(_transformed, transforms, [own[number] for own in keys])
-                batch = change(batch) if self.fixed is None else self.fixed.transformed(change, batch)
-            if self.meter is not None:
-                self.meter.spent("copy", copied - begin)
-                self.meter.spent("transform", perf_counter() - copied)
+                batch = change(batch) if self._fixed is None else self._fixed.transformed(change, batch)
+            if meter is not None:
+                meter.spent("copy", copied - begin)
+                meter.spent("transform", perf_counter() - copied)
             yield batch
 
     def _keys(self, strip: Strip, epoch: int, device: torch.device) -> list[tuple[Tensor, ...]]:
-        """Per transform that is to be done the keys of each batch: some 40 launches, for a strip."""
-        every = example_keys(self.seed, epoch, sent(strip.examples, device))
-        places = range(strip.transformed, len(self.transforms))
+        """Return per transform that is to be done the keys of each batch: some 40 launches, for a strip."""
+        every = example_keys(self._options.seed, epoch, to_device(strip.examples, device))
+        places = range(strip.transformed, len(self._options.transforms))
         return [cast("Any", child_keys(every, place)).split(strip.size) for place in places]
 
 
@@ -211,7 +218,7 @@ def _transformed(transforms: Sequence[Transform], keys: Sequence[Tensor], batch:
 
 
 def _placed(made: Any, position: tuple[int, int]) -> Any:
-    """What transforms made of a batch, with the place at which a loader goes on after it.
+    """Return what transforms made of a batch, with the place at which a loader resumes after it.
 
     Raises:
         ConfigError: They made something that cannot carry it.
@@ -229,7 +236,7 @@ def _placed(made: Any, position: tuple[int, int]) -> Any:
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same batch with every tensor changed."""
+    """Return the same batch with every tensor changed."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, RecordBatch):
@@ -274,7 +281,7 @@ class ImageCut:
 
 
 @runtime_checkable
-class Cutting(Protocol):
+class CutTransform(Protocol):
     """A transform that may be a cut."""
 
     def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
@@ -283,7 +290,7 @@ class Cutting(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
+class FusedCuts:
     """The cuts at the head of a loader's transforms."""
 
     cuts: tuple[ImageCut, ...] = ()
@@ -296,10 +303,10 @@ class Lowered:
         return len(self.cuts)
 
     def outputs(self, outputs: tuple[OutputSpec, ...]) -> tuple[OutputSpec, ...]:
-        """What is gathered, with the cuts."""
+        """Return what is gathered, with the cuts."""
         return tuple(self._output(output) for output in outputs)
 
-    def views(self, epoch: int, examples: Any, device: torch.device) -> dict[str, Views]:
+    def views(self, epoch: int, examples: Any, device: torch.device) -> dict[str, ImageViews]:
         """By output, where crops begin and which of these examples are mirrored."""
         if not self.cuts:
             return {}
@@ -314,38 +321,44 @@ class Lowered:
     def _output(self, output: OutputSpec) -> OutputSpec:
         if not self.cuts or output.name != self.cuts[0].field:
             return output
-        fused = output.fused or Fused(dtype=output.dtype)
+        conversion = output.conversion or Conversion(dtype=output.dtype)
         crop = next((one.crop for one in self.cuts if one.crop is not None), None)
-        return replace(output, fused=replace(fused, crop=crop, flip=any(c.crop is None for c in self.cuts)))
+        return replace(
+            output, conversion=replace(conversion, crop=crop, flip=any(c.crop is None for c in self.cuts))
+        )
 
 
-NOTHING = Lowered()
+NO_CUTS = FusedCuts()
 """All transforms come after the gather."""
 
 
-def lowered(
+def find_fused_cuts(
     transforms: Sequence[Transform], outputs: tuple[OutputSpec, ...], seed: int, *, windowed: bool
-) -> Lowered:
+) -> FusedCuts:
     """As many of the first transforms as a gather can do with the bytes that they would give."""
     cuts: list[ImageCut] = []
     shapes = {output.name: output.shape for output in outputs if not output.ragged}
     for transform in () if windowed else transforms[:2]:
-        found = transform.as_cut(shapes) if isinstance(transform, Cutting) else None
+        found = transform.as_cut(shapes) if isinstance(transform, CutTransform) else None
         if found is None or not _follows(found, cuts) or not _gathered(found.field, outputs):
             break
         cuts.append(found)
-    return Lowered(cuts=tuple(cuts), seed=seed)
+    return FusedCuts(cuts=tuple(cuts), seed=seed)
 
 
 def _follows(found: ImageCut, cuts: Sequence[ImageCut]) -> bool:
-    """Whether a cut may come after these: kernels crop first, and then mirror, what is of one field."""
+    """Return whether a cut may come after these: kernels crop one field first, and then mirror it."""
     return not cuts or (cuts[0].field == found.field and cuts[0].crop is not None and found.crop is None)
 
 
 def _gathered(name: str, outputs: Sequence[OutputSpec]) -> bool:
-    """Whether a field is gathered as whole images, normalised by numbers that hold for a plane of them."""
+    """Return whether a field is gathered as entire images, and normalised by one number for each plane."""
     (output,) = [output for output in outputs if output.name == name]
     if output.index != RECORD or output.parts or output.dtype not in EXACT:
         return False
-    fused = output.fused
-    return fused is None or len(fused.scale) < 2 or fused.inner % math.prod(output.shape[-2:]) == 0
+    conversion = output.conversion
+    return (
+        conversion is None
+        or len(conversion.scale) < 2
+        or conversion.inner % math.prod(output.shape[-2:]) == 0
+    )

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # Triton is optional and has no types; what its compiler reads are not Python functions.
-"""One kernel that gathers rows by index and converts them on the way, by the rule of `fused.py`.
+"""Provide one kernel that gathers rows by index and converts them on the way, by the rule of `conversion.py`.
 
 A program copies `tiles` runs of `block` values of one row. Everything but the rows is known when the kernel
 is compiled, once per output, so what an output does not need costs nothing. Product and sum must not be
-contracted (`enable_fp_fusion=False`): the values are those of `gather.Twin`, to the last bit.
+contracted (`enable_fp_fusion=False`): the values are those of `gather.RowConverter`, to the last bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from stoker.loader.fused import Fused
-    from stoker.loader.gather import OutputMemory, Views
+    from stoker.loader.conversion import Conversion
+    from stoker.loader.gather import ImageViews, OutputMemory
 
 LONGEST_BLOCK = 2048
 """Values that one program has in flight."""
@@ -91,7 +91,7 @@ def _gather(  # noqa: PLR0913, PLR0917 - a kernel has no dataclasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class KernelShape:
     """How the kernel cuts the rows of one output."""
 
     block: int
@@ -101,20 +101,20 @@ class Shape:
     warps: int
 
 
-def shape_for(values: int, inner: int, channels: int) -> Shape:
-    """Runs as long as a program can have, of one channel each where channels are long enough.
+def shape_for(values: int, inner: int, channels: int) -> KernelShape:
+    """Return runs as long as a program can have, of one channel each where channels are long enough.
 
     >>> shape_for(150_528, 50_176, 3)
-    Shape(block=1024, tiles=4, runs=37, warps=4)
+    KernelShape(block=1024, tiles=4, runs=37, warps=4)
     >>> shape_for(512, 1, 0)
-    Shape(block=512, tiles=1, runs=1, warps=2)
+    KernelShape(block=512, tiles=1, runs=1, warps=2)
     """
     block = min(LONGEST_BLOCK, 1 << max(0, values - 1).bit_length())
     if channels > 1:
         while inner % block and block > VALUES_PER_WARP and inner >= VALUES_PER_WARP:
             block //= 2
     tiles = max(1, min(MOST_TILES, values // (4 * block)))
-    return Shape(
+    return KernelShape(
         block=block,
         tiles=tiles,
         runs=-(-values // (block * tiles)),
@@ -125,40 +125,40 @@ def shape_for(values: int, inner: int, channels: int) -> Shape:
 class TritonGather:
     """Gathers rows of one view and converts them in one launch."""
 
-    def __init__(self, view: Tensor, fused: Fused, room: OutputMemory) -> None:
-        """`room` gives the memory of batches; `view` and `fused` are as for `TwinGather`."""
+    def __init__(self, view: Tensor, conversion: Conversion, room: OutputMemory) -> None:
+        """`room` gives the memory of batches; `view` and `conversion` are as for `ConvertingGather`."""
         stored = tuple(view.shape[1:])
         self._view = view.view(torch.uint8) if view.dtype == torch.bool else view
         self._room = room
         whole = len(view) == 0 or view[0].is_contiguous()
         self._strides = (view.stride(0), 0 if whole else view.stride(1))
         values = math.prod(self._room.shape[1:])
-        self._shape = shape_for(values, fused.inner, len(fused.scale))
-        table = [fused.scale or (1.0,), fused.shift or (0.0,)]
+        self._shape = shape_for(values, conversion.inner, len(conversion.scale))
+        table = [conversion.scale or (1.0,), conversion.shift or (0.0,)]
         numbers = torch.tensor(table, dtype=torch.float32, device=view.device)
         self._scale, self._shift = numbers.unbind(0)
-        image = stored[-2:] if fused.crop is not None or fused.flip else (1, 1)
+        image = stored[-2:] if conversion.crop is not None or conversion.flip else (1, 1)
         self._constants = {
             "values": values,
             "step": max(1, math.prod(stored if whole else stored[1:])),
-            "channels": len(fused.scale),
-            "inner": fused.inner,
+            "channels": len(conversion.scale),
+            "inner": conversion.inner,
             "height": image[0],
             "width": image[1],
-            "kept_h": (fused.crop or image)[0],
-            "kept_w": (fused.crop or image)[1],
+            "kept_h": (conversion.crop or image)[0],
+            "kept_w": (conversion.crop or image)[1],
             "block": self._shape.block,
             "tiles": self._shape.tiles,
             "num_warps": self._shape.warps,
             "enable_fp_fusion": False,
         }
         self._middle: Tensor | None = None
-        if fused.crop is not None:
-            middle = [(size - kept) // 2 for size, kept in zip(image, fused.crop, strict=True)]
+        if conversion.crop is not None:
+            middle = [(size - kept) // 2 for size, kept in zip(image, conversion.crop, strict=True)]
             self._middle = torch.tensor(middle, device=view.device)
 
-    def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
-        """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
+    def __call__(self, index: Tensor, views: ImageViews = (None, None)) -> Tensor:
+        """Return rows `index`, converted, `(len(index), *shape)`; `views` crop and mirror them."""
         out = self._room.take(len(index))
         if not out.numel():
             return out

@@ -87,7 +87,7 @@ class Windows:
         return self.horizons[1] * self.strides[1]
 
     def count(self, length: int) -> int:
-        """Windows in a trajectory of `length` steps; one that is too short has none.
+        """Return the windows in a trajectory of `length` steps; one that is too short has none.
 
         >>> Windows(stride=2, horizon=3).count(101), Windows(start_every=10).count(101), Windows().count(1)
         (95, 10, 0)
@@ -99,7 +99,7 @@ class Windows:
         return np.maximum(0, -(-(lengths - self.span) // self.start_every))
 
     def text(self) -> str:
-        """What the loader's state keeps of it."""
+        """Return what the loader's state keeps of it."""
         stride, horizon = (
             f"{value[0]}..{value[1]}" if isinstance(value, tuple) else str(value)
             for value in (self.stride, self.horizon)
@@ -130,10 +130,10 @@ _KEEP_TIME = (
 
 
 def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
-    """The field that windows are cut from, the first of several.
+    """Return the field that windows are cut from, the first of several.
 
     Raises:
-        ConfigError: There is none, `wanted` is not one, or there are several and none is called
+        ConfigError: No field has time, `wanted` is not one, or there are several and none is called
             `latent` or `data`.
     """
     timed = [name for name, field in schema.items() if field.evolves and not field.kept]
@@ -183,13 +183,13 @@ def check_conditions(schema: Schema, main: str) -> None:
 
 
 def state_fields(schema: Schema, windows: Windows) -> tuple[str, ...]:
-    """The fields that become `z0`, `z1` and `future`, in the order in which they were named."""
+    """Return the fields that become `z0`, `z1` and `future`, in the order in which they were named."""
     first = time_field(schema, windows.field)
     return windows.field if isinstance(windows.field, tuple) else (first,)
 
 
 def condition_width(field: Field) -> int:
-    """Numbers per example that a condition has: a scalar gives one."""
+    """Return the numbers per example that a condition has: a scalar gives one."""
     sizes = field.shape[1:] if field.time else field.shape
     return int(np.prod(sizes, dtype=np.int64)) if sizes else 1
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from stoker.errors import ConfigError, RecordError, StokerError
 from stoker.loader import Loader, Windows
 from stoker.loader.order import parse_order
-from stoker.loader.places import Places, find_places
-from stoker.loader.prefetch import HANDOVER_S, elsewhere_of
+from stoker.loader.prefetch import HANDOVER_S, describe_remote
+from stoker.loader.records import RecordTable, find_records
 from stoker.monitor import StallMeter
 from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
@@ -154,13 +154,13 @@ def _record_bytes(schema: Schema, lengths: Mapping[str, float]) -> float:
     return size
 
 
-def _chosen(cache: Cache) -> Places:
+def _chosen(cache: Cache) -> RecordTable:
     count = min(SAMPLES, len(cache))
     numbers = cache.numbers[np.linspace(0, len(cache) - 1, count).round().astype(np.int64)]
-    return find_places(cache, numbers)
+    return find_records(cache, numbers)
 
 
-def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: Places) -> SmallerDtype:
+def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: RecordTable) -> SmallerDtype:
     """With the worst error over fields and records."""
     worst = rms = 0.0
     try:
@@ -168,14 +168,14 @@ def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: Places) -
             stored = cache.schema[name]
             if not field.floating or field.dtype == stored.dtype or stored.packed:
                 continue
-            for shard, row, number in zip(places.shard, places.row, places.numbers, strict=True):
+            for shard, row, number in zip(places.shard, places.row, places.indices, strict=True):
                 values = _first_steps(cache, int(shard), int(row), name, stored)
                 piece = replace(field, shape=(len(values), *field.shape[1:]), ragged=False)
                 rows = store_columns(name, piece, values[None], [int(number)])[name]
                 worst, rms = max(worst, float(rows.max_error[0])), max(rms, float(rows.rms_error[0]))
     except RecordError as error:
         return replace(one, refused=str(error))
-    return replace(one, samples=len(places.numbers), max_error=worst, rms_error=rms)
+    return replace(one, samples=len(places.indices), max_error=worst, rms_error=rms)
 
 
 def _first_steps(cache: Cache, shard: int, row: int, name: str, field: Field) -> Tensor:
@@ -476,7 +476,7 @@ def _elsewhere(run: Run, cache: Cache, size: float) -> Elsewhere | None:
     windows = run.windows_for(schema)
     each = 1 if windows is None else windows.count(trajectory_steps(schema))
     example = example_bytes(run, schema, size)
-    return elsewhere_of(
+    return describe_remote(
         cache,
         parse_order(run.config.training.order, world_size=1, example_bytes=max(1, int(example))),
         examples=max(1, each * len(cache)),

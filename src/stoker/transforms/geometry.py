@@ -1,4 +1,4 @@
-"""Transforms that move values: flips, shifts on periodic axes, random crops.
+"""Move values: flips, shifts on periodic axes, random crops.
 
 Axes are counted from the last, so that one number means the same axis in `z0`, in `future` and in a record
 with time: `(H, W, C)` has -3, -2, -1. Each example is moved in its own way and all its states alike.
@@ -20,7 +20,7 @@ from stoker.loader.transform import ImageCut
 from stoker.transforms.values import change, only_field
 
 Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
-"""What lies beyond an edge: nothing, the other end, or the mirror image without the edge itself."""
+"""What is beyond an edge: nothing, the other end, or the mirror image without the edge itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Flip:
             raise ConfigError(f"Flip(p={self.p!r}): a probability is needed, 0..1")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with some of its examples mirrored."""
+        """Return the batch with some of its examples mirrored."""
         mirrored = self._mirrored(keys)
         return change(batch, self.fields, -self.axis, lambda _, values: self._flip(values, mirrored))
 
@@ -86,7 +86,7 @@ class Roll:
         check_axes(self.axes)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with every example shifted."""
+        """Return the batch with every example shifted."""
         return change(batch, self.fields, -min(self.axes), lambda _, values: self._roll(values, keys))
 
     def _roll(self, values: Tensor, keys: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Crop:
     padding: int = 0
     """Points beyond each edge that a piece may reach."""
     border: Border = "zeros"
-    """What lies there: `zeros`, `wrap` (periodic axes) or `reflect`."""
+    """What is there: `zeros`, `wrap` (periodic axes) or `reflect`."""
     fields: Sequence[str] | None = None
     """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
 
@@ -129,7 +129,7 @@ class Crop:
         return [self.size] * len(self.axes) if isinstance(self.size, int) else self.size
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with every example cut to size."""
+        """Return the batch with every example cut to size."""
         return change(batch, self.fields, -min(self.axes), lambda _, values: self._crop(values, keys))
 
     def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
@@ -175,7 +175,7 @@ class Take:
             raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1. Mirror with Flip")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with every example cut in the same way."""
+        """Return the batch with every example cut in the same way."""
         return change(batch, self.fields, -min(self.slices), lambda _, values: self._take(values))
 
     def _take(self, values: Tensor) -> Tensor:
@@ -191,13 +191,13 @@ class Take:
 
 
 def _begins(below: Sequence[int], keys: Tensor) -> Tensor:
-    """Where crops begin along each axis, `(n, axes)`; the numbers that `Crop` draws."""
+    """Return where crops begin along each axis, `(n, axes)`; the numbers that `Crop` draws."""
     drawn = [integers(child_keys(keys, number), 1, count) for number, count in enumerate(below)]
     return torch.cat(drawn, dim=1)
 
 
 def windows(values: Tensor, axes: Sequence[int], sizes: Sequence[int], starts: Sequence[Tensor]) -> Tensor:
-    """From every example the piece of `sizes` along `axes` that begins at its own `starts`, in fresh memory.
+    """Return from every example the piece of `sizes` along `axes` that begins at its own `starts`, copied.
 
     A view in which the beginning is an axis of its own makes this one indexing: the copy runs over whole
     pieces, without an index per element and without a look at `starts` from the host.

@@ -1,4 +1,4 @@
-"""Images as they were stored to images of one size: encoded ones decoded, those of one short side cropped."""
+"""Turn stored images into images of one size: decode encoded ones, crop those of one short side."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import RecordBatch, sent
+from stoker.loader.batch import RecordBatch, to_device
 from stoker.loader.order import uniform
 from stoker.runtime.threads import Pool
 from stoker.sources.images.geometry import Rules
 
-DEADLINE_S = 120.0
+TIMEOUT_S = 120.0
 """For all images of one batch."""
 
 
@@ -30,7 +30,7 @@ class Decode:
     Args:
         size: (height, width).
         field: The field with the encoded images.
-        threads: How many decode; None: as many as this process has processors.
+        threads: How many decode; None: one for each processor of this process.
         **rules: See `stoker.sources.images.geometry.Rules`.
 
     Raises:
@@ -48,7 +48,7 @@ class Decode:
         self._pool: Pool | None = None
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
-        """The batch with its images decoded, on the device that it is on.
+        """Return the batch with its images decoded, on the device that it is on.
 
         Raises:
             DecodeError: Bytes that are no image; what precompute stored has been decoded once.
@@ -64,7 +64,7 @@ class Decode:
             (len(encoded), self._rules.channels, *self._rules.size), dtype=torch.uint8, device="cpu"
         )
         for part, ticket in enumerate(tickets):
-            for place, pixels in enumerate(ticket.result(DEADLINE_S, "decoding the images of a batch")):
+            for place, pixels in enumerate(ticket.result(TIMEOUT_S, "decoding the images of a batch")):
                 images[part + place * self._threads] = torch.from_numpy(pixels)
         made = RecordBatch(batch)
         made[self._field] = images.to(keys.device)
@@ -84,7 +84,7 @@ class Decode:
 class CropImages:
     """Images that `ImageSource(size=256, fit="short")` stored, cropped to `(B, C, H, W)` uint8.
 
-    Boxes, keypoints, joints and cameras move along; boxes are cut at the crop, and those that lie outside it
+    Boxes, keypoints, joints and cameras move along; boxes are cut at the crop, and those outside it
     are no longer valid.
     """
 
@@ -94,10 +94,10 @@ class CropImages:
     """Each example at a place of its own, any as likely as another; else in the middle."""
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
-        """The batch with its images cropped."""
+        """Return the batch with its images cropped."""
         images = _listed(batch, "image", 2)
         shapes = batch["image_shape"].to(torch.int64)
-        room = shapes - sent(torch.tensor(self.size), shapes.device)
+        room = shapes - to_device(torch.tensor(self.size), shapes.device)
         place = (
             uniform(keys, 2).to(torch.float64)
             if self.random
@@ -125,7 +125,7 @@ class CropImages:
         height, width = self.size
         shift = corners.flip(1).to(torch.float32)  # x, y
         if "boxes" in batch:
-            limit = sent(torch.tensor((width, height, width, height)), shift.device)
+            limit = to_device(torch.tensor((width, height, width, height)), shift.device)
             shifted = _shifted(batch["boxes"], shift.repeat(1, 2))
             moved = _like(shifted, [boxes.clamp(min=0).minimum(limit) for boxes in _rows(shifted)])
             keep = [(b[..., 2] > b[..., 0]) & (b[..., 3] > b[..., 1]) for b in _rows(moved)]
@@ -143,7 +143,7 @@ class CropImages:
 
 
 def _on_host(images: list[Tensor]) -> Sequence[Tensor]:
-    """The same in host memory, in one copy, made where the caller's stream is the current one."""
+    """Return the same in host memory, in one copy, made where the caller's stream is the current one."""
     if images[0].device.type == "cpu":
         return images
     whole: Any = torch.cat(images).cpu()
@@ -151,7 +151,7 @@ def _on_host(images: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _listed(batch: Any, name: str, axes: int) -> list[Tensor]:
-    """The images of a batch, one tensor each.
+    """Return the images of a batch, one tensor each.
 
     Raises:
         ConfigError: They are not as `ImageSource` stored them.

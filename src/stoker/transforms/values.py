@@ -1,4 +1,4 @@
-"""Transforms that change values and leave them where they are: normalization, Gaussian noise."""
+"""Change values and leave them where they are: normalization, Gaussian noise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STATES = (
 def change(
     batch: Any, fields: Sequence[str] | None, axes: int, function: Callable[[TensorKey, Tensor], Tensor]
 ) -> Any:
-    """The batch with `function(key, values)` in place of some of its tensors.
+    """Return the batch with `function(key, values)` in place of some of its tensors.
 
     Args:
         fields: Names: `z0 z1 future` and conditions of windows, fields of records. None: the states of
@@ -77,14 +77,14 @@ def change(
 
 
 def only_field(shapes: Mapping[str, tuple[int, ...]], fields: Sequence[str] | None, axes: int) -> str | None:
-    """The field of records that `change` would change, by the shapes of examples; None: not exactly one."""
+    """Return the field of records that `change` would change, by the shapes of examples; None: not one."""
     chosen = [name for name, shape in shapes.items() if len(shape) >= axes] if fields is None else [*fields]
     fits = len(chosen) == 1 and len(shapes.get(chosen[0], ())) >= axes
     return chosen[0] if fits else None
 
 
 def tensors_of(batch: Any) -> dict[TensorKey, Any]:
-    """The tensors of a batch by role and name, without `index`; a list for a field of varying length."""
+    """Return the tensors of a batch by role and name, without `index`; lists for fields of varying length."""
     if isinstance(batch, WindowBatch):
         states = {key: getattr(batch, key.name) for key in STATES}
         if isinstance(batch.z0, dict):
@@ -104,7 +104,7 @@ def tensors_of(batch: Any) -> dict[TensorKey, Any]:
 
 
 def with_tensors(batch: Any, changed: Mapping[TensorKey, Any]) -> Any:
-    """The same batch with other tensors under some keys."""
+    """Return the same batch with other tensors under some keys."""
     fields = {key.name: values for key, values in changed.items() if key.role is Role.FIELD}
     if isinstance(batch, WindowBatch):
         states = {key.name: values for key, values in changed.items() if key.role is not Role.FIELD}
@@ -115,7 +115,7 @@ def with_tensors(batch: Any, changed: Mapping[TensorKey, Any]) -> Any:
 
 
 def _named(tensors: Mapping[TensorKey, Any], fields: Sequence[str], *, windowed: bool) -> list[TensorKey]:
-    """The fields that are asked for and there; `future` is absent at horizon 1 without being unknown."""
+    """Return the fields that were named and exist; `future` may be missing, at horizon 1."""
     states = {key.name: key for key in STATES} if windowed else {}
     chosen: list[TensorKey] = []
     for name in fields:
@@ -205,7 +205,7 @@ class Normalize:
         return Normalize(mean=means, std=stds, dtype=dtype, fields=None if name is None else (name,))
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch, normalized."""
+        """Return the batch, normalized."""
         return change(batch, self.fields, 0, self._normalized)
 
     def _normalized(self, key: TensorKey, values: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ class Normalize:
             if len(row) > 1 and (values.dim() <= -self.axis or values.shape[self.axis] != len(row)):
                 raise ConfigError(
                     f"Normalize has {len(row)} channels, but {key.name!r} has examples of shape "
-                    f"{tuple(values.shape[1:])} and axis={self.axis}. Give one mean and std, or as many as "
-                    "that axis has places"
+                    f"{tuple(values.shape[1:])} and axis={self.axis}. Give one mean and std, or one "
+                    "for each place on that axis"
                 )
         mean, scale = (row.view(-1, *[1] * (-1 - self.axis)) for row in rows)
         kept = values.dtype if values.is_floating_point() else torch.float32
@@ -240,7 +240,7 @@ class Noise:
             raise ConfigError(f"Noise(std={self.std!r}). Expected finite numbers of at least 0")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with noise on it."""
+        """Return the batch with noise on it."""
         drawn: dict[str, Tensor] = {}
 
         def noisy(key: TensorKey, values: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def _listed(values: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def _row(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers as float32 on a device, kept: a copy to a GPU would wait at every batch."""
+    """Return the numbers as float32 on a device, kept: a copy to a GPU would wait at every batch."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
@@ -305,7 +305,7 @@ class Views:
             raise ConfigError(f"Views(count={self.count}). Expected at least 1")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
-        """The batch with `count` views of each example."""
+        """Return the batch with `count` views of each example."""
         views = [run(self.transforms, batch, child_keys(keys, place)) for place in range(self.count)]
         before, each = tensors_of(batch), [tensors_of(view) for view in views]
         stacked: dict[TensorKey, Any] = {}

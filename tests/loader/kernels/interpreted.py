@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.loader.fused import Fused, Normalise, fused_of
-from stoker.loader.gather import TwinGather, view_for
+from stoker.loader.conversion import Conversion, Normalise, find_conversion
+from stoker.loader.gather import ConvertingGather, view_for
 from stoker.loader.outputs import OutputSpec
 from stoker.loader.triton_gather import TritonGather
 from stoker.schema import Field
@@ -40,13 +40,13 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return got.dtype == expected.dtype and torch.equal(got, expected)
 
 
-def compare(view: Tensor, what: Fused, index: Tensor, *, views: Any = (None, None)) -> None:
-    twin = TwinGather(view, what, len(index))(index, views)
+def compare(view: Tensor, what: Conversion, index: Tensor, *, views: Any = (None, None)) -> None:
+    converter = ConvertingGather(view, what, len(index))(index, views)
     there, views = strided_on(view), tuple(v if v is None else v.to(DEVICE) for v in views)
-    kernel = TritonGather(there, what, TwinGather(there, what, len(index)).room)
+    kernel = TritonGather(there, what, ConvertingGather(there, what, len(index)).room)
     index = index.to(DEVICE)
-    assert same(kernel(index, views), twin), (view.shape, view.dtype, what)
-    assert same(kernel(index[:1], tuple(v if v is None else v[:1] for v in views)), twin[:1])
+    assert same(kernel(index, views), converter), (view.shape, view.dtype, what)
+    assert same(kernel(index[:1], tuple(v if v is None else v[:1] for v in views)), converter[:1])
 
 
 def strided_on(view: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ def normalised_and_cast() -> None:
         field = Field(shape=shape, dtype=str(dtype).removeprefix("torch."))
         many = {"mean": MEAN, "std": STD} if shape else {"mean": 0.5, "std": 0.3}
         rows, index = rows_of(dtype, 6, *shape), torch.tensor([5, 0, 2, 2, 4])
-        what = fused_of(field, Normalise(axis=axis, divisor=2, **many), name)
+        what = find_conversion(field, Normalise(axis=axis, divisor=2, **many), name)
         assert what is not None
         compare(rows, what, index)
         if dtype.is_floating_point:
-            compare(rows, Fused(dtype=getattr(torch, name)), index)
+            compare(rows, Conversion(dtype=getattr(torch, name)), index)
 
 
 def windows() -> None:
     field = Field(shape=(9, 4, 6), dtype="float16", time=True)
     source = rows_of(torch.float16, 5, 9, 4, 6)
-    what = fused_of(field, Normalise(mean=range(6), std=range(1, 7), axis=-1), "float32")  # type: ignore[arg-type]
+    what = find_conversion(field, Normalise(mean=range(6), std=range(1, 7), axis=-1), "float32")  # type: ignore[arg-type]
     assert what is not None
     for lag, count, every in [(0, None, 1), (2, None, 1), (1, 3, 2), (3, 1, 4)]:
         shape = (4, 6) if count is None else (count, 4, 6)
@@ -88,12 +88,12 @@ def windows() -> None:
 def crops_and_mirrors() -> None:
     rows, index = rows_of(torch.uint8, 6, 3, 12, 10), torch.tensor([5, 1, 1, 0])
     begins, flips = torch.tensor([[3, 2], [0, 1], [2, 2], [1, 0]]), torch.tensor([True, True, False, False])
-    whole = fused_of(
+    whole = find_conversion(
         Field(shape=(3, 12, 10), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
     )
     assert whole is not None
     for crop, flip in [((9, 8), True), ((9, 8), False), (None, True)]:
-        what = Fused(
+        what = Conversion(
             dtype=whole.dtype, crop=crop, flip=flip, scale=whole.scale, shift=whole.shift, inner=whole.inner
         )
         compare(rows, what, index, views=(begins if crop else None, flips if flip else None))
@@ -103,19 +103,23 @@ def crops_and_mirrors() -> None:
 
 def static() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
-    what = fused_of(Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None)
+    what = find_conversion(
+        Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
+    )
     assert what is not None
     view = rows.to(DEVICE)
-    gather = TritonGather(view, what, TwinGather(view, what, 2, static=True).room)
+    gather = TritonGather(view, what, ConvertingGather(view, what, 2, static=True).room)
     first = gather(torch.tensor([1, 2], device=DEVICE))
     assert gather(torch.tensor([3, 0], device=DEVICE)).data_ptr() == first.data_ptr()
-    assert same(first, TwinGather(rows, what, 2)(torch.tensor([3, 0])))
+    assert same(first, ConvertingGather(rows, what, 2)(torch.tensor([3, 0])))
     assert gather(torch.tensor([], dtype=torch.int64, device=DEVICE)).shape == (0, 3, 5, 5)
 
 
 def other_default_dtype() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
-    what = fused_of(Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None)
+    what = find_conversion(
+        Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
+    )
     assert what is not None
     torch.set_default_dtype(torch.bfloat16)
     try:

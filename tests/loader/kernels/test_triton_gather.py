@@ -14,7 +14,7 @@ from torch import Tensor
 
 import stoker.loader
 from stoker.loader import gather as gather_module
-from stoker.loader.gather import OrTwin
+from stoker.loader.gather import FallbackGather
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,7 +45,7 @@ def test_a_kernel_that_fails_is_replaced_by_its_twin_and_said_once(
 
     with caplog.at_level(logging.WARNING, "stoker"):
         for _ in range(2):
-            gather = OrTwin(failing, lambda index: index + 1)
+            gather = FallbackGather(failing, lambda index: index + 1)
             assert [gather(torch.tensor([n])).item() for n in (1, 5)] == [2, 6]
 
     (said,) = caplog.messages
@@ -62,7 +62,7 @@ def test_a_kernel_that_failed_once_it_ran_is_an_error() -> None:
             raise RuntimeError("device-side assert")
         return index
 
-    gather = OrTwin(once, lambda index: index)
+    gather = FallbackGather(once, lambda index: index)
     gather(torch.tensor([0]))
 
     with pytest.raises(RuntimeError, match="device-side"):
@@ -79,7 +79,7 @@ def test_what_says_nothing_about_the_kernel_does_not_replace_it(error: Exception
             raise errors.pop()
         return index + 1
 
-    gather = OrTwin(kernel, lambda index: index)
+    gather = FallbackGather(kernel, lambda index: index)
 
     with pytest.raises(type(error)):
         gather(torch.tensor([1]))

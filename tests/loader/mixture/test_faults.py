@@ -14,8 +14,8 @@ from stoker.store.joint import JointCache, reopen
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.mixture.three import same
 from tests.loader.test_filling import Steps
-from tests.loader.test_mend import flip
-from tests.loader.test_mend import make as make_mendable
+from tests.loader.test_repair import flip
+from tests.loader.test_repair import make as make_mendable
 
 
 def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.extras.compat.gpu_loader import GPUDataLoader
 from stoker.loader import Loader
-from stoker.loader.fused import Normalise
+from stoker.loader.conversion import Normalise
 from stoker.plan.resources import device_name, resolve_device
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source

@@ -9,7 +9,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Normalise, Windows
-from stoker.loader.fused import fused_of
+from stoker.loader.conversion import find_conversion
 from stoker.schema import Field
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -32,7 +32,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]) -> C
 
 
 def normalised(values: torch.Tensor, how: Normalise, dtype: torch.dtype) -> torch.Tensor:
-    what = fused_of(Field(shape=tuple(values.shape[1:]), dtype=str(values.dtype)[6:]), how, str(dtype)[6:])
+    what = find_conversion(
+        Field(shape=tuple(values.shape[1:]), dtype=str(values.dtype)[6:]), how, str(dtype)[6:]
+    )
     assert what is not None
     shape = (-1, 1, 1) if how.axis == -3 else (-1,)
     scale, shift = (torch.tensor(v).view(shape) for v in (what.scale, what.shift))

@@ -15,11 +15,11 @@ import torch
 
 from stoker.loader import Loader, Windows, gather, placement
 from stoker.loader import tiers as device_tier
-from stoker.loader.placement import Ask
+from stoker.loader.placement import replan
 from stoker.monitor.meter import StallMeter
 from stoker.plan import Ledger
 from stoker.store import Cache
-from tests.loader.residency.machine import SHARD_BYTES, SHARDS, Machine, Running
+from tests.loader.placement.machine import SHARD_BYTES, SHARDS, Machine, Running
 from tests.loader.test_partial import equal
 
 
@@ -51,7 +51,7 @@ def test_what_the_model_wants_again_is_left_to_it(
     monkeypatch.setattr(placement, "device_again", lambda _: 6 * SHARD_BYTES)
     running = Running(cache, Machine(device=10), Ledger())
 
-    running.residency.turn(3)
+    running.placement.turn(3)
     running.settle()
 
     assert running.held() == (3, SHARDS - 3)
@@ -64,11 +64,14 @@ def test_the_device_is_filled_at_once_where_that_was_asked_for(cache: Cache, set
     loader = Loader(cache, batch_size=5)
     machine = Machine(device=10)
     design = loader._serving.design
-    demand = replace(design.ask.demand, device="cuda:0")
-    ask = Ask(demand=demand, **{"reserve_bytes": None, **tier, **settings}, look=machine.look)
-    loader._serving.design = replace(
-        loader._serving.design, ask=ask, claim=Ledger().claim(), plan=ask.plan(machine.look())
+    design = replace(
+        design,
+        demand=replace(design.demand, device="cuda:0"),
+        options=replace(design.options, **{"reserve_bytes": None, **tier, **settings}),
+        measure=machine.look,
+        reservation=Ledger().claim(),
     )
+    loader._serving.design = replace(design, plan=replan(design, machine.look()))
     running.loader = loader
     running.settle()
 
@@ -84,7 +87,7 @@ def test_another_process_that_takes_the_device_costs_the_tier_and_no_batch(
     got = [next(batches), next(batches)]
     assert running.held() == (SHARDS, 0)
 
-    held = running.residency.held.device
+    held = running.placement.held.device
     assert held is not None
     gone = weakref.ref(held.sources["latent"])
     del held
@@ -120,19 +123,19 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     if meter:
         settings["meter"] = StallMeter()
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES, **settings)
-    held = running.residency.held.device
+    held = running.placement.held.device
     assert held is not None
     gone = weakref.ref(held.sources["latent"])
     del held
     asked: list[bool] = []
-    turn = placement.Residency.turn
+    turn = placement.Placement.turn
 
-    def noted(self: placement.Residency, batches: int) -> placement.Held:
+    def noted(self: placement.Placement, batches: int) -> placement.MemorySet:
         if self._freed is not None:  # it may be given back in this turn
             asked.append(gone() is None)
         return turn(self, batches)
 
-    monkeypatch.setattr(placement.Residency, "turn", noted)
+    monkeypatch.setattr(placement.Placement, "turn", noted)
     gc.disable()  # nobody may have to wait for a collection
     try:
         batches = iter(running.loader)
@@ -156,16 +159,16 @@ def test_the_device_is_not_asked_while_the_old_memory_is_being_filled(
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
     over = threading.Event()
 
-    def fill(held: placement.Held | None) -> None:
+    def fill(held: placement.MemorySet | None) -> None:
         over.wait(30)
 
-    running.residency._line.submit(functools.partial(fill, running.residency.held))
+    running.placement._line.submit(functools.partial(fill, running.placement.held))
     machine.device = 7
     clock(40.0)
 
     got = list(running.loader)
 
-    assert running.residency.held.device is None
+    assert running.placement.held.device is None
     over.set()
     running.settle()
     assert running.held() == (SHARDS, 0)
@@ -181,7 +184,7 @@ def test_a_device_that_is_full_after_all_is_done_without(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_tier, "resident", full)
+        patch.setattr(device_tier, "allocate_on_device", full)
         running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
 
         assert running.held() == (0, SHARDS)
@@ -204,9 +207,7 @@ def test_a_part_of_the_device_grows_when_there_is_more(cache: Cache, clock: Call
 def test_fixed_addresses_are_never_moved(cache: Cache, clock: Callable[[float], None]) -> None:
     machine = Machine()
     loader = Loader(cache, batch_size=4, tier="device", static=True)
-    loader._serving.design = replace(
-        loader._serving.design, ask=replace(loader._serving.design.ask, look=machine.look)
-    )
+    loader._serving.design = replace(loader._serving.design, measure=machine.look)
     list(loader)
     machine.host = 0.0
     clock(10.0)
@@ -214,7 +215,7 @@ def test_fixed_addresses_are_never_moved(cache: Cache, clock: Callable[[float], 
     list(loader)
 
     assert loader._serving.engine is not None
-    assert loader._serving.engine.residency.serving() is not None
+    assert loader._serving.engine.placement.serving() is not None
 
 
 def test_memory_that_is_let_go_of_is_read_by_nobody_and_in_no_peak(
@@ -227,7 +228,7 @@ def test_memory_that_is_let_go_of_is_read_by_nobody_and_in_no_peak(
     machine = Machine(device=10)
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
     next(iter(running.loader))
-    held = running.residency.held.device
+    held = running.placement.held.device
     assert held is not None
     memory = weakref.ref(held.sources["latent"])
     del held
@@ -254,7 +255,7 @@ def test_a_filling_that_is_refused_holds_nothing_when_the_device_is_looked_at_ag
         parts.append(weakref.ref(first))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(device_tier, "resident", refusing)
+    monkeypatch.setattr(device_tier, "allocate_on_device", refusing)
     monkeypatch.setattr(placement, "give_back", lambda _: alive.append(parts[-1]() is not None))
     running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
 

@@ -33,9 +33,9 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
     outputs = stored_outputs(design.outputs)
 
     def reach(block_bytes: int) -> BlockLocator:
-        return BlockLocator(cache, design.places, design.examples, outputs, block_bytes)
+        return BlockLocator(cache, design.table, design.examples, outputs, block_bytes)
 
-    ahead = prefetch.read_ahead_of(cache, reach, design.share, design.order.epoch)
+    ahead = prefetch.make_block_prefetcher(cache, reach, design.share, design.order.epoch)
     assert ahead is not None
     ahead.at(0, 0)
     until = time.monotonic() + WAIT_S

@@ -38,7 +38,7 @@ def varying(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[BlockLocator, UpcomingBlocks]:
     design = design_of(loader)
     reach = BlockLocator(
-        design.cache, design.places, design.examples, stored_outputs(design.outputs), block_bytes=BLOCK
+        design.cache, design.table, design.examples, stored_outputs(design.outputs), block_bytes=BLOCK
     )
     return reach, UpcomingBlocks(design.share, design.order.epoch, reach.blocks, lambda: most)
 

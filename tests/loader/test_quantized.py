@@ -101,7 +101,7 @@ def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
     next(iter(loader))
 
     assert loader._serving.engine is not None
-    (memory,) = loader._serving.engine.residency.held.memories
+    (memory,) = loader._serving.engine.placement.held.memories
     assert memory.sources["latent"].dtype == torch.int8
     packed = sum(f.size_bytes() for f in cache.recipe.columns.values())
     assert sum(row.bytes for row in loader.plan.rows) == packed * len(cache)

@@ -15,7 +15,7 @@ from stoker.loader import Windows, placement
 from stoker.plan import Ledger
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.residency.machine import ROWS, SHARD_BYTES, SHARDS, STEP, Machine, Running
+from tests.loader.placement.machine import ROWS, SHARD_BYTES, SHARDS, STEP, Machine, Running
 from tests.loader.test_partial import equal
 
 
@@ -34,7 +34,7 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
     running.settle()
 
     assert running.held() == (0, 4), "four fifths of what is left"
-    assert running.residency.serving() is None
+    assert running.placement.serving() is None
     assert running.loader.plan.records_by_tier() == {"device": 0, "host": 16, "disk": 16, "encode": 0}
     assert "host memory is short" in caplog.text
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -42,11 +42,11 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
 
 def test_what_is_about_to_go_serves_not_everything_any_more(cache: Cache) -> None:
     running = Running(cache, Machine(), Ledger())
-    assert running.residency.serving() is not None
+    assert running.placement.serving() is not None
 
-    running.residency._settle({"device": frozenset(), "host": frozenset(range(4))})
+    running.placement._settle({"device": frozenset(), "host": frozenset(range(4))})
 
-    assert running.residency.serving() is None
+    assert running.placement.serving() is None
 
 
 def test_memory_that_wavers_moves_nothing(cache: Cache, clock: Callable[[float], None]) -> None:
@@ -83,7 +83,7 @@ def test_host_memory_that_batches_were_mixed_from_is_let_go_of(
     machine = Machine(device=5)
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
     assert running.held() == (4, 4)
-    host = running.residency.held.host
+    host = running.placement.held.host
     assert host is not None
     gone = weakref.ref(host.sources["latent"])
     del host
@@ -116,7 +116,7 @@ def test_memory_that_is_made_while_a_model_is_evaluated_is_ordinary_memory(
         assert running.look() == (SHARDS, 0)
         got = list(running.loader)
 
-    held = running.residency.held.device
+    held = running.placement.held.device
     assert held is not None
     assert not any(source.is_inference() for source in held.sources.values())
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -147,7 +147,7 @@ def test_shards_that_the_system_put_out_are_read_from_disk(
 ) -> None:
     """A map whose pages are gone reads them back one fault at a time, much slower than a read."""
     running = Running(cache, Machine(), Ledger())
-    host = running.residency.held.host
+    host = running.placement.held.host
     assert host is not None
     assert host.resident is not None
     assert host.resident(3) == 1.0
@@ -167,7 +167,7 @@ def test_shards_that_the_system_put_out_are_read_from_disk(
 def test_what_was_let_go_of_still_gives_the_same_bytes(cache: Cache) -> None:
     """A batch that is being gathered does not have to be waited for."""
     running = Running(cache, Machine(), Ledger())
-    host = running.residency.held.host
+    host = running.placement.held.host
     assert host is not None
     assert host.drop is not None
     before = {name: source[host.rows].clone() for name, source in host.sources.items()}

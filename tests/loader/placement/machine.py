@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.loader import Loader, placement
-from stoker.loader.placement import Ask
 from stoker.plan import Ledger, Resources
 from stoker.store import Cache
 
@@ -48,39 +47,37 @@ class Running:
         self.loader = Loader(cache, **{"batch_size": 5, "seed": 2, **settings})
         design = self.loader._serving.design
         device = "cuda:0" if machine.device else "cpu"
-        reserve = settings.get("reserve_bytes")
-        ask = Ask(
-            demand=replace(design.ask.demand, device=device),
-            tier=settings.get("tier", "auto"),
-            reserve_bytes=reserve,
-            look=machine.look,
+        design = replace(
+            design,
+            demand=replace(design.demand, device=device),
+            measure=machine.look,
+            reservation=ledger.claim(),
         )
-        claim = ledger.claim()
-        keys = placement.parts_of(cache, design.places.shards(), 0)
-        plan = ask.plan(claim.usable(machine.look(), keys))
-        self.loader._serving.design = replace(design, ask=ask, claim=claim, plan=plan)
+        keys = placement.shard_parts(cache, design.table.shards(), 0)
+        plan = placement.replan(design, design.reservation.usable(machine.look(), keys))
+        self.loader._serving.design = replace(design, plan=plan)
         self.settle()
 
     @property
-    def residency(self) -> placement.Residency:
-        return self.loader._serving.running().residency
+    def placement(self) -> placement.Placement:
+        return self.loader._serving.running().placement
 
     def settle(self) -> None:
         """Wait until what is planned is where it is meant to be."""
         until = time.perf_counter() + 30
         while time.perf_counter() < until:
-            self.residency._line.submit(lambda: None).result(30, "filling")
-            if self.residency.complete and not self.residency._freed:
+            self.placement._line.submit(lambda: None).result(30, "filling")
+            if self.placement.complete and not self.placement._freed:
                 return
-            self.residency.turn(0)
+            self.placement.turn(0)
         raise AssertionError("memory was not filled")
 
     def held(self) -> tuple[int, int]:
         """Shards that may be served from the device and from host memory."""
-        held = self.residency.held
+        held = self.placement.held
         return tuple(0 if m is None else sum(m.ready) for m in (held.device, held.host))  # type: ignore[return-value]
 
     def look(self) -> tuple[int, int]:
-        self.residency.turn(1)
+        self.placement.turn(1)
         self.settle()
         return self.held()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.prefetch import BatchPrefetcher, BegunStrip, Strips
+from stoker.loader.prefetch import BatchPrefetcher, PendingStrip, Strips
 from stoker.runtime.threads import Pool
 from stoker.store import Cache
 from tests.kit import forked as subprocess
@@ -45,8 +45,8 @@ class Clock:
         found: list[int] = []
         for number in chooser.of(self.made(count), count):
             found.append(number)
-            busy_s = max(self.step_s, self.make_s) if chooser.beside else self.step_s
-            self.now_s += busy_s + (self.handover_s if chooser.beside else 0)
+            busy_s = max(self.step_s, self.make_s) if chooser.in_thread else self.step_s
+            self.now_s += busy_s + (self.handover_s if chooser.in_thread else 0)
         chooser.ended()
         return found
 
@@ -70,7 +70,7 @@ def test_the_thread_is_taken_where_it_can_pay(
     for _ in range(4):
         assert clock.strip(chooser) == list(range(32))
 
-    assert chooser.beside is expected
+    assert chooser.in_thread is expected
 
 
 def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> None:
@@ -79,7 +79,7 @@ def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> 
 
     ways = []
     for _ in range(200):
-        ways.append(chooser.beside)
+        ways.append(chooser.in_thread)
         clock.strip(chooser)
 
     assert 4 <= sum(ways) <= 18
@@ -96,7 +96,7 @@ def test_one_slow_strip_does_not_end_it() -> None:
     clock.step_s = 2e-3
     clock.strip(chooser)
 
-    assert chooser.beside
+    assert chooser.in_thread
 
 
 def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
 
     def epoch(*, beside: bool) -> list[tuple[Any, ...]]:
         chooser = BatchPrefetcher(cores=2)
-        chooser.beside = beside
+        chooser.in_thread = beside
         chooser._made.append(1e-4)
         monkeypatch.setattr(chooser, "ended", lambda: None)
         submit = chooser._pool.submit
@@ -115,7 +115,7 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
 
         monkeypatch.setattr(chooser._pool, "submit", counted)
         loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
-        loader._serving._new_ahead = lambda: chooser
+        loader._serving._make_prefetcher = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
     for (z0, index, state), (other_z0, other_index, other_state) in zip(
@@ -140,7 +140,7 @@ def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
             yield number
 
     chooser = BatchPrefetcher(cores=2)
-    chooser.beside = True
+    chooser.in_thread = True
     chooser._made.append(1.0)
     batches = chooser.of(slow(), 100)
     next(batches)
@@ -156,7 +156,7 @@ def test_an_error_comes_out_where_batches_are_asked_for() -> None:
         raise ValueError("no more")
 
     chooser = BatchPrefetcher(cores=2)
-    chooser.beside = True
+    chooser.in_thread = True
     chooser._made.append(1.0)
 
     with pytest.raises(ValueError, match="no more"):
@@ -185,13 +185,13 @@ from stoker.loader import Loader, Windows
 from stoker.store import open_cache
 loader = Loader(open_cache({str(cache.path)!r}), batch_size=7, windows=Windows(field="latent"), tier="host")
 list(loader)
-loader._serving.ahead.beside = True
-assert list(loader._serving.ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
+loader._serving.prefetcher.in_thread = True
+assert list(loader._serving.prefetcher.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
 child = os.fork()
 if not child:
-    before = loader._serving.ahead
+    before = loader._serving.prefetcher
     list(loader)
-    os._exit(int(loader._serving.ahead is before))
+    os._exit(int(loader._serving.prefetcher is before))
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
@@ -211,7 +211,7 @@ def source():
         yield number
 def begun():
     chooser = BatchPrefetcher(cores=2)
-    chooser.beside = True
+    chooser.in_thread = True
     chooser._made.append(1e-3)
     batches = chooser.of(source(), 20)
     assert next(batches) == 0  # the thread is at the next one, and stays there
@@ -226,7 +226,7 @@ if not child:
     except StalledError as error:
         assert "this one was forked from it without its threads" in str(error), error
         chooser = BatchPrefetcher(cores=2)
-        chooser.beside = True
+        chooser.in_thread = True
         chooser._made.append(1e-3)
         assert list(chooser.of(iter(range(50)), 50)) == list(range(50))
         os._exit(int(time.monotonic() - begin > 40))
@@ -251,10 +251,10 @@ def test_the_next_strip_is_begun_beside_the_last_batches_of_this_one() -> None:
             yield [number] * 20
 
     chooser = BatchPrefetcher(cores=2)
-    chooser.beside = True
+    chooser.in_thread = True
     chooser._made.append(1e-3)
     found: list[int] = []
-    for strip in (strips := Strips(source(), BegunStrip())):
+    for strip in (strips := Strips(source(), PendingStrip())):
         for place, batch in enumerate(chooser.of(strip, len(strip), strips)):
             found.append(batch)
             if place == 19 and batch < 2:
@@ -278,7 +278,7 @@ def test_two_passes_never_begin_strips_at_one_time() -> None:
             at_work.pop()
             yield number
 
-    turn, pool = BegunStrip(), Pool(1, "t")
+    turn, pool = PendingStrip(), Pool(1, "t")
     left, other = Strips(source(), turn), Strips(source(), turn)
     next(left)
     left.begin(pool)
@@ -294,7 +294,7 @@ def test_an_error_while_the_next_strip_begins_comes_out_in_its_place() -> None:
         yield 0
         raise ValueError("no more")
 
-    strips = Strips(source(), BegunStrip())
+    strips = Strips(source(), PendingStrip())
     assert next(strips) == 0
     strips.begin(Pool(1, "t"))
 

@@ -10,7 +10,7 @@ import pytest
 from stoker.loader import Loader, placement
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.residency.machine import ROWS, SHARDS, STEP
+from tests.loader.placement.machine import ROWS, SHARDS, STEP
 
 
 @pytest.fixture(scope="module")

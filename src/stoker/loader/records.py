@@ -1,4 +1,4 @@
-"""Where each record lies: sample number, shard, row in the shard."""
+"""Where each record is stored: sample index, shard, row in the shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
-from stoker.loader.tiers import Into, read_column
+from stoker.loader.tiers import MemorySink, read_column
 from stoker.loader.windows import Windows, time_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.store.rows import spread
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class RecordTable:
     """The records that a loader serves, in the order in which they are numbered for it."""
 
-    numbers: NDArray[np.int64]
-    """Sample number of each record, `(records,)`."""
+    indices: NDArray[np.int64]
+    """Sample index of each record, `(records,)`."""
     shard: NDArray[np.int32]
     """Shard that holds it; -1: it is not stored yet."""
     row: NDArray[np.int32]
@@ -37,12 +37,12 @@ class Places:
     """First and one past the last record that this rank may ever serve: fewer than all in static order."""
 
     def shards(self) -> list[int]:
-        """The shards that hold any of its own, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
+        """Return the shards of its own records, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
         own = self.shard[slice(*self.own)]
         return np.flatnonzero(np.bincount(own[own >= 0])).tolist()
 
     def by_shard(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Each of `shards()` with the records in it, as places here."""
+        """Yield each of `shards()` with the records in it, as places here."""
         order = np.argsort(self.shard, kind="stable")
         inside, shards = self.shard[order], self.shards()
         begins, ends = (np.searchsorted(inside, shards, side=side) for side in ("left", "right"))
@@ -54,11 +54,11 @@ class Places:
         return per_record if self.chosen is None else per_record[self.chosen]
 
 
-def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> Places:
+def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> RecordTable:
     """Look up every record to be served.
 
     Args:
-        indices: Sample numbers in the order wanted, repeats allowed; None: all stored ones. Quarantined
+        indices: Sample indices in the order wanted, repeats allowed; None: all stored ones. Quarantined
             samples are left out, as they are without `indices`.
 
     Raises:
@@ -69,7 +69,7 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
     row = spread(runs.row, runs.count, np.int32)
     shard = np.repeat(runs.shard.astype(np.int32), runs.count)
     numbers = cache.numbers
-    chosen = None if indices is None else _choose(cache, numbers, np.asarray(indices))
+    chosen = None if indices is None else _choose(cache, numbers, as_indices(indices))
     if chosen is not None:
         numbers, row, shard = numbers[chosen], row[chosen], shard[chosen]
     if not len(numbers):
@@ -77,13 +77,13 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
             f"{cache.path} has nothing to serve: {len(cache)} records stored, {len(cache.quarantined)} "
             "samples quarantined. Run `stoker precompute` again, or choose other indices"
         )
-    return Places(numbers=numbers, shard=shard, row=row, chosen=chosen)
+    return RecordTable(indices=numbers, shard=shard, row=row, chosen=chosen)
 
 
 def joined_indices(
     cache: Cache, indices: Sequence[int] | NDArray[Any] | None
 ) -> Sequence[int] | NDArray[Any] | None:
-    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out."""
+    """Return the samples to serve of a cache with joined columns: those that have a row."""
     joined = cache.joined
     if joined is None or joined.numbers is None:
         return indices
@@ -93,10 +93,19 @@ def joined_indices(
     return wanted[np.isin(wanted, joined.numbers)]
 
 
-def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> NDArray[np.int64]:
+def as_indices(indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return sample indices as an array.
+
+    Raises:
+        ConfigError: They are not a list of whole numbers.
+    """
+    wanted = np.asarray(indices)
     if wanted.ndim != 1 or not (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer)):
-        raise ConfigError(f"indices must be a list of sample numbers, got {wanted.dtype} {wanted.shape}")
-    wanted = wanted.astype(np.int64)
+        raise ConfigError(f"indices must be a list of sample indices, got {wanted.dtype} {wanted.shape}")
+    return wanted.astype(np.int64)
+
+
+def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     place = np.searchsorted(numbers, wanted)
     found = place < len(numbers)
     found[found] = numbers[place[found]] == wanted[found]
@@ -110,21 +119,17 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> N
     return place[found]
 
 
-def lengths_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
-    """Steps of each of these records in a ragged field; reads nothing of shards that hold none of them."""
-    lengths = np.zeros(len(places.numbers), np.int64)
-    every = offsets_in(cache.shard, places.shards(), field, where=str(cache.path))
-    for offsets, (_, own) in zip(every, places.by_shard(), strict=True):
-        lengths[own] = np.diff(offsets)[places.row[own]]
+def lengths_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64]:
+    """Return the steps of each of these records in a ragged field; opens only the shards that hold them."""
+    lengths = np.zeros(len(table.indices), np.int64)
+    every = offsets_in(cache.shard, table.shards(), field, where=str(cache.path))
+    for offsets, (_, own) in zip(every, table.by_shard(), strict=True):
+        lengths[own] = np.diff(offsets)[table.row[own]]
     return lengths
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Which positions of an epoch one rank serves, and in batches of which size.
-#
-# `batch_size` is per rank, so a step takes `batch_size * world_size` consecutive positions, of which rank `r`
-# has slice `r`: the global batch is the same at every world size. In sequential order (evaluation) each
-# rank has one contiguous piece instead, and no example is served twice.
+# How many steps a record has in the field that windows are cut from, and how windows over points are cut.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,22 +147,22 @@ def cuts_points(schema: Schema, windows: Windows | None) -> bool:
     return windows is not None and schema[time_field(schema, windows.field)].folded
 
 
-def sizes_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
+def sizes_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64]:
     """Return the sizes of the axes of a folded field in each record, `(records, axes)`, read and verified.
 
     Raises:
         CorruptError: The bytes do not match their checksums.
     """
     name, axes = field + SHAPE_SUFFIX, len(cache.schema[field].axes)
-    found = np.zeros((len(places.numbers), axes), np.int64)
-    for shard, own in places.by_shard():
+    found = np.zeros((len(table.indices), axes), np.int64)
+    for shard, own in table.by_shard():
         column = torch.empty((cache.shard(shard).rows, axes), dtype=torch.int64, device="cpu")
-        read_column(cache, shard, name, Into(column))
-        found[own] = column.numpy()[places.row[own]]
+        read_column(cache, shard, name, MemorySink(column))
+        found[own] = column.numpy()[table.row[own]]
     return found
 
 
-def cuts_of(cache: Cache, places: Places, windows: Windows) -> tuple[Cuts, NDArray[np.int64]]:
+def cuts_of(cache: Cache, table: RecordTable, windows: Windows) -> tuple[Cuts, NDArray[np.int64]]:
     """Return how windows are cut from fields of points, and the steps of each record `(records,)`.
 
     Raises:
@@ -170,42 +175,44 @@ def cuts_of(cache: Cache, places: Places, windows: Windows) -> tuple[Cuts, NDArr
             f"given are {windows.text()}. Use stoker.Windows(stride=1, horizon=1, field={main!r}): other "
             "fields of points come with it, in batch.nodes"
         )
-    sizes = sizes_of(cache, places, main)
+    sizes = sizes_of(cache, table, main)
     rows: dict[str, NDArray[np.int64]] = {}
     for name, field in cache.schema.items():
         if not field.evolves or field.kept:
             continue
-        own = sizes_of(cache, places, name) if field.folded else None
-        steps = lengths_of(cache, places, name) if own is None else own[:, 0]
-        if (differ := steps != sizes[:, 0]).any():
-            number = int(places.numbers[int(np.argmax(differ))])
-            raise ConfigError(
-                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                "window of one matches the other. Store them in caches of their own"
-            )
+        own = sizes_of(cache, table, name) if field.folded else None
+        steps = lengths_of(cache, table, name) if own is None else own[:, 0]
+        _check_same_steps(table, (main, sizes[:, 0]), (name, steps))
         if own is not None:
             rows[name] = rows[name + SCALE_SUFFIX] = own[:, 1]
     return Cuts(steps=windows.span + 1, rows=rows), sizes[:, 0]
 
 
-def trajectory_lengths(cache: Cache, places: Places, windows: Windows) -> NDArray[np.int64]:
-    """Steps of each record in the field that windows are cut from.
+def trajectory_lengths(cache: Cache, table: RecordTable, windows: Windows) -> NDArray[np.int64]:
+    """Return the steps of each record in the field that windows are cut from.
 
     Raises:
         ConfigError: Another field with time has another length.
     """
     main = time_field(cache.schema, windows.field)
     if not cache.schema[main].ragged:
-        return places.of_all(cache.lengths(main))
-    lengths = lengths_of(cache, places, main)
+        return table.of_all(cache.lengths(main))
+    lengths = lengths_of(cache, table, main)
     for name, field in cache.schema.items():
         if name == main or not (field.time and field.ragged):
             continue
-        differ = lengths_of(cache, places, name) != lengths
-        if differ.any():
-            number = int(places.numbers[int(np.argmax(differ))])
-            raise ConfigError(
-                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                "window of one matches the other. Store them in caches of their own"
-            )
+        _check_same_steps(table, (main, lengths), (name, lengths_of(cache, table, name)))
     return lengths
+
+
+def _check_same_steps(
+    table: RecordTable, one: tuple[str, NDArray[np.int64]], other: tuple[str, NDArray[np.int64]]
+) -> None:
+    """Refuse two fields, each with its steps per record, whose time axes differ in length."""
+    differ = one[1] != other[1]
+    if differ.any():
+        raise ConfigError(
+            f"sample {table.indices[int(np.argmax(differ))]} has time axes of different lengths in "
+            f"{one[0]!r} and {other[0]!r}, so no window of one matches the other. "
+            "Store them in caches of their own"
+        )

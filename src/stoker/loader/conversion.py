@@ -1,4 +1,4 @@
-"""What a gather does to values on their way into a batch: normalise and cast, crop and flip.
+"""Describe what a gather does to values on their way into a batch: normalise and cast, crop and flip.
 
 One rule holds on every device and tier: a stored value becomes float32, is multiplied by a float32 scale and
 the product, rounded, is added to a float32 shift; that sum, rounded, is cast to the batch's dtype, to the
@@ -60,7 +60,7 @@ class Normalise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
+class Conversion:
     """What is done to one output's values, in the order of the fields; nothing is left to look up."""
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Fused:
     crop: tuple[int, int] | None = None
     """Rows and columns kept of an image's last two axes; where they begin differs by example."""
     flip: bool = False
-    """Columns may be mirrored; which examples are is said with each batch."""
+    """Columns may be mirrored; each batch comes with which of its examples are."""
     scale: tuple[float, ...] = ()
     """Factor per channel, float32; empty: values are only cast."""
     shift: tuple[float, ...] = ()
@@ -78,8 +78,8 @@ class Fused:
     `i // inner % len(scale)`."""
 
 
-def fused_of(field: Field, normalise: Normalise | None, dtype: str | None) -> Fused | None:
-    """What serving `field` takes besides copying; None: nothing.
+def find_conversion(field: Field, normalise: Normalise | None, dtype: str | None) -> Conversion | None:
+    """Return what serving `field` takes in addition to copying; None: nothing.
 
     Args:
         normalise: How to; values that are not floats are then handed out as float32.
@@ -91,13 +91,13 @@ def fused_of(field: Field, normalise: Normalise | None, dtype: str | None) -> Fu
     if normalise is None:
         if dtype is None or dtype == field.dtype or not field.floating:
             return None
-        return Fused(dtype=getattr(torch, dtype))
+        return Conversion(dtype=getattr(torch, dtype))
     means, stds = normalise.channels
     inner = 1
     if len(means) > 1:
         inner = _inner(field, normalise.axis, len(means))
     factors = [1.0 / (normalise.divisor * std) for std in stds]
-    return Fused(
+    return Conversion(
         dtype=getattr(torch, dtype or (field.dtype if field.dtype in FLOATS else "float32")),
         scale=_float32(factors),
         shift=_float32([-mean / std for mean, std in zip(means, stds, strict=True)]),

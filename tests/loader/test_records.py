@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.loader.places import find_places, lengths_of
+from stoker.loader.records import find_records, lengths_of
 from tests.store.fakes import RAGGED, FakeSource, make_cache
 
 
@@ -16,7 +16,7 @@ def test_records_by_shard_and_their_lengths(chosen: list[int] | None, tmp_path: 
     cache = make_cache(tmp_path, FakeSource(RAGGED), shard_bytes=1, group=1)
     assert len(cache.index.shards) == 16
 
-    places = find_places(cache, chosen)
+    places = find_records(cache, chosen)
 
     found = dict(places.by_shard())
     assert [*found] == places.shards()
@@ -33,6 +33,6 @@ def test_each_shard_is_opened_once_for_its_lengths(tmp_path: Path, monkeypatch: 
     plain = type(cache).shard
     monkeypatch.setattr(type(cache), "shard", lambda self, i: opened.append(i) or plain(self, i))
 
-    lengths_of(cache, find_places(cache, None), "tokens")
+    lengths_of(cache, find_records(cache, None), "tokens")
 
     assert sorted(opened) == [*range(16)]

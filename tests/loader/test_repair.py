@@ -190,7 +190,7 @@ RANK = """
 import sys, torch
 from pathlib import Path
 from stoker.loader import Loader
-from tests.loader.test_mend import make
+from tests.loader.test_repair import make
 from tests.precompute.fake_encoders import FakeEncoder
 folder, rank, tier = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 encoder = FakeEncoder(by_shape=True, sleep_s=0.5)
