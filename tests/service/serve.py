@@ -29,7 +29,7 @@ def plan(workers: int = 2, **given: Any) -> WorkerPlan:
     values = {
         "program": STAND_IN,
         "retry": AttemptPolicy(timeout_s=1.5, room_wait_s=1.5, max_losses=1000, backoff_s=0.05),
-        "pace": WorkerPace(poll_s=0.02, look_s=0.05, silence_s=60.0),
+        "pace": WorkerPace(poll_s=0.02, look_s=0.05, database_timeout_s=60.0),
         "limits": JobLimits(grace_s=3.0),
     }
     return WorkerPlan(workers=workers, settings=WorkerSettings(**{**values, **given}))

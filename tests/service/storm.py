@@ -29,7 +29,7 @@ import psutil
 import sqlalchemy as sa
 
 from stoker.errors import DegradedError
-from stoker.service.database import ENDED, HELD, JOBS, Database, Outbox, State
+from stoker.service.database import ENDED_STATES, HELD_STATES, JOBS, Database, Outbox, State
 from stoker.service.folders import StateFolder
 from stoker.service.jobs import Jobs
 from tests.sources.sql.server import Server
@@ -226,7 +226,7 @@ def _patiently(ask: Callable[[], object]):
 
 def _watch(database: Database, service: Service, report: Report, over: threading.Event) -> None:
     """How long a job stays with a worker that is dead or frozen, while a service is up to take it away."""
-    held = sa.select(JOBS.c.id, JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD)))
+    held = sa.select(JOBS.c.id, JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD_STATES)))
     since: dict[str, float] = {}
     pids: dict[str, int] = {}
     while not over.wait(0.1):
@@ -247,7 +247,7 @@ def _is_at_work(pid: int | None) -> bool:
 
 
 def _unended(database: Database, ids: object) -> bool:
-    query = sa.select(sa.func.count()).where(JOBS.c.state.not_in(tuple(ENDED)))
+    query = sa.select(sa.func.count()).where(JOBS.c.state.not_in(tuple(ENDED_STATES)))
     with suppress(DegradedError), database.reading() as connection:
         return bool(connection.execute(query).scalar_one())
     return True
@@ -260,7 +260,7 @@ def _inspect(database: Database, state: StateFolder, ids: dict[str, str], report
         events += more
         after = more[-1].number
     report.gaps = after - len(events)
-    ends = [event for event in events if event.kind in ENDED]
+    ends = [event for event in events if event.kind in ENDED_STATES]
     told = Counter(event.job for event in ends)
     results = {event.job: event.data.get("result") for event in ends}
     for id in ids.values():

@@ -51,12 +51,12 @@ def test_a_state_folder_that_others_can_see_or_replace_is_refused(tmp_path: Path
 
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
-    with pytest.raises(ConfigError, match="others may look inside"):
+    with pytest.raises(ConfigError, match="others may read it"):
         prepare_state_dir(tmp_path / "open")
 
     (tmp_path / "wild").mkdir()
     (tmp_path / "wild").chmod(0o777)
-    with pytest.raises(ConfigError, match="anybody may replace"):
+    with pytest.raises(ConfigError, match="anyone may replace"):
         prepare_state_dir(tmp_path / "wild" / "state")
 
 

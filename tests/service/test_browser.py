@@ -195,7 +195,7 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
     page.get_by_role("heading", name="sims").wait_for()
     page.get_by_role("region", name="Samples").get_by_text("sims:7").wait_for()
     page.get_by_role("button", name="Check it").click()
-    page.get_by_text("those read are whole and finite").wait_for()
+    page.get_by_text("the samples that were read are complete and finite").wait_for()
     page.get_by_role("link", name="Train on it").click()
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="training").wait_for()

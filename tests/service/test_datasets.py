@@ -88,7 +88,7 @@ def test_a_name_is_one_data_sets(datasets: Datasets, tmp_path: Path) -> None:
     datasets.register(registration(name="lab", **own))
     path = burgers_dataset(tmp_path)["spec"]["path"]
 
-    with pytest.raises(ConflictError, match="is there under another name: 'lab'"):
+    with pytest.raises(ConflictError, match="exists under another name: 'lab'"):
         datasets.register(registration(name="other", **own))
     with pytest.raises(ConflictError, match="is the name of another data set"):
         datasets.register(registration(kind="hdf5", name="lab", path=path))
@@ -132,13 +132,13 @@ def test_what_is_not_there_or_not_allowed_is_refused(datasets: Datasets, tmp_pat
     (tmp_path / "images" / "a" / "x.png").symlink_to("/etc/hostname")
     other = uuid.uuid4()
     for given, kind, why in (
-        ({"kind": "radio", "url": there["url"], "set": other}, SourceError, f"no row of data set {other}"),
+        ({"kind": "radio", "url": there["url"], "set": other}, SourceError, f"no rows of data set {other}"),
         ({"kind": "radio", "url": there["url"], "set": other, "table": "x"}, SourceError, "no table x"),
         ({"kind": "radio", "url": f"sqlite:///{tmp_path}/no.db", "set": other}, SourceError, "no such file"),
         (
             {"kind": "radio", "url": "postgresql://me:pass@db/x", "set": other},
             ConfigError,
-            "holds a password",
+            "has a password",
         ),
         ({"kind": "radio", "url": "sqlite:////etc/x.db", "set": other}, ConfigError, "outside"),
         ({"kind": "hdf5", "path": "/etc/passwd"}, ConfigError, "outside"),
@@ -246,11 +246,11 @@ def test_looking_is_done_elsewhere_and_not_for_ever(tmp_path: Path) -> None:
     spec = radio_dataset(tmp_path)["spec"]
 
     assert probe("facts", "radio", spec)["samples"] == 300
-    with pytest.raises(SourceError, match="no row of data set"):
+    with pytest.raises(SourceError, match="no rows of data set"):
         probe("facts", "radio", {**spec, "set": str(uuid.uuid4())})
     with pytest.raises(StalledError, match=r"radio\.db took more than 0\.001 s"):
         probe("facts", "radio", spec, timeout_s=0.001)
-    with pytest.raises(SourceError, match="ended the process"):
+    with pytest.raises(SourceError, match="crashed its process"):
         probe("nothing", "radio", spec)
 
 

@@ -313,7 +313,7 @@ def test_a_full_disk_stops_what_writes_and_nothing_else(
         made = found.submit("while it is full", 1)
         if system == "sqlite":
             assert made.status_code == 503
-            assert "Make room on its disk" in made.json()["error"]
+            assert "Free space on its disk" in made.json()["error"]
         else:
             assert made.status_code == 201, "its row is elsewhere"
             waiting = made.json()["id"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.extras.radio.demo import RadioSpec, write_radio
-from stoker.service.app import GONE, GONE_ELSEWHERE, JOBS, address_now
+from stoker.service.app import JOBS, REMOVED, REMOVED_FROM_SECOND_API, current_path
 from stoker.service.database import State
 from stoker.service.models import DATASET
 from stoker.service.services import Services
@@ -27,7 +27,7 @@ FORM = {
     "warmup_epochs": 5, "early_stop_patience": 20, "early_stop_delta": 0.001, "max_grad_norm": 1.0,
     "accelerator": "auto", "devices": 1, "min_snr_db": 10.0, "max_gdop": 5.0, "only_approved": True,
 }  # fmt: skip
-"""The earlier TrainingConfig, every field at its default."""
+"""The earlier `TrainingConfig`, every field at its default."""
 Asking = Callable[..., Answer]
 
 
@@ -102,8 +102,8 @@ def test_a_field_that_cannot_be_honored_names_the_new_way(
 
 
 GONE_NOW = [
-    *((f"{prefix}{path}", "GET") for prefix in (API, "/api/training") for path in GONE),
-    *((path, "POST") for path in GONE_ELSEWHERE),
+    *((f"{prefix}{path}", "GET") for prefix in (API, "/api/training") for path in REMOVED),
+    *((path, "POST") for path in REMOVED_FROM_SECOND_API),
     (f"{API}/synthetic/datasets/lab", "PATCH"),
     (f"{API}/synthetic/datasets/lab/repair", "POST"),
 ]
@@ -142,7 +142,7 @@ def test_data_sets_under_their_earlier_address(asking: Asking) -> None:
     ["/api/trainings/jobs", "/api/training2", f"{API}2", f"{JOBS}s", "/x/api/training/jobs", "/static/x"],
 )
 def test_what_only_looks_like_an_earlier_address_is_left_as_it_is(path: str) -> None:
-    assert address_now("GET", path) == path
+    assert current_path("GET", path) == path
 
 
 def test_the_snippet_of_the_page_runs(here: Services, asking: Asking) -> None:

@@ -12,7 +12,7 @@ import pytest
 from starlette.routing import Mount
 
 from stoker.service.app import JOBS as JOBS_EARLIER
-from stoker.service.app import address_now, create_app
+from stoker.service.app import create_app, current_path
 from stoker.service.security import PUBLIC, RequestLimits
 from stoker.service.services import Services
 from tests.service.running import Answer, ask
@@ -47,7 +47,7 @@ def test_every_route_is_listed(app: Any) -> None:
     assert ours
     for path in ours:
         for method in ("GET", "POST", "DELETE"):
-            assert address_now(method, path.replace("/api/v1/", "/api/")) == address_now(method, path)
+            assert current_path(method, path.replace("/api/v1/", "/api/")) == current_path(method, path)
 
 
 def everything(app: Any) -> Iterator[tuple[str, str]]:

@@ -89,7 +89,7 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
     [
         (["dance"], "is nothing to do with a job"),
         (["show"], "takes one job, found 0"),
-        (["show", "00000000-0000-4000-8000-000000000000"], "there is no job"),
+        (["show", "00000000-0000-4000-8000-000000000000"], "000000000000' does not exist"),
         (["submit", SETTING, "batch_size=9999"], "config.batch_size"),
         (["submit", "dataset_ids=[nothing]"], "no data set is registered as nothing"),
         (["submit", "a.yaml", "b.yaml"], "expected one file"),
@@ -99,7 +99,7 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
         (["submit", "odd.json"], "odd.json: config is 3. Expected an object with dataset_ids"),
         (["list", "surplus"], "takes no 'surplus'"),
         (["login", "more", "words"], "takes no 'more words'"),
-        (["pause", "a/../b"], "there is no job 'a/../b'. `stoker job list` shows those"),
+        (["pause", "a/../b"], "job 'a/../b' does not exist"),
         (["list", "--status", "gone"], 'query.status: "gone"'),
     ],
 )

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stoker.service import server, stream
-from stoker.service.client import ServiceClient, Told
+from stoker.service.client import ServiceClient, StreamEvent
 from stoker.service.database import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
@@ -46,7 +46,7 @@ def client_of(running: Running) -> ServiceClient:
     return ServiceClient(running.address, running.token)
 
 
-def take(told: Iterator[Told], count: int) -> list[Told]:
+def take(told: Iterator[StreamEvent], count: int) -> list[StreamEvent]:
     return [next(told) for _ in range(count)]
 
 

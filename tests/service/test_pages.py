@@ -17,7 +17,7 @@ import stoker
 from stoker.errors import DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
-from stoker.service.database import WAITING
+from stoker.service.database import WAITING_STATES
 from stoker.service.jobs import JobQueue, Line
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
@@ -221,7 +221,7 @@ def test_a_data_sets_page_shows_what_was_found_there_and_who_uses_it(
 
     assert "<img src=x" not in text
     assert "11 × 1 × 32 × 1, float32" in text
-    assert "those read are whole and finite" in text
+    assert "the samples that were read are complete and finite" in text
     assert f'href="/jobs/{job.id}"' in text
     assert "sims:20" not in browser.get(f"/parts/datasets/{id}/samples").text
     assert "sims:19" in browser.get(f"/parts/datasets/{id}/samples").text
@@ -259,7 +259,7 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
 ) -> None:
     monkeypatch.setattr("stoker.service.pages.EPOCHS_SHOWN", 10)
     for waiting in running.services.jobs.list(limit=1000):
-        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING else None
+        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
     id = made(running, "long")
     queue = JobQueue(running.services.database)
     attempt = queue.take("w")

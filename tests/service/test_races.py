@@ -30,15 +30,26 @@ from hypothesis.stateful import (
 )
 
 from stoker.errors import ConflictError, LostAttemptError
-from stoker.service.database import ENDED, HELD, JOBS, MOVES, WAITING, Database, Outbox, State, before
+from stoker.service.database import (
+    ENDED_STATES,
+    HELD_STATES,
+    JOBS,
+    MOVES,
+    WAITING_STATES,
+    Database,
+    Outbox,
+    State,
+    before,
+)
 from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Line, Outcome
 from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]
 ASKED = {
-    "cancel": WAITING | {State.PAUSED, State.RUNNING, State.PAUSING, State.CANCELLING, State.CANCELLED},
-    "pause": WAITING | {State.RUNNING, State.PAUSING, State.PAUSED},
-    "resume": WAITING | {State.PAUSED, State.CANCELLED, State.FAILED},
+    "cancel": WAITING_STATES
+    | {State.PAUSED, State.RUNNING, State.PAUSING, State.CANCELLING, State.CANCELLED},
+    "pause": WAITING_STATES | {State.RUNNING, State.PAUSING, State.PAUSED},
+    "resume": WAITING_STATES | {State.PAUSED, State.CANCELLED, State.FAILED},
 }
 """The states in which each request is granted, now or already."""
 
@@ -91,7 +102,7 @@ class Races(RuleBasedStateMachine):
 
     @rule(target=attempts, worker=st.sampled_from(["w1", "w2"]))
     def take(self, worker: str):
-        waiting = [id for id, state in self.known.items() if state in WAITING]
+        waiting = [id for id, state in self.known.items() if state in WAITING_STATES]
         attempt = self.queue.take(worker)
         if attempt is None:
             assert not waiting
@@ -156,7 +167,9 @@ class Races(RuleBasedStateMachine):
     def the_database_agrees(self) -> None:
         assert {job.id: job.state for job in self.jobs.list()} == self.known
         with self.database.reading() as connection:
-            held = connection.execute(sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD)))).scalars()
+            held = connection.execute(
+                sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD_STATES)))
+            ).scalars()
             assert set(held) == self.queue.workers()
         holders = {attempt.job.worker for attempt in self.holder.values() if self.holds(attempt)}
         assert self.queue.workers() == holders
@@ -173,12 +186,12 @@ class Races(RuleBasedStateMachine):
             assert told[id] in expected
 
     def holds(self, attempt: JobAttempt) -> bool:
-        return self.holder[attempt.job.id] is attempt and self.known[attempt.job.id] in HELD
+        return self.holder[attempt.job.id] is attempt and self.known[attempt.job.id] in HELD_STATES
 
     def moved(self, id: str, now: State) -> None:
         was = self.known[id]
         assert now == was or now in MOVES[was]
-        if now in ENDED and now != was:
+        if now in ENDED_STATES and now != was:
             self.ended[id] += 1
         self.known[id] = now
 

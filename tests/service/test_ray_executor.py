@@ -140,12 +140,12 @@ def test_a_job_runs_there_pauses_at_a_checkpoint_and_goes_on(bench: Bench) -> No
 def test_a_job_whose_worker_died_is_watched_by_the_next_and_not_run_twice(
     folder: JobFolder, jobs: RayJobs
 ) -> None:
-    first = executor(jobs).hold(folder)
+    first = executor(jobs).lock(folder)
     run = first.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     first.release()  # as the end of its process does
 
-    second = executor(jobs).hold(folder)
+    second = executor(jobs).lock(folder)
     again = second.start(STAND_IN, JobLimits())
 
     assert again.submission == run.submission
@@ -159,8 +159,8 @@ def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
     told = JobFile.read(folder.job_file)
     told.config["deaf"] = True
     told.write(folder.job_file)
-    hold = executor(jobs).hold(folder)
-    run = hold.start(STAND_IN, JobLimits())
+    lock = executor(jobs).lock(folder)
+    run = lock.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
 
     run.terminate()
@@ -176,8 +176,8 @@ def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
 
 def test_a_submission_whose_answer_was_lost_is_sent_once(folder: JobFolder, node: OneNode) -> None:
     node.drop_answers = 1
-    hold = executor(RayJobs(node.address, TOKEN)).hold(folder)
-    run = hold.start(STAND_IN, JobLimits())
+    lock = executor(RayJobs(node.address, TOKEN)).lock(folder)
+    run = lock.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
 
     assert list(node.processes) == [run.submission]
@@ -191,16 +191,16 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
     monkeypatch.setattr(ray, "LOOK_S", 0.1)
     node = OneNode()
     jobs = RayJobs(node.address, TOKEN)
-    hold = executor(jobs).hold(folder)
-    run: RayProcess = hold.start(STAND_IN, JobLimits())
+    lock = executor(jobs).lock(folder)
+    run: RayProcess = lock.start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     node.hang_up()
     soon(lambda: run.poll() is not None)
-    hold.release()
+    lock.release()
 
     assert run.poll() == ray.KILLED
     with pytest.raises(StalledError, match="whether that still runs cannot be told"):
-        executor(jobs).hold(folder)  # the process does run, out of our sight
+        executor(jobs).lock(folder)  # the process does run, out of our sight
     for process in node.processes.values():
         process.kill()
         process.wait(30)
@@ -208,7 +208,7 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
 
 def test_a_newer_submission_ends_the_older_process(folder: JobFolder, node: OneNode) -> None:
     """Where a cluster could not be heard, this is what keeps two attempts from going on side by side."""
-    run = executor(RayJobs(node.address, TOKEN)).hold(folder).start(STAND_IN, JobLimits())
+    run = executor(RayJobs(node.address, TOKEN)).lock(folder).start(STAND_IN, JobLimits())
     soon(lambda: starts(folder))
     folder.submission.write_text("stoker-7-2")
 
@@ -235,7 +235,7 @@ def test_a_cluster_that_wants_another_token_says_so(folder: JobFolder, node: One
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN"):
         jobs.check()
     with pytest.raises(ResourceError, match="RAY_AUTH_TOKEN"):  # the job waits, and does not fail
-        executor(jobs).hold(folder).start(STAND_IN, JobLimits())
+        executor(jobs).lock(folder).start(STAND_IN, JobLimits())
 
 
 def test_the_token_comes_from_where_ray_takes_it(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from stoker.errors import DegradedError, ResourceError, StalledError
+from stoker.runtime.threads import Pool
 from stoker.service import api, figures, folders
-from stoker.service.background import Operations, Recent, TimedCalls
+from stoker.service.background import CachedValue, Operations
 from tests.service.running import Running, serving
 
 
@@ -38,7 +39,7 @@ class Source:
 
 def test_what_hangs_costs_one_thread_and_one_wait_however_often_it_is_asked() -> None:
     source = Source()
-    recent = Recent(source, "the disk", wait_s=0.5)
+    recent = CachedValue(source, "the disk", wait_s=0.5)
     assert (recent.get().value, recent.get().value) == (1, 2), "as it is now"
 
     source.free.clear()
@@ -57,7 +58,7 @@ def test_what_hangs_costs_one_thread_and_one_wait_however_often_it_is_asked() ->
     assert last >= 4, "asked for after it was wanted"
 
 
-def settled(recent: Recent[int]) -> int:
+def settled(recent: CachedValue[int]) -> int:
     """What it is once it answers again."""
     deadline = time.monotonic() + 30
     while (found := recent.get()).error is not None:
@@ -67,7 +68,7 @@ def settled(recent: Recent[int]) -> int:
 
 def test_what_was_never_known_is_an_error_and_what_fails_is_as_it_was() -> None:
     source = Source()
-    recent = Recent(source, "the count", wait_s=0.1)
+    recent = CachedValue(source, "the count", wait_s=0.1)
     source.free.clear()
     with pytest.raises(StalledError, match="the count did not answer"):
         recent.get().needed()
@@ -84,7 +85,7 @@ def test_what_was_never_known_is_an_error_and_what_fails_is_as_it_was() -> None:
 
 def test_many_who_ask_at_once_share_an_answer_that_is_newer_than_their_question() -> None:
     source = Source()
-    recent = Recent(source, "the folder", wait_s=30.0)
+    recent = CachedValue(source, "the folder", wait_s=30.0)
     source.free.clear()
     with ThreadPoolExecutor(20) as pool:
         first = pool.submit(recent.get)
@@ -203,7 +204,8 @@ def test_looks_into_one_cache_that_hang_are_few_and_leave_the_others_alone(
 ) -> None:
     source = Source()
     source.free.clear()
-    monkeypatch.setattr(running.services.figures, "folders", TimedCalls(at_once=2, wait_s=0.2))
+    monkeypatch.setattr(running.services.figures, "_folders", Pool(2, "test"))
+    monkeypatch.setattr(figures, "FOLDER_S", 0.2)
     monkeypatch.setattr(api, "cache_folder", source)
     path = "/caches/radio/0123456789abcdef"
     try:
@@ -230,28 +232,28 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_a_thread_that_cannot_be_started_takes_no_place(no_threads: pytest.MonkeyPatch) -> None:
-    patience, operations = TimedCalls(at_once=1, wait_s=5), Operations(at_once=1)
-    recent = Recent(lambda: 1, "figures", wait_s=5)
+    pool, operations = Pool(1, "test"), Operations(at_once=1)
+    recent = CachedValue(lambda: 1, "figures", wait_s=5)
 
     with pytest.raises(StalledError, match="can't start new thread"):
-        patience.ask("a folder", lambda: 1)
+        pool.call_within(5, lambda: 1, "a folder")
     with pytest.raises(ResourceError, match="can't start new thread"):
         operations.start("work", dict)
     assert "can't start new thread" in str(recent.get().error)
 
     no_threads.undo()
-    assert patience.ask("a folder", lambda: 1) == 1
+    assert pool.call_within(5, lambda: 1, "a folder") == 1
     assert operations.start("work", dict, wait_s=5).state == "completed"
     assert recent.get().value == 1
 
 
 def test_a_runtime_error_of_the_work_itself_passes_through_and_gives_its_place_back_once() -> None:
-    patience = TimedCalls(at_once=1, wait_s=5)
+    pool = Pool(1, "test")
 
     def fails() -> int:
         raise RuntimeError("of its own")
 
     for _ in range(3):
         with pytest.raises(RuntimeError, match="of its own"):
-            patience.ask("a folder", fails)
-    assert patience.ask("a folder", lambda: 1) == 1
+            pool.call_within(5, fails, "a folder")
+    assert pool.call_within(5, lambda: 1, "a folder") == 1

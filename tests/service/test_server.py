@@ -215,7 +215,7 @@ def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "said"),
-    [(("--job-memory", "1MiB"), "1.0 MiB are allowed"), (("--job-time", "1s"), "an attempt may take 1")],
+    [(("--job-memory", "1MiB"), "1.0 MiB"), (("--job-time", "1s"), "an attempt may take 1")],
 )
 def test_a_job_that_passes_a_limit_fails_and_says_which(
     tmp_path: Path, limit: tuple[str, str], said: str

@@ -26,7 +26,7 @@ from stoker.units import format_percent
 if TYPE_CHECKING:
     from stoker.service.client import Act, ServiceClient
     from stoker.service.executor import RayTarget
-    from stoker.service.server import Started
+    from stoker.service.server import ServiceInfo
 
 STATE_DIR = Path(".stoker/service")
 NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
@@ -156,7 +156,7 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
     return RayTarget(address=address, python=sys.executable, gpus=gpus)
 
 
-def render_started(started: Started, console: Console) -> None:
+def render_started(started: ServiceInfo, console: Console) -> None:
     """Where the service is and how to get in."""
     workers = f"{started.workers} worker{'' if started.workers == 1 else 's'}"
     lines = [

@@ -18,9 +18,10 @@ from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundErr
 from stoker.schema import Json
 from stoker.service import stream
 from stoker.service.background import Operation
-from stoker.service.database import ENDED, WAITING, State
+from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
 from stoker.service.figures import as_prometheus, look_at_machine
+from stoker.service.job_config import JobConfig, check
 from stoker.service.models import (
     DATASET,
     EVENT,
@@ -37,20 +38,20 @@ from stoker.service.models import (
     OperationOut,
     Wait,
     as_json,
-    faults,
+    error_responses,
+    same_fields,
     utc,
 )
 from stoker.service.probes import probe
 from stoker.service.security import CODE_S
-from stoker.service.services import Here, Services
+from stoker.service.services import Services, ServicesDep
 from stoker.service.stream import EventStream, as_text
-from stoker.service.training_config import TrainingConfig, check
 
 jobs_router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
-"""Jobs that may wait for a worker; more are refused until some were taken."""
+"""Jobs that may wait for a worker; more are refused until a worker has taken some."""
 PLAN_S = 300.0
-"""How long a plan may take, whose data is opened in a process of its own."""
+"""Timeout of a plan, which opens the data in its own process."""
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
@@ -68,16 +69,16 @@ Key = Annotated[
 @jobs_router.post(
     "/jobs",
     status_code=201,
-    responses={200: {"model": JobOut, "description": "The job of that key."}, **faults(409)},
+    responses={200: {"model": JobOut, "description": "The job of that key."}, **error_responses(409)},
 )
-def create_job(body: JobRequest, here: Here, response: Response, key: Key = None) -> JobOut:
+def create_job(body: JobRequest, services: ServicesDep, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config, datasets = body.config, _fitting(here, body.config)
-    if sum(here.jobs.count(state) for state in WAITING) >= MOST_WAITING:
+    config, datasets = body.config, _fitting(services, body.config)
+    if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit. Ask again when a worker has taken some"
         )
-    job, made = here.jobs.create(
+    job, made = services.jobs.create(
         config.model_dump(mode="json"),
         name=body.job_name,
         epochs=config.epochs,
@@ -87,100 +88,102 @@ def create_job(body: JobRequest, here: Here, response: Response, key: Key = None
     response.status_code = 201 if made else 200
     response.headers["Location"] = f"/api/v1/training/jobs/{job.id}"
     if body.description:
-        response.headers["Warning"] = '299 - "description is not kept; job_name is what is shown"'
+        response.headers["Warning"] = '299 - "description is not stored; job_name is what is shown"'
     return JobOut.of(job)
 
 
-@jobs_router.get("/jobs", response_model=JobList, responses=faults())
+@jobs_router.get("/jobs", response_model=JobList, responses=error_responses())
 def list_jobs(
-    here: Here,
+    services: ServicesDep,
     status: Annotated[State | None, Query(description="Only jobs of this status.")] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
-    """Jobs, the newest first."""
-    found = here.jobs.list(status, limit=limit, offset=offset)
-    total = here.jobs.count(status)
+    """Return jobs, the newest first."""
+    found = services.jobs.list(status, limit=limit, offset=offset)
+    total = services.jobs.count(status)
     jobs = [JobOut.of(job) for job in found]
     return as_json(JobList(jobs=jobs, total=total, limit=limit, offset=offset))
 
 
-@jobs_router.get("/jobs/{job_id}", response_model=JobDetail, responses=faults(404))
-def get_job(job_id: Id, here: Here) -> Response:
-    """One job, its last epochs, and where to follow it."""
-    newest = here.outbox.newest()  # first: what the job says may be later, never earlier
-    job = here.jobs.get(job_id)
+@jobs_router.get("/jobs/{job_id}", response_model=JobDetail, responses=error_responses(404))
+def get_job(job_id: Id, services: ServicesDep) -> Response:
+    """Return one job, its last epochs, and where to follow it."""
+    newest = services.outbox.newest()  # first: what the job says may be later, never earlier
+    job = services.jobs.get(job_id)
     return as_json(
         JobDetail(
             job=JobOut.of(job),
-            recent_metrics=here.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
+            recent_metrics=services.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
             events_after=newest,
         )
     )
 
 
-@jobs_router.post("/jobs/{job_id}/cancel", responses=faults(404, 409))
-def cancel_job(job_id: Id, here: Here) -> JobOut:
+@jobs_router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409))
+def cancel_job(job_id: Id, services: ServicesDep) -> JobOut:
     """End a job; its checkpoints stay. A running one is `cancelling` until its process has ended."""
-    return JobOut.of(here.jobs.cancel(job_id))
+    return JobOut.of(services.jobs.cancel(job_id))
 
 
-@jobs_router.post("/jobs/{job_id}/pause", responses=faults(404, 409))
-def pause_job(job_id: Id, here: Here) -> JobOut:
+@jobs_router.post("/jobs/{job_id}/pause", responses=error_responses(404, 409))
+def pause_job(job_id: Id, services: ServicesDep) -> JobOut:
     """Stop a job at a checkpoint. A running one is `pausing` until that is written."""
-    return JobOut.of(here.jobs.pause(job_id))
+    return JobOut.of(services.jobs.pause(job_id))
 
 
-@jobs_router.post("/jobs/{job_id}/resume", responses=faults(404, 409))
-def resume_job(job_id: Id, here: Here) -> JobOut:
+@jobs_router.post("/jobs/{job_id}/resume", responses=error_responses(404, 409))
+def resume_job(job_id: Id, services: ServicesDep) -> JobOut:
     """Continue a paused, cancelled or failed job from its newest valid checkpoint."""
-    return JobOut.of(here.jobs.resume(job_id))
+    return JobOut.of(services.jobs.resume(job_id))
 
 
-@jobs_router.post("/jobs/{job_id}/continue", status_code=202, responses=faults(404, 409))
-def continue_job(job_id: Id, body: MoreEpochs, here: Here) -> JobOut:
+@jobs_router.post("/jobs/{job_id}/continue", status_code=202, responses=error_responses(404, 409))
+def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep) -> JobOut:
     """Train a completed job for more epochs, from its last checkpoint."""
-    return JobOut.of(here.jobs.extend(job_id, body.additional_epochs))
+    return JobOut.of(services.jobs.extend(job_id, body.additional_epochs))
 
 
-@jobs_router.delete("/jobs/{job_id}", status_code=204, responses=faults(404, 409))
-def delete_job(job_id: Id, here: Here) -> None:
-    """Forget a job that has ended or is paused, with its metrics, log and checkpoints. Caches stay."""
-    here.jobs.delete(job_id)
+@jobs_router.delete("/jobs/{job_id}", status_code=204, responses=error_responses(404, 409))
+def delete_job(job_id: Id, services: ServicesDep) -> None:
+    """Delete a job that has ended or is paused, with its metrics, log and checkpoints. Caches stay."""
+    services.jobs.delete(job_id)
 
 
-@jobs_router.get("/jobs/{job_id}/metrics", response_model=JobMetrics, responses=faults(404))
+@jobs_router.get("/jobs/{job_id}/metrics", response_model=JobMetrics, responses=error_responses(404))
 def get_metrics(
     job_id: Id,
-    here: Here,
+    services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[int, Query(ge=0, le=10**9, description="From the epoch after this one on.")] = 0,
+    after: Annotated[int, Query(ge=0, le=10**9, description="Only epochs after this one.")] = 0,
 ) -> Response:
-    """What was measured, an epoch a row, in order."""
-    return as_json(JobMetrics(job_id=job_id, metrics=here.jobs.metrics(job_id, limit=limit, after=after)))
+    """Return what was measured, one row per epoch, in order."""
+    return as_json(JobMetrics(job_id=job_id, metrics=services.jobs.metrics(job_id, limit=limit, after=after)))
 
 
-@jobs_router.get("/jobs/{job_id}/logs", response_model=JobLog, responses=faults(404))
+@jobs_router.get("/jobs/{job_id}/logs", response_model=JobLog, responses=error_responses(404))
 def get_logs(
-    job_id: Id, here: Here, tail: Annotated[int, Query(ge=1, le=5000, description="Lines.")] = 200
+    job_id: Id, services: ServicesDep, tail: Annotated[int, Query(ge=1, le=5000, description="Lines.")] = 200
 ) -> Response:
-    """The end of what the job's process wrote."""
-    job = here.jobs.get(job_id)
-    lines, offset, truncated = stream.tail(here.folder.job(job.id).log, tail)
+    """Return the end of what the job's process wrote."""
+    job = services.jobs.get(job_id)
+    lines, offset, truncated = stream.tail(services.folder.job(job.id).log, tail)
     return as_json(JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated))
 
 
 @jobs_router.post(
     "/plan",
-    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(404, 409)},
 )
-def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20.0) -> OperationOut:
-    """Where the records of a job would be served from, and why; nothing is encoded.
+def plan_job(
+    body: JobRequest, services: ServicesDep, response: Response, wait_s: Wait = 20.0
+) -> OperationOut:
+    """Return where the records of a job would be served from and why, without encoding anything.
 
     The result has `tiers`, `bytes`, `reason`, `predicted_stall` and more, as `stoker plan --json` prints
     them.
     """
-    datasets = _fitting(here, body.config)
+    datasets = _fitting(services, body.config)
 
     def work() -> dict[str, Any]:
         return probe(
@@ -190,34 +193,34 @@ def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20
             timeout_s=PLAN_S,
             config=body.config.model_dump(mode="json"),
             datasets=datasets,
-            caches=str(here.folder.caches),
-            run_dir=str(here.folder.path / "plan"),  # holds nothing: no run has been there
+            caches=str(services.folder.caches),
+            run_dir=str(services.folder.path / "plan"),  # empty: no run has used it
         )
 
     what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
-    operation = here.operations.start(what, work, wait_s=wait_s)
+    operation = services.operations.start(what, work, wait_s=wait_s)
     response.status_code = 202 if operation.state == "running" else 200
     return OperationOut.of(operation)
 
 
-def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
-    """The data sets of a configuration that fits them.
+def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
+    """Return the data sets that a configuration names, if both fit each other.
 
     Raises:
-        ConfigError: One is not registered, or on a server that may not be read, or they do not fit; or an
-            encoder is named that is not allowed.
-        PathRefusedError: One is outside the roots of this start.
+        ConfigError: A data set is not registered, or is on a server that the service may not read; the
+            configuration does not fit; or its encoder is not allowed.
+        PathRefusedError: A data set is outside the current roots.
     """
     try:
-        found = describe(here.database, config.dataset_ids)
+        found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
         raise ConfigError(
             f"config.dataset_ids: {error}; POST to the same address registers one, as "
             '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
         ) from None
-    here.access.check_settings(config.settings)
-    for one in here.datasets.resolve(config.dataset_ids):
-        here.datasets.check_access(one)
+    services.access.check_settings(config.settings)
+    for one in services.datasets.resolve(config.dataset_ids):
+        services.datasets.check_access(one)
         if why := unmade(one):
             raise ConflictError(f"data set {one.name!r} is {why}")
     check(config, found)
@@ -225,7 +228,7 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What happens, as it happens: Server-Sent Events from one feed, and the log as it grows.
+# Live events of jobs (Server-Sent Events from one feed) and live logs.
 
 
 live_router = APIRouter(tags=["live"])
@@ -238,35 +241,38 @@ LOG: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {
 
 
 @live_router.get(
-    "/jobs/{job_id}/logs/stream", response_class=StreamingResponse, responses={**LOG, **faults(404)}
+    "/jobs/{job_id}/logs/stream", response_class=StreamingResponse, responses={**LOG, **error_responses(404)}
 )
-def stream_logs(job_id: Id, here: Here, after: Seen = None, last_id: LastId = None) -> Response:
+def stream_logs(job_id: Id, services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow a job's log: events `log` with `lines`, at last `end`; ids are places in bytes."""
-    job = here.jobs.get(job_id)
+    job = services.jobs.get(job_id)
     begin = _place(last_id, after) or 0
     texts = stream.follow(
-        here.folder.job(job.id).log, begin, lambda: _has_ended(here, job.id), lambda: here.feed.closing
+        services.folder.job(job.id).log,
+        begin,
+        lambda: _has_ended(services, job.id),
+        lambda: services.feed.closing,
     )
-    return EventStream(here.feed, here.auth, texts)
+    return EventStream(services.feed, services.auth, texts)
 
 
 @live_router.get(
-    "/jobs/{job_id}/events", response_class=StreamingResponse, responses={**STREAM, **faults(404)}
+    "/jobs/{job_id}/events", response_class=StreamingResponse, responses={**STREAM, **error_responses(404)}
 )
-def job_events(job_id: Id, here: Here, after: Seen = None, last_id: LastId = None) -> Response:
-    """Follow one job; without a number from now on. `gap` names events that are not to be had any more."""
-    job = here.jobs.get(job_id)
-    return EventStream(here.feed, here.auth, _sse(here, _place(last_id, after), job.id))
+def job_events(job_id: Id, services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
+    """Follow one job, without a number from now on. A `gap` names events that were pruned."""
+    job = services.jobs.get(job_id)
+    return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), job.id))
 
 
-@live_router.get("/events", response_class=StreamingResponse, responses={**STREAM, **faults()})
-def all_events(here: Here, after: Seen = None, last_id: LastId = None) -> Response:
-    """Follow all jobs; without a number from now on."""
-    return EventStream(here.feed, here.auth, _sse(here, _place(last_id, after), None))
+@live_router.get("/events", response_class=StreamingResponse, responses={**STREAM, **error_responses()})
+def all_events(services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
+    """Follow all jobs, without a number from now on."""
+    return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), None))
 
 
-async def _sse(here: Services, after: int | None, job: str | None) -> AsyncGenerator[str]:
-    async with aclosing(here.feed.follow(after, job)) as events:
+async def _sse(services: Services, after: int | None, job: str | None) -> AsyncGenerator[str]:
+    async with aclosing(services.feed.follow(after, job)) as events:
         async for event in events:
             yield as_text(event)
 
@@ -275,9 +281,9 @@ def _place(last_id: str | None, after: int | None) -> int | None:
     return after if last_id is None else int(last_id)
 
 
-def _has_ended(here: Services, job: str) -> bool:
+def _has_ended(services: Services, job: str) -> bool:
     try:
-        return here.jobs.get(job).state in (*ENDED, State.PAUSED)
+        return services.jobs.get(job).state in (*ENDED_STATES, State.PAUSED)
     except NotFoundError:
         return True
     except DegradedError:
@@ -285,7 +291,7 @@ def _has_ended(here: Services, job: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Data sets over HTTP: take one up, have one made, look at it, check it, forget it.
+# Data sets over HTTP: register, generate, inspect, check and delete them.
 
 
 datasets_router = APIRouter(tags=["datasets"])
@@ -308,7 +314,7 @@ GENERATE = {
 
 
 class DatasetOut(BaseModel):
-    """A data set as it stands."""
+    """The current state of a data set."""
 
     id: str
     name: str
@@ -323,12 +329,11 @@ class DatasetOut(BaseModel):
 
     @classmethod
     def of(cls, dataset: Dataset) -> DatasetOut:
-        """The answer for a data set."""
-        same = ("id", "name", "kind", "origin", "spec", "facts", "health", "report")
+        """Return a data set in the form of the API."""
         return cls(
             created_at=utc(dataset.created),
             checked_at=None if dataset.checked is None else utc(dataset.checked),
-            **{name: getattr(dataset, name) for name in same},
+            **same_fields(cls, dataset),
         )
 
 
@@ -341,101 +346,104 @@ class DatasetList(BaseModel):
     offset: int
 
 
-class Made(BaseModel):
-    """A data set that is being made, and the job that makes it."""
+class GeneratedDataset(BaseModel):
+    """A data set that is being generated, and the job that does it."""
 
     dataset: DatasetOut
     job: JobOut
 
 
 class SampleList(BaseModel):
-    """Some samples, as people look at them."""
+    """Some samples in a readable form."""
 
     dataset_id: str
     samples: list[dict[str, Any]]
 
 
-@datasets_router.post("/datasets", status_code=201, responses=faults(404, 409, 504))
+@datasets_router.post("/datasets", status_code=201, responses=error_responses(404, 409, 504))
 def register_dataset(
     body: Annotated[Registration, Body(openapi_examples=REGISTER)],  # type: ignore[arg-type]
-    here: Here,
+    services: ServicesDep,
 ) -> DatasetOut:
-    """Take up a data set that is there (rows, HDF5 files, folders of images); nothing is copied."""
-    return DatasetOut.of(here.datasets.register(body))
+    """Register an existing data set (rows, HDF5 files, folders of images) without copying it."""
+    return DatasetOut.of(services.datasets.register(body))
 
 
-@datasets_router.post("/datasets/generate", status_code=202, responses=faults(409))
+@datasets_router.post("/datasets/generate", status_code=202, responses=error_responses(409))
 def generate_dataset(
     body: Annotated[Generation, Body(openapi_examples=GENERATE)],  # type: ignore[arg-type]
-    here: Here,
-) -> Made:
-    """Have a data set made by a job; asked again with the same body, it is the same data set and job."""
-    dataset = here.datasets.generate(body)
-    job, _ = here.jobs.create(
+    services: ServicesDep,
+) -> GeneratedDataset:
+    """Generate a data set in a job; the same body again returns the same data set and job."""
+    dataset = services.datasets.generate(body)
+    job, _ = services.jobs.create(
         body.model_dump(mode="json"),
         name=f"make {dataset.name}",
         kind="generation",
         epochs=1,
         dataset_ids=[dataset.id],
-        key=f"make {dataset.id} {dataset.created}",  # made anew when it was forgotten in between
+        key=f"make {dataset.id} {dataset.created}",  # a deleted data set is generated again
     )
-    return Made(dataset=DatasetOut.of(dataset), job=JobOut.of(job))
+    return GeneratedDataset(dataset=DatasetOut.of(dataset), job=JobOut.of(job))
 
 
-@datasets_router.get("/datasets", responses=faults())
+@datasets_router.get("/datasets", responses=error_responses())
 def list_datasets(
-    here: Here,
+    services: ServicesDep,
     kind: Literal["radio", "hdf5", "images"] | None = None,
     limit: Limit = 50,
     offset: Offset = 0,
 ) -> DatasetList:
-    """Data sets that jobs may name, the newest first."""
-    found = [DatasetOut.of(one) for one in here.datasets.list(kind=kind, limit=limit, offset=offset)]
-    return DatasetList(datasets=found, total=here.datasets.count(kind), limit=limit, offset=offset)
+    """Return data sets that jobs may name, the newest first."""
+    found = [DatasetOut.of(one) for one in services.datasets.list(kind=kind, limit=limit, offset=offset)]
+    return DatasetList(datasets=found, total=services.datasets.count(kind), limit=limit, offset=offset)
 
 
-@datasets_router.get("/datasets/{dataset_id}", responses=faults(404))
-def get_dataset(dataset_id: DatasetId, here: Here) -> DatasetOut:
-    """One data set, as it was when it was looked at last."""
-    return DatasetOut.of(here.datasets.get(dataset_id))
+@datasets_router.get("/datasets/{dataset_id}", responses=error_responses(404))
+def get_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
+    """Return one data set as it was at the last look."""
+    return DatasetOut.of(services.datasets.get(dataset_id))
 
 
-@datasets_router.post("/datasets/{dataset_id}/inspect", responses=faults(404, 504, 507))
-def inspect_dataset(dataset_id: DatasetId, here: Here) -> DatasetOut:
-    """Look at a data set again: its size and fields as they are now."""
-    return DatasetOut.of(here.datasets.inspect(dataset_id))
+@datasets_router.post("/datasets/{dataset_id}/inspect", responses=error_responses(404, 504, 507))
+def inspect_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
+    """Read the current size and fields of a data set."""
+    return DatasetOut.of(services.datasets.inspect(dataset_id))
 
 
 @datasets_router.get("/synthetic/datasets/{dataset_id}/validate", include_in_schema=False)
-def report_of_dataset(dataset_id: DatasetId, here: Here) -> DatasetOut:
-    """Return the report of a check made now, and note nothing: a GET changes nothing."""
-    return DatasetOut.of(here.datasets.checked(dataset_id))
+def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
+    """Return the report of a check made now without storing it: a GET changes nothing."""
+    return DatasetOut.of(services.datasets.checked(dataset_id))
 
 
-@datasets_router.post("/datasets/{dataset_id}/validate", responses=faults(404, 504, 507))
-def validate_dataset(dataset_id: DatasetId, here: Here) -> DatasetOut:
-    """Check a data set: what is missing, not finite, twice there or of another shape."""
-    return DatasetOut.of(here.datasets.validate(dataset_id))
+@datasets_router.post("/datasets/{dataset_id}/validate", responses=error_responses(404, 504, 507))
+def validate_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
+    """Check a data set for values that are missing, not finite, duplicated or of another shape."""
+    return DatasetOut.of(services.datasets.validate(dataset_id))
 
 
-@datasets_router.get("/datasets/{dataset_id}/samples", responses=faults(404, 504, 507))
+@datasets_router.get("/datasets/{dataset_id}/samples", responses=error_responses(404, 504, 507))
 def get_samples(
-    dataset_id: DatasetId, here: Here, limit: Annotated[int, Query(ge=1, le=100)] = 20, offset: Offset = 0
+    dataset_id: DatasetId,
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    offset: Offset = 0,
 ) -> SampleList:
-    """Some samples of a data set."""
-    dataset = here.datasets.get(dataset_id)
-    samples = here.datasets.samples(dataset.id, limit=limit, offset=offset)
+    """Return some samples of a data set."""
+    dataset = services.datasets.get(dataset_id)
+    samples = services.datasets.samples(dataset.id, limit=limit, offset=offset)
     return SampleList(dataset_id=dataset.id, samples=samples)
 
 
-@datasets_router.delete("/datasets/{dataset_id}", status_code=204, responses=faults(404, 409, 504))
-def delete_dataset(dataset_id: DatasetId, here: Here) -> None:
-    """Forget a data set. One that was made goes; one that was registered stays where it is."""
-    here.datasets.delete(dataset_id)
+@datasets_router.delete("/datasets/{dataset_id}", status_code=204, responses=error_responses(404, 409, 504))
+def delete_dataset(dataset_id: DatasetId, services: ServicesDep) -> None:
+    """Delete a data set. A generated one is removed; the files of a registered one stay."""
+    services.datasets.delete(dataset_id)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Caches over HTTP: what there is, whether it is sound, why it differs, and what may go.
+# Caches over HTTP: list, inspect, verify, compare and remove them.
 
 
 caches_router = APIRouter(tags=["caches"])
@@ -453,7 +461,7 @@ class CacheRow(BaseModel):
     bytes: int
     complete: bool
     unused_s: float = Field(description="Seconds since its last use.")
-    claims: list[str] = Field(description="What is being done with it now.")
+    claims: list[str] = Field(description="What uses it now.")
     broken: str = Field(description="Why it cannot be read; empty where it can.")
 
 
@@ -462,12 +470,12 @@ class CacheList(BaseModel):
 
     caches: list[CacheRow]
     bytes: int
-    age_s: float = Field(default=0.0, description="0: as it is now. Else how old the list is.")
-    stale: str | None = Field(default=None, description="Why it is not of now; null: it is.")
+    age_s: float = Field(default=0.0, description="Age of the list; 0: it is current.")
+    stale: str | None = Field(default=None, description="Why the list is not current; null: it is.")
 
 
 class CacheDetail(BaseModel):
-    """What one cache holds, from its index."""
+    """The contents of one cache, from its index."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -488,83 +496,83 @@ class WhyOut(BaseModel):
 
 
 class GcRequest(BaseModel):
-    """Which caches may go, also the newest and those just used; what is in use stays. Nothing goes unless
-    `dry_run` is false."""
+    """Which caches may be removed, including the newest and those just used. Caches in use stay. Nothing is
+    removed unless `dry_run` is false."""
 
     model_config = ConfigDict(extra="forbid")
     keep: StrictInt | None = Field(
-        default=None, ge=0, le=10**6, description="Recipes of each name that stay, newest."
+        default=None, ge=0, le=10**6, description="How many recipes of each name stay, the newest first."
     )
     max_bytes: StrictInt | None = Field(default=None, ge=0, le=2**53)
     older_than_s: Annotated[float, Field(ge=0, le=1e10, strict=True)] | None = None
     dry_run: StrictBool = True
 
 
-@caches_router.get("/caches", responses=faults())
-def list_caches(here: Here) -> CacheList:
-    """All caches that jobs have made; where the disk does not answer in time, as they were (`stale`)."""
-    found = here.figures.caches.get()
+@caches_router.get("/caches", responses=error_responses())
+def list_caches(services: ServicesDep) -> CacheList:
+    """Return all caches of jobs, or the last known list while the disk does not answer (`stale`)."""
+    found = services.figures.caches.get()
     rows = [CacheRow.model_validate(row) for row in found.needed()]
     return CacheList(caches=rows, bytes=sum(row.bytes for row in rows), age_s=found.age_s, stale=found.stale)
 
 
-@caches_router.get("/caches/{name}/{fingerprint}", responses=faults(404))
-def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
-    """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
+@caches_router.get("/caches/{name}/{fingerprint}", responses=error_responses(404))
+def inspect_cache(name: Name, fingerprint: Print, services: ServicesDep) -> CacheDetail:
+    """Return one cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.run.caches import inspect_cache as inspect
 
-    return here.figures.folders.ask(
-        f"cache {name}/{fingerprint}",
-        lambda: CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json()),
+    return services.figures.look_into_cache(
+        f"{name}/{fingerprint}",
+        lambda: CacheDetail.model_validate(inspect(cache_folder(services, name, fingerprint)).to_json()),
     )
 
 
 @caches_router.post(
     "/caches/{name}/{fingerprint}/verify",
-    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(404, 409)},
 )
 def verify_cache(
     name: Name,
     fingerprint: Print,
-    here: Here,
+    services: ServicesDep,
     response: Response,
     subset: Annotated[float, Query(gt=0, le=1, description="Part of the records to read.")] = 1.0,
     wait_s: Wait = 20.0,
 ) -> OperationOut:
-    """Read a cache back and compare checksums."""
-    folder = cache_folder(here, name, fingerprint)
+    """Read a cache and compare its checksums."""
+    folder = cache_folder(services, name, fingerprint)
 
     def verify() -> dict[str, Any]:
         from stoker.store import open_cache
 
         return open_cache(folder, require_complete=False).verify(subset).to_json()
 
-    return _answer(response, here.operations.start(f"verify {name}/{fingerprint}", verify, wait_s=wait_s))
+    return _answer(response, services.operations.start(f"verify {name}/{fingerprint}", verify, wait_s=wait_s))
 
 
-@caches_router.get("/caches/{name}/{fingerprint}/why", responses=faults(404))
+@caches_router.get("/caches/{name}/{fingerprint}/why", responses=error_responses(404))
 def why(
     name: Name,
     fingerprint: Print,
-    here: Here,
+    services: ServicesDep,
     other: Annotated[str | None, Query(pattern=f"^{PRINT}$", description="None: the nearest.")] = None,
 ) -> WhyOut:
-    """What differs between two recipes of one name."""
+    """Return what differs between two recipes of one name."""
     from stoker.run.caches import explain
 
     def compare() -> WhyOut:
-        beside = None if other is None else cache_folder(here, name, other)
-        return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
+        second = None if other is None else cache_folder(services, name, other)
+        return WhyOut.model_validate(explain(cache_folder(services, name, fingerprint), second).to_json())
 
-    return here.figures.folders.ask(f"cache {name}/{fingerprint}", compare)
+    return services.figures.look_into_cache(f"{name}/{fingerprint}", compare)
 
 
 @caches_router.post(
     "/caches/gc",
-    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(409)},
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(409)},
 )
-def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0) -> OperationOut:
-    """Remove, or list, what no cache needs any more and what the request lets go."""
+def collect(body: GcRequest, services: ServicesDep, response: Response, wait_s: Wait = 20.0) -> OperationOut:
+    """Remove, or list, unreferenced files and the caches that the request releases."""
 
     def work() -> dict[str, Any]:
         from stoker.store.gc import GcPolicy
@@ -573,20 +581,20 @@ def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0
         policy = GcPolicy(
             keep=body.keep, max_bytes=body.max_bytes, older_than_s=body.older_than_s, unprotected=True
         )
-        return run(here.folder.caches, policy, dry_run=body.dry_run).to_json()
+        return run(services.folder.caches, policy, dry_run=body.dry_run).to_json()
 
-    return _answer(response, here.operations.start("gc", work, wait_s=wait_s))
+    return _answer(response, services.operations.start("gc", work, wait_s=wait_s))
 
 
 @caches_router.delete(
     "/caches/{name}/{fingerprint}",
     status_code=204,
     response_model=None,
-    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(404, 409)},
 )
-def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0) -> Response:
+def delete_cache(name: Name, fingerprint: Print, services: ServicesDep, wait_s: Wait = 20.0) -> Response:
     """Remove one cache that is not in use. A job that needs it encodes its data again."""
-    folder = cache_folder(here, name, fingerprint)
+    folder = cache_folder(services, name, fingerprint)
 
     def remove() -> dict[str, Any]:
         from stoker.store.gc import remove_cache
@@ -594,19 +602,19 @@ def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0
         remove_cache(folder)
         return {}
 
-    operation = here.removals.start(f"delete {name}/{fingerprint}", remove, wait_s=wait_s, raises=True)
+    operation = services.removals.start(f"delete {name}/{fingerprint}", remove, wait_s=wait_s, raises=True)
     if operation.state == "running":
         return JSONResponse(OperationOut.of(operation).model_dump(mode="json"), 202)
     return Response(status_code=204)
 
 
-@caches_router.get("/operations/{operation_id}", responses=faults(404))
-def get_operation(operation_id: Annotated[str, InPath(max_length=40)], here: Here) -> OperationOut:
-    """How work stands that took longer than its answer."""
+@caches_router.get("/operations/{operation_id}", responses=error_responses(404))
+def get_operation(operation_id: Annotated[str, InPath(max_length=40)], services: ServicesDep) -> OperationOut:
+    """Return the state of work that took longer than its request."""
     try:
-        return OperationOut.of(here.removals.get(operation_id))
+        return OperationOut.of(services.removals.get(operation_id))
     except NotFoundError:
-        return OperationOut.of(here.operations.get(operation_id))
+        return OperationOut.of(services.operations.get(operation_id))
 
 
 def _answer(response: Response, operation: Operation) -> OperationOut:
@@ -614,21 +622,23 @@ def _answer(response: Response, operation: Operation) -> OperationOut:
     return OperationOut.of(operation)
 
 
-def cache_folder(here: Services, name: str, fingerprint: str) -> Path:
-    """The folder of a cache, which is no link: the names are matched again, whoever calls.
+def cache_folder(services: Services, name: str, fingerprint: str) -> Path:
+    """Return the folder of a cache, which is not a link. The names are checked again for every caller.
 
     Raises:
-        NotFound: There is no such cache.
+        NotFoundError: The cache does not exist.
     """
-    path = here.folder.caches / name / fingerprint
+    path = services.folder.caches / name / fingerprint
     fits = re.fullmatch(NAME, name) and re.fullmatch(PRINT, fingerprint)
     if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
-        raise NotFoundError(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")
+        raise NotFoundError(
+            f"cache {name}/{fingerprint} does not exist. GET /api/v1/training/caches lists them"
+        )
     return path
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Whether the service is well, what the machine has left, and where records of a job would be served from.
+# The health of the service and the free resources of the machine.
 
 
 health_router = APIRouter(tags=["machine"])
@@ -637,22 +647,22 @@ machine_router = APIRouter(tags=["machine"])
 
 
 class Health(BaseModel):
-    """The web server answers. What does not work while it is degraded says `ready`, which needs the token."""
+    """The web server answers. `/ready`, which needs the token, says what does not work."""
 
     status: Literal["ok", "degraded"] = "ok"
 
 
 class Ready(BaseModel):
-    """Whether the database answers and takes something, and how many jobs there are."""
+    """Whether the database can be read and written, and how many jobs it has."""
 
     status: Literal["ready", "degraded"]
     version: str
-    jobs: int | None = Field(description="Jobs that it knows; null while they cannot be read.")
+    jobs: int | None = Field(description="How many there are; null while they cannot be read.")
     error: str | None = None
 
 
 class Machine(BaseModel):
-    """What jobs may still take."""
+    """The resources that jobs may still use."""
 
     model_config = ConfigDict(extra="allow")
     host_bytes: int
@@ -661,42 +671,44 @@ class Machine(BaseModel):
     cpus: float
     disk_bytes: int | None
     gpus: list[dict[str, Any]]
-    stale: list[str] = Field(default=[], description="Which figures are not of now, and why.")
+    stale: list[str] = Field(default=[], description="Which figures are not current, and why.")
     workers: list[dict[str, Any]]
 
 
 class LoginCode(BaseModel):
-    """A way into the pages for one browser, once."""
+    """A link that logs one browser in, once."""
 
     path: str
     seconds: float = Field(description="How long it may be used.")
 
 
 @health_router.get("/health")
-async def get_health(here: Here) -> Health:
-    """Whether the web server answers, and whether all is well; the only address that needs no token."""
-    return Health(status="degraded" if here.degraded else "ok")
+async def get_health(services: ServicesDep) -> Health:
+    """Return whether the service works. This is the only address that needs no token."""
+    return Health(status="degraded" if services.degraded else "ok")
 
 
 @metrics_router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"example": PROMETHEUS}}}, **faults()},
+    responses={200: {"content": {"text/plain": {"example": PROMETHEUS}}}, **error_responses()},
 )
-def get_prometheus(here: Here) -> PlainTextResponse:
-    """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`.
+def get_prometheus(services: ServicesDep) -> PlainTextResponse:
+    """Return figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`.
 
-    Answered whatever is away: then with what was known last, and with its age.
+    Figures that cannot be read now are the last known ones, with their age.
     """
-    return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")
+    return PlainTextResponse(as_prometheus(services), media_type="text/plain; version=0.0.4")
 
 
-@machine_router.get("/ready", responses={**faults(), 503: {"model": Ready, "description": "Degraded."}})
-def get_ready(here: Here, response: Response) -> Ready:
-    """Whether jobs can be made and done."""
-    jobs, error = None, here.degraded
+@machine_router.get(
+    "/ready", responses={**error_responses(), 503: {"model": Ready, "description": "Degraded."}}
+)
+def get_ready(services: ServicesDep, response: Response) -> Ready:
+    """Return whether jobs can be created and run."""
+    jobs, error = None, services.degraded
     try:
-        jobs = here.jobs.count()
+        jobs = services.jobs.count()
     except DegradedError as now:
         error = error or str(now)
     if error is not None:
@@ -705,13 +717,13 @@ def get_ready(here: Here, response: Response) -> Ready:
     return Ready(status=status, version=stoker.__version__, jobs=jobs, error=error)
 
 
-@machine_router.get("/machine", responses=faults())
-def get_machine(here: Here) -> Machine:
-    """Memory by the tightest limit, CPUs, disk, GPUs, and the service's workers."""
-    return Machine.model_validate(look_at_machine(here))
+@machine_router.get("/machine", responses=error_responses())
+def get_machine(services: ServicesDep) -> Machine:
+    """Return free memory by the tightest limit, CPUs, disk, GPUs, and the workers."""
+    return Machine.model_validate(look_at_machine(services))
 
 
-@machine_router.post("/login-codes", status_code=201, responses=faults())
-def make_login_code(here: Here) -> LoginCode:
-    """A one-time code for the pages in a browser."""
-    return LoginCode(path=f"/login?code={here.auth.new_code()}", seconds=CODE_S)
+@machine_router.post("/login-codes", status_code=201, responses=error_responses())
+def make_login_code(services: ServicesDep) -> LoginCode:
+    """Return a one-time code for the pages in a browser."""
+    return LoginCode(path=f"/login?code={services.auth.new_code()}", seconds=CODE_S)

@@ -11,26 +11,27 @@ from typing import Any
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import stoker
 from stoker.service import api, models, pages
-from stoker.service.security import App, Guard, GuardRules, Receive, Send
+from stoker.service.security import Guard
 from stoker.service.services import Services
 
 # ----------------------------------------------------------------------------------------------------------
-# Addresses of the earlier training service that its clients still ask.
+# Addresses of the earlier training service that its clients still use.
 #
-# An address that has another name now is written as that (`Earlier`), so each route exists once. What the
-# earlier service had and this one has not answers 410, with the way that there is now. Both are behind the
-# same guard as every other address.
+# A request to a renamed address is sent to the new one (`LegacyAddresses`), so each route exists once. What
+# the earlier service had and this one lacks answers 410 and names the replacement. Both are behind the same
+# guard as every other address.
 
 
 JOBS = "/api/v1/jobs/training"
-"""Where the second API had jobs."""
+"""Address of jobs in the second API."""
 _API = "/api/v1/training"
 _ANY = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _NO_MODELS = (
-    "this service has no registry of models. The weights of a completed job are model.safetensors in its "
+    "this service has no model registry. The weights of a completed job are model.safetensors in its "
     f"folder; POST {_API}/jobs/JOB_ID/continue trains it for more epochs"
 )
 _NO_CHANGES = (
@@ -46,7 +47,7 @@ _MADE_BY_JOBS = (
     f"{_API}/jobs their jobs (job_type generation)"
 )
 
-GONE = {
+REMOVED = {
     "/evolve": (
         f"there is no evolve. POST {_API}/jobs/JOB_ID/continue with "
         '{"additional_epochs": N} trains a completed job for more epochs'
@@ -55,8 +56,8 @@ GONE = {
     "/models/{rest:path}": _NO_MODELS,
     "/jobs/synthetic": _MADE_BY_JOBS,
 }
-"""Addresses below `/api/v1/training` that are no more, and what to do in their place."""
-GONE_ELSEWHERE = {
+"""Removed addresses below `/api/v1/training`, and what to use instead."""
+REMOVED_FROM_SECOND_API = {
     "/api/v1/models": _NO_MODELS,
     "/api/v1/models/{rest:path}": _NO_MODELS,
     "/ws": _NO_SOCKETS,
@@ -67,51 +68,54 @@ GONE_ELSEWHERE = {
 """The same of the second API."""
 
 _READS = frozenset({"GET", "HEAD", "DELETE"})
-_MOVED = (
+_RENAMED = (
     (re.compile(r"/api/training(?=/|$)"), _API, None),
     (re.compile(re.escape(JOBS) + r"(?=/|$)"), f"{_API}/jobs", None),
     (re.compile(re.escape(_API) + r"/synthetic/generate$"), f"{_API}/datasets/generate", frozenset({"POST"})),
-    # Not PATCH, which changed a data set; nor `/validate`, which noted nothing at its earlier address.
+    # Not PATCH, which changed a data set; nor `/validate`, which stored nothing at its earlier address.
     (re.compile(re.escape(_API) + r"/synthetic(?=/datasets(/[^/]+(/samples)?)?$)"), _API, _READS),
 )
-"""Of addresses the part that has another name now, that name, and the methods that this is so for; None: all.
-The later ones are applied to what the earlier ones give."""
+"""The old part of an address, its new name, and the methods that moved (None: all). Later entries apply to
+the result of earlier ones."""
 
 
-def address_now(method: str, path: str) -> str:
-    """Return the address of this service that does what an earlier one did; any other comes back as it is.
+def current_path(method: str, path: str) -> str:
+    """Return the new address for an earlier one; every other address is returned unchanged.
 
-    >>> address_now("GET", "/api/training/synthetic/datasets/lab"), address_now("GET", "/api/trainings")
+    >>> current_path("GET", "/api/training/synthetic/datasets/lab"), current_path("GET", "/api/trainings")
     ('/api/v1/training/datasets/lab', '/api/trainings')
     """
-    for part, name, methods in _MOVED:
+    for part, name, methods in _RENAMED:
         if methods is None or method in methods:
             found = part.match(path)
             path = path if found is None else name + path[found.end() :]
     return path
 
 
-class Earlier:
-    """The middleware that sends a request to an earlier address to the one that it has now."""
+class LegacyAddresses:
+    """Middleware that sends a request for an earlier address to the new one."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection of any kind."""
         if scope["type"] == "http":
-            path = address_now(scope["method"], scope["path"])
+            path = current_path(scope["method"], scope["path"])
             if path != scope["path"]:
                 scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
 
-def add_earlier(app: FastAPI) -> None:
-    """Add the answers for what is gone to an application.
+def add_removed_addresses(app: FastAPI) -> None:
+    """Add routes that answer 410 for removed addresses.
 
-    Call this before its own routes are added: `/jobs/synthetic` is no job.
+    Call this before the other routes are added: `/jobs/synthetic` is not a job.
     """
-    for path, way in {**{f"{_API}{path}": way for path, way in GONE.items()}, **GONE_ELSEWHERE}.items():
+    for path, way in {
+        **{f"{_API}{path}": way for path, way in REMOVED.items()},
+        **REMOVED_FROM_SECOND_API,
+    }.items():
         _refuse(app, path, way, _ANY)
     for path, method in (("", "PATCH"), ("/repair", "POST")):
         _refuse(app, f"{_API}/synthetic/datasets/{{dataset_id}}{path}", _NO_CHANGES, [method])
@@ -141,14 +145,14 @@ HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-"""What every answer carries."""
+"""Headers of every answer."""
 
 
 class ServiceApp(FastAPI):
-    """An application whose description has examples; the framework's own would lose their nulls."""
+    """An application whose OpenAPI has our examples; FastAPI's own examples would lose their nulls."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI."""
+        """Return the OpenAPI description."""
         found = super().openapi()
         for name, shown in models.BY_MODEL.items():
             found["components"]["schemas"][name]["examples"] = list(shown)
@@ -156,7 +160,7 @@ class ServiceApp(FastAPI):
 
 
 def create_app(services: Services) -> FastAPI:
-    """The application of one service, guarded."""
+    """Return the application of one service behind its guard."""
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncGenerator[None]:
@@ -172,12 +176,12 @@ def create_app(services: Services) -> FastAPI:
         version=stoker.__version__,
         description=DESCRIPTION,
         openapi_url=f"{API}/openapi.json",
-        docs_url=None,  # its scripts come from elsewhere
+        docs_url=None,  # its scripts come from another server
         redoc_url=None,
         lifespan=running,
     )
     app.state.services = services
-    add_earlier(app)
+    add_removed_addresses(app)
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
     for router in (
         api.jobs_router, api.live_router, api.datasets_router, api.caches_router, api.machine_router,
@@ -189,14 +193,14 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(pages.router)
     app.mount("/static", pages.static_files(), name="static")
     models.install(app)
-    rules = GuardRules(
+    app.add_middleware(LegacyAddresses)
+    app.add_middleware(  # the last one added is asked first
+        Guard,
         auth=services.auth,
         hosts=services.hosts,
         limits=services.limits,
         headers=HEADERS,
-        stranger=pages.log_in_first,
+        login_page=pages.log_in_first,
         traffic=services.traffic,
     )
-    app.add_middleware(Earlier)
-    app.add_middleware(Guard, rules)  # the last one added is asked first
     return app

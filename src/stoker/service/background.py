@@ -1,7 +1,7 @@
-"""What may take long to find out, or hang: asked for in a thread of its own, and remembered.
+"""Run calls that may take long or hang in background threads, and remember their results.
 
-A file system or a driver that does not answer cannot be interrupted. Whoever wants to know gets what was
-known last, with its age and with what is wrong, and one thread hangs however often it is asked.
+A call to a file system or driver that does not answer cannot be interrupted. Callers then get the last known
+value with its age and the error, and only one thread hangs however many callers there are.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class LastKnown(Generic[T]):
-    """What is known of something."""
+class TimedValue(Generic[T]):
+    """A value and how current it is."""
 
     value: T | None
-    """None: it was never found out."""
+    """None: it was never read."""
     age_s: float
-    """Since it was asked for; 0: it is as it is now."""
+    """Seconds since the value was read; 0: it is current."""
     error: StokerError | None
-    """Why it is not of now; None: it is."""
+    """Why the value is not current; None: it is."""
 
     @property
     def stale(self) -> str | None:
-        """In words what is wrong and how old this is; None: it is of now."""
+        """The error and the age of the value in words; None: it is current."""
         if self.error is None:
             return None
         return f"{self.error}" if self.value is None else f"{self.error} (as it was {self.age_s:.0f} s ago)"
 
     def needed(self) -> T:
-        """The value, of whatever age.
+        """Return the value, whatever its age.
 
         Raises:
-            StokerError: It was never found out.
+            StokerError: It was never read.
         """
         if self.value is None:
-            assert self.error is not None, "what was found out is kept"
+            assert self.error is not None, "without a value there is an error"
             raise self.error
         return self.value
 
 
-class Recent(Generic[T]):
-    """One thing that is asked for again and again, by any number of threads.
+class CachedValue(Generic[T]):
+    """A value that any number of threads ask for repeatedly, and that may take long to read.
 
     Args:
-        ask: Finds it out, in however long.
+        ask: Reads the value; may take any time.
         what: Its name, for errors.
-        wait_s: How long anybody waits for it.
+        wait_s: How long a caller waits for a current value.
     """
 
     def __init__(self, ask: Callable[[], T], what: str, *, wait_s: float) -> None:
@@ -74,24 +74,24 @@ class Recent(Generic[T]):
         self._value: T | None = None
         self._found_at = 0.0
         self._tried = -1.0
-        """When the last attempt that has ended began."""
+        """When the last finished attempt began."""
         self._error: StokerError | None = None
 
-    def get(self) -> LastKnown[T]:
-        """As it is now, if that can be found out in time; else as it was."""
+    def get(self) -> TimedValue[T]:
+        """Return the current value if it can be read in time, otherwise the last known one."""
         now = time.monotonic()
         with self._changed:
-            hangs = self._asking and now - self._asked_at > self._wait_s  # others have waited that long
+            hangs = self._asking and now - self._asked_at > self._wait_s  # others waited that long
             in_time = self._changed.wait_for(lambda: self._is_of(now), 0.0 if hangs else self._wait_s)
             error = self._error if in_time else self._stalled()
             if error is None:
-                return LastKnown(self._value, 0.0, None)
-            return LastKnown(
+                return TimedValue(self._value, 0.0, None)
+            return TimedValue(
                 self._value, 0.0 if self._value is None else time.monotonic() - self._found_at, error
             )
 
     def _is_of(self, now: float) -> bool:
-        """Whether it was asked for after `now`, and came to an end; begins that where nobody does."""
+        """Return whether an attempt that began after `now` has ended; start one if none is running."""
         if self._tried >= now:
             return True
         if not self._asking:
@@ -99,7 +99,7 @@ class Recent(Generic[T]):
                 self._pool.submit(self._find_out)
             except RuntimeError as error:  # no thread can be started
                 self._tried = time.monotonic()
-                self._error = StalledError(f"{self._what} cannot be asked now: {error}. Ask again later")
+                self._error = StalledError(f"{self._what} cannot be asked now: {error}. Try again later")
                 return True
             self._asking, self._asked_at = True, time.monotonic()
         return False
@@ -113,7 +113,7 @@ class Recent(Generic[T]):
         except StokerError as refused:
             error = refused
         except Exception as unforeseen:  # the edge of the thread
-            log.exception("%s cannot be found out", self._what)
+            log.exception("%s cannot be read", self._what)
             error = StalledError(f"{self._what}: unexpected {type(unforeseen).__name__}; the log has it")
         with self._changed:
             if error is None:
@@ -123,48 +123,31 @@ class Recent(Generic[T]):
 
     def _stalled(self) -> StalledError:
         return StalledError(
-            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again automatically; look "
-            "whether its storage or driver hangs"
+            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again automatically. "
+            "Check whether its storage or driver hangs"
         )
 
 
-class TimedCalls:
-    """Ask questions of any kind, each with a timeout; one that hangs counts against the limit.
-
-    Args:
-        at_once: Questions at most.
-        wait_s: How long an answer may take, and how long a free thread is waited for.
-    """
-
-    def __init__(self, *, at_once: int, wait_s: float) -> None:
-        self._pool = Pool(at_once, "stoker-look")
-        self._wait_s = wait_s
-
-    def ask(self, what: str, work: Callable[[], T]) -> T:
-        """Return the result of `work`; errors as `Pool.call_within`."""
-        return self._pool.call_within(self._wait_s, work, what)
-
-
 # ----------------------------------------------------------------------------------------------------------
-# Work that may take longer than an answer: begun by one request, looked at by others.
+# Work that may take longer than a request: one request starts it, others ask for its state.
 #
-# Two threads at most do it. A thread that hangs (storage that does not answer) cannot be ended: its work is
-# answered as stalled at its deadline, and when both hang, more work is refused until one comes back.
+# At most two threads run it. A thread that hangs (storage that does not answer) cannot be ended: its work is
+# reported as stalled after the timeout. While both hang, more work is refused.
 
 
 AT_ONCE = 2
 KEPT = 64
 """Ended operations that can still be looked at; the oldest goes first."""
-DEADLINE_S = 3600.0
+TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One piece of work as it stood at one moment."""
+    """The state of one piece of work at one moment."""
 
     id: str
     what: str
-    """What is done to which thing."""
+    """Names the work and its object."""
     state: str = "running"
     """`running`, `completed` or `failed`."""
     seconds: float = 0.0
@@ -181,11 +164,11 @@ class _Running:
 
 
 class Operations:
-    """Begins work and remembers how it ended, for as long as this process lives."""
+    """Starts work and remembers its outcome while this process lives."""
 
-    def __init__(self, *, at_once: int = AT_ONCE, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, *, at_once: int = AT_ONCE, timeout_s: float = TIMEOUT_S) -> None:
         self._at_once = at_once
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._all: dict[str, _Running] = {}
         self._threads = 0
@@ -194,20 +177,20 @@ class Operations:
     def start(
         self, what: str, work: Callable[[], dict[str, Json]], *, wait_s: float = 0.0, raises: bool = False
     ) -> Operation:
-        """Begin, and wait up to `wait_s` for the end.
+        """Start work and wait up to `wait_s` for its end; return its state.
 
         Args:
-            what: What is done to which thing.
+            what: Names the work and its object.
             work: Does it.
             wait_s: How long to wait.
-            raises: Raise what `work` raised within that time, in place of an operation that failed. Work that
-                has ended by then is not remembered: the caller knows how.
+            raises: Raise the error of `work` if it fails within that time. Work that has ended by then is not
+                remembered, since the caller knows its outcome.
         Raises:
-            Conflict: The same is being done already, or the limit of operations is reached.
+            ConflictError: The same work is running already, or the limit of operations is reached.
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
-                raise ConflictError(f"it is being done already: {what}. Wait for that one")
+                raise ConflictError(f"this is running already: {what}. Wait for its end")
             if self._threads >= self._at_once:
                 raise ConflictError(
                     f"{self._threads} operations are running, which is the limit. Wait for one to end"
@@ -220,12 +203,12 @@ class Operations:
                 del self._all[name]
         try:
             self._pool.submit(partial(self._run, running, work))
-        except RuntimeError as error:  # no thread can be started: the place is free again
+        except RuntimeError as error:  # no thread can be started, so the slot is free again
             with self._lock:
                 self._threads -= 1
                 del self._all[running.operation.id]
-            raise ResourceError(f"{what} cannot be begun: {error}. Ask again later") from None
-        running.done.wait(min(wait_s, self._deadline_s))
+            raise ResourceError(f"{what} cannot be started: {error}. Try again later") from None
+        running.done.wait(min(wait_s, self._timeout_s))
         if raises and running.done.is_set():
             with self._lock:
                 self._all.pop(running.operation.id, None)
@@ -234,15 +217,15 @@ class Operations:
         return self._look(running)
 
     def get(self, id: str) -> Operation:
-        """How one stands.
+        """Return the state of one operation.
 
         Raises:
-            NotFound: None of that id, or too long ago.
+            NotFoundError: No operation has that id, or it ended too long ago.
         """
         with self._lock:
             running = self._all.get(id)
         if running is None:
-            raise NotFoundError(f"there is no operation {id!r}; those that ended are kept for a while only")
+            raise NotFoundError(f"operation {id!r} does not exist; only the last {KEPT} that ended are kept")
         return self._look(running)
 
     def _run(self, running: _Running, work: Callable[[], dict[str, Json]]) -> None:
@@ -274,7 +257,7 @@ class Operations:
         if found.state != "running":
             return found
         seconds = time.monotonic() - running.began
-        if seconds < self._deadline_s:
+        if seconds < self._timeout_s:
             return replace(found, seconds=seconds)
-        stalled = f"not done after {self._deadline_s:,.0f} s. Look whether its storage answers"
+        stalled = f"not done after {self._timeout_s:,.0f} s. Check whether its storage answers"
         return replace(found, seconds=seconds, state="failed", error=stalled)

@@ -1,9 +1,8 @@
 """The process of a job: a child of its worker; by hand, `python -m stoker.service.child FOLDER`.
 
-It is told everything by `FOLDER/job.json`, says everything in `FOLDER/events.jsonl`, and keeps what it can go
-on from in `FOLDER/checkpoints`. It exits with 0 when the job is completed, with 75 when it was asked to stop
-(SIGTERM) and can go on from where it is, with 74 when the disk was full, which may pass, and with anything
-else when it failed, which its last line explains.
+It reads its task from `FOLDER/job.json`, writes events to `FOLDER/events.jsonl` and checkpoints to
+`FOLDER/checkpoints`. Its exit status is 0 for a completed job, 75 when it was asked to stop (SIGTERM) and can
+resume, 74 when the disk was full, and anything else for a failure, which its last event explains.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from stoker.service.executor import NO_ROOM, STOPPED, begin_job
 from stoker.service.folders import JobFile, Journal
 
 if TYPE_CHECKING:
-    from stoker.service.training_config import TrainingConfig
+    from stoker.service.job_config import JobConfig
 
 _FAILED = 1
 
@@ -43,7 +42,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _leave_on_signals() -> None:
-    # Until something takes the signal that has more to save, there is nothing to save: files appear whole.
+    # Training replaces these handlers. Before that there is nothing to save: files appear complete.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
 
@@ -65,7 +64,7 @@ def do_job(folder: Path) -> int:
     except Interrupted as error:
         logging.getLogger("stoker").info("%s", error)
         return STOPPED
-    except Exception as error:  # noqa: BLE001 - the edge of the process; it is told with its traceback
+    except Exception as error:  # noqa: BLE001 - the edge of the process; it is logged with its traceback
         return _fail(journal, error)
     return 0
 
@@ -81,8 +80,8 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
+    from stoker.service.job_config import check, settings_of
     from stoker.service.security import data_paths
-    from stoker.service.training_config import check, settings_of
     from stoker.sources.files import confine_sources
 
     config = config_of(job.config)
@@ -92,27 +91,27 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
     return train(run, check(config, job.datasets))
 
 
-def config_of(given: Mapping[str, Any]) -> TrainingConfig:
-    """Return the configuration of a job, which another version of the service may have taken.
+def config_of(given: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration of a job, which another version of the service may have accepted.
 
     Raises:
-        ConfigError: A field is wrong; names all that are.
+        ConfigError: Some fields are wrong; names all of them.
     """
     from pydantic import ValidationError
 
     from stoker.config.names import schema_of, wrong_fields
-    from stoker.service.training_config import TrainingConfig
+    from stoker.service.job_config import JobConfig
 
     try:
-        return TrainingConfig.model_validate(given)
+        return JobConfig.model_validate(given)
     except ValidationError as error:
-        found = wrong_fields(error.errors(), schema_of(TrainingConfig))
+        found = wrong_fields(error.errors(), schema_of(JobConfig))
         lines = [f"config.{path}: {problem}" if path else f"config: {problem}" for path, problem in found]
         raise ConfigError("\n".join(lines)) from None
 
 
 def _fail(journal: Journal, error: Exception) -> int:
-    """Say why; the exit status. On a full disk there is nothing to say, and nowhere to say it."""
+    """Write why the job failed; return the exit status. On a full disk nothing can be written."""
     logging.getLogger("stoker").error("%s: %s", type(error).__name__, error, exc_info=error)
     if _is_full(error):
         return NO_ROOM
@@ -125,7 +124,7 @@ def _fail(journal: Journal, error: Exception) -> int:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether a disk or a quota was full while something was written, somewhere below an error."""
+    """Return whether a disk or a quota was full while something was written, somewhere below an error."""
     while error is not None:
         if isinstance(error, ResourceError):
             return error.full

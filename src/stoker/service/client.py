@@ -23,15 +23,15 @@ from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailur
 
 API = "/api/v1/training"
 TIMEOUT_S = 35.0
-"""A little more than the service takes at most to begin an answer."""
+"""A little more than the longest time to the start of an answer."""
 SILENCE_S = 60.0
-"""Silence of a stream after which it is dead: the service says something every 15 s."""
+"""A stream without data for this long is dead: the service sends a heartbeat every 15 s."""
 IS_IT = ". Is it a Stoker service?"
 Act = Literal["cancel", "pause", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamEvent:
     """One event of a stream."""
 
     number: int
@@ -46,7 +46,7 @@ class ServiceClient:
         """Raises: ConfigError: the address is not valid, or the token has characters that no header takes."""
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ConfigError(f"{address} is no address of a service. Expected http://HOST:PORT")
+            raise ConfigError(f"{address} is not the address of a service. Expected http://HOST:PORT")
         if not token or not token.isascii() or not token.isprintable():
             raise ConfigError("the token is empty or has odd characters. Take it from the file DIR/token")
         self.address = f"{parts.scheme}://{parts.netloc}"
@@ -55,20 +55,20 @@ class ServiceClient:
         self._http = HttpClient(timeout_s=timeout_s, uses_proxies=False)  # one would be sent the token
 
     def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
-        """Make a job; with a key it may be sent again without making two."""
+        """Create a job; with a key it may be sent again without creating two."""
         return self._ask("POST", "/jobs", body=body, headers={"Idempotency-Key": key} if key else {})
 
     def jobs(self, *, status: str | None = None, limit: int = 50, offset: int = 0) -> dict[str, Any]:
-        """A page of jobs, the newest first: `jobs`, `total`."""
+        """Return a page of jobs, the newest first: `jobs`, `total`."""
         query = {"limit": limit, "offset": offset, **({"status": status} if status else {})}
         return self._ask("GET", f"/jobs?{urlencode(query)}")
 
     def job(self, id: str) -> dict[str, Any]:
-        """One job: `job`, `recent_metrics`, `events_after`."""
+        """Return one job: `job`, `recent_metrics`, `events_after`."""
         return self._ask("GET", _job(id))
 
     def act(self, id: str, what: Act) -> dict[str, Any]:
-        """Ask something of a job; how it stands then."""
+        """Cancel, pause or resume a job; return its new state."""
         return self._ask("POST", f"{_job(id)}/{what}")
 
     def more(self, id: str, epochs: int) -> dict[str, Any]:
@@ -76,31 +76,31 @@ class ServiceClient:
         return self._ask("POST", f"{_job(id)}/continue", body={"additional_epochs": epochs})
 
     def delete(self, id: str) -> None:
-        """Forget a job that has ended."""
+        """Delete a job that has ended."""
         self._ask("DELETE", _job(id))
 
     def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Any]]:
-        """What was measured, an epoch a row."""
+        """Return what was measured, one row per epoch."""
         found = self._ask("GET", f"{_job(id)}/metrics?limit={limit}&after={after}")
         return found["metrics"]
 
     def log(self, id: str, *, tail: int = 200) -> dict[str, Any]:
-        """The end of a job's log: `lines`, `offset`."""
+        """Return the end of a job's log: `lines`, `offset`."""
         return self._ask("GET", f"{_job(id)}/logs?tail={tail}")
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a data set made: `dataset`, and the `job` that makes it."""
+        """Generate a data set; return `dataset` and the `job` that makes it."""
         return self._ask("POST", "/datasets/generate", body=body)
 
     def login_path(self) -> str:
-        """The path of a page that opens a session in one browser, once."""
+        """Return the path of a page that opens a session in one browser, once."""
         return self._ask("POST", "/login-codes")["path"]
 
-    def follow(self, path: str, after: int) -> Iterator[Told]:
-        """The events of a stream (`/events`, `/jobs/ID/events`, `/jobs/ID/logs/stream`) until it ends.
+    def follow(self, path: str, after: int) -> Iterator[StreamEvent]:
+        """Yield the events of a stream (`/events`, `/jobs/ID/events`, `/jobs/ID/logs/stream`) until it ends.
 
         Raises:
-            StalledError: The service fell silent; follow again from the number seen last.
+            StalledError: The service sends nothing; follow again from the last number.
         """
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         with self._stream(path, headers) as stream:
@@ -114,7 +114,7 @@ class ServiceClient:
                     elif "data" in fields:
                         data = json.loads(fields["data"])
                         number = int(fields.get("id", number))
-                        yield Told(number, fields.get("event", ""), data)
+                        yield StreamEvent(number, fields.get("event", ""), data)
                         fields = {}
             except HttpFailure as error:
                 raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
@@ -190,18 +190,18 @@ class ServiceClient:
 
 
 def _job(id: str) -> str:
-    """The path of a job.
+    """Return the path of a job.
 
     Raises:
-        NotFound: No job can have that id.
+        NotFoundError: No job can have that id.
     """
     if not id or not id.isascii() or not id.isprintable() or "/" in id:
-        raise NotFoundError(f"there is no job {id!r}. `stoker job list` shows those there are")
+        raise NotFoundError(f"job {id!r} does not exist. `stoker job list` shows all jobs")
     return f"/jobs/{quote(id, safe='')}"
 
 
 def read_address(state_dir: Path) -> str:
-    """Where the service of a state folder is.
+    """Return the address of the service of a state folder.
 
     Raises:
         ConfigError: No service was started there.
@@ -212,7 +212,7 @@ def read_address(state_dir: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
+    """Return the token in a file.
 
     Raises:
         ConfigError: It cannot be read.

@@ -1,9 +1,9 @@
 """One database under the service: SQLite in a file, or PostgreSQL.
 
-Every transaction is bounded: SQLite by its busy timeout and a check while a statement runs, PostgreSQL by its
-own timeouts, by keepalives, and by `Silence` where the server says nothing at all. What goes wrong with
-the database itself comes out as `DegradedError`, and is noted (`trouble`) until it works again; errors of a
-statement (a broken rule of a table) come out as they are.
+Every transaction has a time limit: on SQLite its busy timeout and a check while a statement runs, on
+PostgreSQL its own timeouts, keepalives, and `ConnectionWatchdog` for a server that does not answer at all.
+Errors of the database itself are raised as `DegradedError` and noted (`trouble`) until it works again. Errors
+of a statement (a violated constraint) are raised unchanged.
 
 Times are those of the database's clock (`wall`), never of a process's own.
 """
@@ -53,25 +53,24 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A database server that says nothing: who waits for it is let go, and others need not find out by waiting.
+# A database server that does not answer: waiting threads are released, and others need not wait in turn.
 #
-# PostgreSQL's own limits end a statement while the server lives to do it. One that is stopped (SIGSTOP, a
-# frozen virtual machine, a network that drops what it is given) keeps its connections open and says
-# nothing, and a driver waits for it for ever. Here such a connection is shut down from outside, which the
-# driver sees as one that was lost.
+# PostgreSQL's own limits end a statement only while the server runs. One that is stopped (SIGSTOP, a frozen
+# virtual machine, a network that drops packets) keeps its connections open and sends nothing, and the driver
+# waits for it forever. The watchdog shuts such a connection down, which the driver sees as a lost one.
 
 
 PING_S = 3.0
-"""How long an idle connection may take to show that it lives, before a new one is made."""
+"""How long an idle connection may take to answer a ping before it is replaced."""
 LOOK_S = 0.25
-"""Between two looks at who waits, about."""
+"""Seconds between two checks of waiting connections."""
 AGAIN_S = 1.0
-"""After a wait in vain: how long the next one is spared it."""
+"""How long callers are refused at once after a wait without an answer."""
 _OURS = "stoker_wait"
 
 
-class Wait:
-    """A connection, and until when it may be silent."""
+class WatchedConnection:
+    """A connection, and how long it may stay silent."""
 
     def __init__(self, descriptor: int) -> None:
         # A descriptor of our own: the driver's may be another connection's by the time it is used.
@@ -81,26 +80,26 @@ class Wait:
         self.fresh = True
 
     def begin(self, limit_s: float) -> None:
-        """The calling thread asks something."""
+        """Note that the calling thread sends something."""
         self.who = threading.get_ident()
         self.until = time.monotonic() + limit_s
 
     def end(self) -> None:
-        """Nobody waits."""
+        """Note that no thread waits."""
         self.until = float("inf")
 
     def cut(self) -> None:
-        """Let go who waits."""
+        """Release the waiting thread by shutting the connection down."""
         self.end()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         self._socket.close()
 
 
-class Silence:
+class ConnectionWatchdog:
     """Bounds every wait on the connections of an engine, also where the server does not.
 
     Args:
@@ -111,7 +110,7 @@ class Silence:
     def __init__(self, engine: sa.Engine, answer_s: float) -> None:
         self._dialect = engine.dialect
         self._answer_s = answer_s
-        self._waits: set[Wait] = set()
+        self._waits: set[WatchedConnection] = set()
         self._cut: set[int] = set()
         self._over = threading.Event()
         event.listen(engine, "connect", self._on_connect, insert=True)
@@ -123,14 +122,14 @@ class Silence:
         start_thread(self._watch, "stoker-silence")
 
     def was_cut(self) -> bool:
-        """Whether the calling thread was let go since it asked this last."""
+        """Return whether the calling thread was released since its last call of this method."""
         who = threading.get_ident()
         found = who in self._cut
         self._cut.discard(who)
         return found
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -142,12 +141,12 @@ class Silence:
                     wait.cut()
 
     def _on_connect(self, connection: Any, record: Any) -> None:
-        record.info[_OURS] = wait = Wait(connection.fileno())
+        record.info[_OURS] = wait = WatchedConnection(connection.fileno())
         self._waits.add(wait)
-        wait.begin(self._answer_s)  # whatever is asked once of a new connection
+        wait.begin(self._answer_s)  # the driver queries a new connection once
 
     def _on_checkout(self, connection: Any, record: Any, _fairy: object) -> None:
-        wait: Wait = record.info[_OURS]
+        wait: WatchedConnection = record.info[_OURS]
         if not wait.fresh:
             wait.begin(min(PING_S, self._answer_s))
             try:
@@ -167,25 +166,25 @@ class Silence:
             wait.close()
 
     def _on_statement(self, connection: sa.Connection, *_: object) -> None:
-        if not connection.invalidated:  # else the server has forgotten it already
+        if not connection.invalidated:  # else the connection is lost already
             connection.info[_OURS].begin(self._answer_s)
 
 
-class Gate:
-    """After somebody waited in vain, one at a time looks again, and all others are told at once."""
+class RetryGate:
+    """After a wait without an answer, lets one caller at a time try again and refuses all others at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._why = ""
         self._shut_until = 0.0
 
-    def enter(self, patience_s: float) -> None:
-        """Go through, or be spared a wait.
+    def enter(self, timeout_s: float) -> None:
+        """Let the caller through, or refuse it at once.
 
         Args:
-            patience_s: How long this one may take to find out.
+            timeout_s: How long this caller may take.
         Raises:
-            Degraded: The database did not answer a moment ago, or another is finding out whether it does.
+            DegradedError: The database did not answer a moment ago, or another caller is trying it now.
         """
         with self._lock:
             now = time.monotonic()
@@ -193,20 +192,20 @@ class Gate:
                 return
             if now < self._shut_until:
                 raise DegradedError(self._why)
-            self._shut_until = now + patience_s
+            self._shut_until = now + timeout_s
 
     def shut(self, why: str) -> None:
-        """Who went through waited in vain."""
+        """Note that a caller waited without an answer."""
         with self._lock:
             self._why, self._shut_until = why, time.monotonic() + AGAIN_S
 
     def open(self) -> None:
-        """It answered."""
+        """Note that the database answered."""
         self._why = ""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Why the service is degraded, in words, for pages, `/health`, `/ready`, streams.
+# Why the service is degraded, for pages, `/health`, `/ready` and streams.
 
 
 class Trouble:
@@ -216,7 +215,7 @@ class Trouble:
         self._why: dict[str, str] = {}
 
     def note(self, part: str, why: str | None) -> None:
-        """A part does not work, and why; None: it works."""
+        """Note why a part does not work; None: it works."""
         if why is not None:
             self._why = {**self._why, part: why}
         elif part in self._why:
@@ -224,7 +223,7 @@ class Trouble:
 
     @property
     def why(self) -> str | None:
-        """All of it; None: the service is well."""
+        """All reasons together; None: the service works."""
         return "; ".join(dict.fromkeys(self._why.values())) or None
 
 
@@ -237,16 +236,16 @@ class Trouble:
 #        └──────────┘     └─▶ cancelling ─▶ cancelled
 #       (its worker was lost, or stopped in order)
 #
-# Every move is one UPDATE that names the states it may start from, so two who ask at once cannot both win.
-# A job that nobody works on is paused or cancelled at once; one that a worker holds goes through `pausing`
-# or `cancelling` until its process has ended, which is what keeps a job from running twice.
+# Every move is one UPDATE that names the states it may start from, so of two concurrent requests only one
+# wins. A job without a worker is paused or cancelled at once. One that a worker holds goes through `pausing`
+# or `cancelling` until its process has ended, which keeps a job from running twice.
 
 
 class State(StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     PENDING = "pending"
-    """Accepted, not to be started before a moment: its last worker was lost, and the next waits a little."""
+    """Accepted, but not to be started before a given time: its last worker was lost."""
     QUEUED = "queued"
     """Any free worker takes it."""
     RUNNING = "running"
@@ -265,12 +264,12 @@ class State(StrEnum):
     """Ended because someone asked for it."""
 
 
-WAITING = frozenset({State.PENDING, State.QUEUED})
-"""A worker may take it."""
-HELD = frozenset({State.RUNNING, State.PAUSING, State.CANCELLING})
-"""A worker works on it."""
-ENDED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
-"""Nothing happens any more unless someone asks for it."""
+WAITING_STATES = frozenset({State.PENDING, State.QUEUED})
+"""A worker may take the job."""
+HELD_STATES = frozenset({State.RUNNING, State.PAUSING, State.CANCELLING})
+"""A worker holds the job."""
+ENDED_STATES = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
+"""The job stays as it is unless someone resumes or extends it."""
 
 MOVES: Mapping[State, frozenset[State]] = MappingProxyType(
     {
@@ -287,11 +286,11 @@ MOVES: Mapping[State, frozenset[State]] = MappingProxyType(
         State.CANCELLED: frozenset({State.QUEUED}),
     }
 )
-"""The moves there are; the ways out of the last three are `resume` and `extend`."""
+"""All moves; the ways out of the last three are `resume` and `extend`."""
 
 
 def before(state: State) -> frozenset[State]:
-    """The states that a job may go to `state` from."""
+    """Return the states that a job may go to `state` from."""
     return frozenset(start for start, ends in MOVES.items() if state in ends)
 
 
@@ -301,7 +300,7 @@ def before(state: State) -> frozenset[State]:
 
 
 VERSION = 2
-"""Version of these tables; `STEPS` has the way from every earlier one."""
+"""Version of these tables; `STEPS` migrates every earlier one."""
 METADATA = MetaData()
 """Every table of the service; other modules add theirs here."""
 
@@ -317,7 +316,7 @@ class Real(TypeDecorator[float]):
         return None if value is None else float(value)
 
 
-_COUNTER = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself in INTEGER alone
+_COUNTER = BigInteger().with_variant(Integer, "sqlite")  # SQLite increments only INTEGER
 
 JOBS = Table(
     "jobs",
@@ -359,9 +358,9 @@ JOBS = Table(
     Index("jobs_by_state", "state", "number"),
     sqlite_autoincrement=True,
 )
-"""A row a job. `attempt` counts how often a worker took it, and is part of every change that a worker makes;
-`losses` counts attempts that ended without a result since the last epoch; no worker takes it before
-`not_before`; `position` is how far the worker has read in the job's `events.jsonl`."""
+"""One row per job. `attempt` counts how often a worker took it, and is part of every change by a worker;
+`losses` counts attempts without a result since the last epoch; no worker takes the job before `not_before`;
+`position` is how far the worker has read in the job's `events.jsonl`."""
 
 METRICS = Table(
     "metrics",
@@ -371,7 +370,7 @@ METRICS = Table(
     Column("at", Real, nullable=False),
     Column("data", JSON, nullable=False),
 )
-"""A row an epoch; an epoch that is trained again after a crash replaces its row."""
+"""One row per epoch; an epoch that is trained again after a crash replaces its row."""
 
 EVENTS = Table(
     "events",
@@ -383,7 +382,7 @@ EVENTS = Table(
     Column("data", JSON, nullable=False),
     Index("events_of_job", "job", "number"),
 )
-"""What happened, in the order in which it was committed; pruned by age and count."""
+"""Events of jobs in the order of their commits; pruned by age and count."""
 
 COUNTERS = Table(
     "counters",
@@ -391,7 +390,7 @@ COUNTERS = Table(
     Column("name", String(20), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""`event`: the number given last."""
+"""`event`: the number of the newest event."""
 
 META = Table(
     "meta",
@@ -407,9 +406,9 @@ STATEMENT_S = 10.0
 _STEPS = 20_000
 """SQLite virtual machine steps between two looks at the deadline: about a millisecond."""
 _SLACK_S = 2.0
-"""How much later than the server itself we end a statement."""
+"""How much later than the server the watchdog ends a statement."""
 _VAIN_S = 1.0
-"""A failure that took longer was a wait, which others are spared."""
+"""A failure after more than this was a wait, and the next callers are refused at once."""
 _FULL = ("database or disk is full", "No space left", "could not extend file", "disk quota")
 
 
@@ -424,7 +423,7 @@ class Database:
     Raises:
         ConfigError: Neither SQLite nor PostgreSQL, or a password that cannot be parsed.
         FormatError: The tables are of a newer version.
-        Degraded: It does not answer.
+        DegradedError: It does not answer.
     """
 
     def __init__(self, url: str, *, statement_s: float = STATEMENT_S, pool: int = 8) -> None:
@@ -432,8 +431,8 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._statement_s = statement_s
         self.trouble = Trouble()
-        """What does not work now; of the database, and of whatever else of the service is noted there."""
-        self._gate = Gate()
+        """What does not work now, in the database and in other parts of the service."""
+        self._gate = RetryGate()
         self._engine = sa.create_engine(
             self.url,
             connect_args=self._sqlite_arguments() if self.is_sqlite else self._postgres_arguments(),
@@ -441,12 +440,12 @@ class Database:
             pool_size=pool,
             max_overflow=pool,
             pool_timeout=statement_s,
-            hide_parameters=True,  # values of users do not belong into logs
+            hide_parameters=True,  # values of users must not appear in logs
         )
         if self.is_sqlite:
             event.listen(self._engine, "connect", self._on_connect)
             event.listen(self._engine, "begin", _on_begin)
-        self._silence = None if self.is_sqlite else Silence(self._engine, statement_s + _SLACK_S)
+        self._silence = None if self.is_sqlite else ConnectionWatchdog(self._engine, statement_s + _SLACK_S)
         try:
             with self.writing() as connection:
                 bring_up_to_date(connection)
@@ -463,17 +462,17 @@ class Database:
 
     @contextmanager
     def reading(self) -> Generator[sa.Connection]:
-        """A transaction that changes nothing; it sees one moment on SQLite, committed rows on PostgreSQL."""
+        """Open a read-only transaction; it sees one moment on SQLite, committed rows on PostgreSQL."""
         with self._explained("reading"), self._engine.connect() as connection, connection.begin():
             yield connection
         self.trouble.note("reading", None)
 
     @contextmanager
     def writing(self) -> Generator[sa.Connection]:
-        """A transaction that is committed when the block ends well and undone when it does not.
+        """Open a transaction that is committed when the block succeeds and rolled back when it fails.
 
         Raises:
-            Degraded: It was not committed, or, after a connection was cut, nobody knows.
+            DegradedError: It was not committed, or that is unknown since the connection was cut.
         """
         with self._explained("writing"), self._engine.connect() as connection:
             writer = connection.execution_options(stoker_writes=True)
@@ -483,10 +482,10 @@ class Database:
         self.trouble.note("writing", None)
 
     def check(self, *, writes: bool) -> None:
-        """See whether it answers, and with `writes` whether it takes something.
+        """Check that the database can be read, and with `writes` that it can be written.
 
         Raises:
-            Degraded: It does not.
+            DegradedError: It cannot.
         """
         version = META.c.name == "version"
         with self.writing() if writes else self.reading() as connection:
@@ -494,11 +493,11 @@ class Database:
             connection.execute(change if writes else sa.select(META.c.value).where(version))
 
     def insert(self, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
-        """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
+        """Return an INSERT with `on_conflict_do_nothing` and `on_conflict_do_update`."""
         return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
 
     def address(self) -> str:
-        """The URL with its password: for handing on, not for showing."""
+        """Return the URL with its password; must not be shown."""
         return self.url.render_as_string(hide_password=False)
 
     def close(self) -> None:
@@ -515,7 +514,7 @@ class Database:
         self._gate.enter(2 * self._statement_s + _SLACK_S)
         began = time.monotonic()
         if self._silence is not None:
-            self._silence.was_cut()  # of an earlier wait, which was got over
+            self._silence.was_cut()  # clears the note of an earlier wait
         try:
             yield
         except (exc.IntegrityError, exc.ProgrammingError, exc.DataError):
@@ -531,20 +530,20 @@ class Database:
             self.trouble.note(what, str(explained))
             raise explained from error
         except BaseException:
-            self._gate.open()  # of whoever asked: it had an answer
+            self._gate.open()  # an error of the caller: the database did answer
             raise
         self._gate.open()
 
     def _explain(self, error: exc.SQLAlchemyError, waited_s: float) -> DegradedError:
         cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         if self._silence is not None and self._silence.was_cut():
-            cause = f"it said nothing for {waited_s:.0f} s"
+            cause = f"it did not answer for {waited_s:.0f} s"
         if full := any(text in cause for text in _FULL):
-            advice = "Make room on its disk; what is there can still be read"
+            advice = "Free space on its disk; existing data can still be read"
         elif self.is_sqlite:
-            advice = "Look at its disk, and at who else has the file open; it is asked again automatically"
+            advice = "Check its disk, and which process has the file open; it is tried again automatically"
         else:
-            advice = "Look whether it runs and can be reached; it is asked again automatically"
+            advice = "Check that it runs and can be reached; it is tried again automatically"
         return DegradedError(f"{self}: the database does not do it: {cause}. {advice}", full=full)
 
     def _sqlite_arguments(self) -> dict[str, Any]:
@@ -584,13 +583,13 @@ class Database:
 
 
 def _on_begin(connection: sa.Connection) -> None:
-    """SQLite: take the writer's lock at once; a reader that turns into a writer half-way would fail."""
+    """Begin on SQLite with the writer's lock: a reader that becomes a writer later would fail."""
     writes = connection.get_execution_options().get("stoker_writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def _is_lost(error: exc.SQLAlchemyError) -> bool:
-    """Whether there was no connection, rather than an answer of the server that says no."""
+    """Return whether the connection failed, rather than the server answering with an error."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) is None
 
 
@@ -607,7 +606,7 @@ def _parsed(text: str) -> URL:
     if backend == "sqlite" and url.database and url.database != ":memory:":
         return url
     raise ConfigError(
-        f"{url.render_as_string(hide_password=True)} is no database that the service can use. "
+        f"{url.render_as_string(hide_password=True)} is not a database that the service can use. "
         "Expected sqlite:///PATH (a file) or postgresql://USER@HOST/NAME"
     )
 
@@ -632,31 +631,31 @@ DATASETS = Table(
     CheckConstraint("kind IN ('radio', 'hdf5', 'images')", name="known_dataset_kind"),
     CheckConstraint("health IN ('unknown', 'making', 'good', 'doubtful', 'bad')", name="known_health"),
 )
-"""A row a data set. `spec` says where it is and how to open it, `facts` what was found there, `report` the
-rows of the last check; times are unix seconds by the database's wall clock."""
+"""One row per data set. `spec` says where it is and how to open it, `facts` what was found there, `report`
+the rows of the last check."""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Bring the tables of a database up to the version that this code uses, in one transaction.
+# Migrate the tables of a database to the version of this code, in one transaction.
 
 
 _LOCK = (
-    0x73746F6B  # any number: PostgreSQL's own lock, so that two who start at once do this one after the other
+    0x73746F6B  # any number: an advisory lock of PostgreSQL, so that two services migrate one after the other
 )
 
 
 def _without_leases(connection: sa.Connection) -> None:
-    """Bring version 1 to 2: a job has no lease. What waited by the time since boot has waited long enough."""
+    """Migrate version 1 to 2: jobs have no lease. Waits that counted from boot are over."""
     connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN lease_until"))
     connection.execute(META.delete().where(META.c.name == "boot"))
 
 
 STEPS: Mapping[int, Callable[[sa.Connection], None]] = MappingProxyType({1: _without_leases})
-"""How to get from a version to the next."""
+"""Migration from a version to the next."""
 
 
 def bring_up_to_date(connection: sa.Connection) -> None:
-    """Make what is missing, and change the tables of an earlier version.
+    """Create missing tables, and migrate those of an earlier version.
 
     Args:
         connection: In a transaction that writes.
@@ -692,11 +691,11 @@ def _set(connection: sa.Connection, name: str, value: str) -> None:
         connection.execute(META.insert().values(name=name, value=value))
 
 
-def claim_folder(connection: sa.Connection, folder: str) -> None:
-    """Bind the database to a state folder, known by `folder`, the first time; later see that it is the same.
+def bind_folder(connection: sa.Connection, folder: str) -> None:
+    """Bind the database to the state folder with the id `folder`; later check that it is the same.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: It belongs to another folder.
     """
     found = _value(connection, "folder")
     if found is None:
@@ -709,12 +708,11 @@ def claim_folder(connection: sa.Connection, folder: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What happened to jobs, in the order in which it was committed.
+# Events of jobs, in the order of their commits.
 #
-# An event is written in the transaction of what it tells, so there is none without its fact and no fact
-# without its event. Its number comes from a counter whose row the writer holds until it commits: numbers
-# have no gaps and become visible in their order, so whoever has read up to n and asks for what comes after
-# n misses nothing.
+# An event is written in the transaction of the change that it reports, so neither exists without the other.
+# Its number comes from a counter whose row the writer locks until it commits: numbers have no gaps and become
+# visible in order, so a client that has read up to n and asks for later events misses nothing.
 
 
 KINDS = frozenset(
@@ -735,13 +733,13 @@ KINDS = frozenset(
         "deleted",
     }
 )
-"""`queued` at creation and when a lost job goes back, `claimed` by a worker, `started` told by the job itself
-once it trains, `resumed` by `resume` and `extend`; the others are what they say."""
+"""`queued` at creation and when a lost job goes back, `claimed` by a worker, `started` by the job's process
+once it trains, `resumed` by `resume` and `extend`; the others mean what they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened."""
+    """One event of a job."""
 
     number: int
     """Its place in the order; the first is 1."""
@@ -756,7 +754,7 @@ class Event:
 
 
 class Outbox:
-    """The events of a database, to be read from any point that has not been pruned."""
+    """Reads the events of a database from any point that has not been pruned."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -764,7 +762,7 @@ class Outbox:
     def read(
         self, after: int, *, job: str | None = None, kinds: Collection[str] = (), limit: int = 500
     ) -> list[Event]:
-        """The next events after number `after`, at most `limit`; of one job, or of some kinds, if given."""
+        """Return at most `limit` events after number `after`; of one job or some kinds, if given."""
         query = _WHOLE.where(_following(after, job)).limit(limit)
         if kinds:
             query = query.where(EVENTS.c.kind.in_(tuple(kinds)))
@@ -783,9 +781,9 @@ class Outbox:
             return {row["job"]: Event(**row) for row in rows}
 
     def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
-        """The same, as many as have `most` characters together; the first of them has however many it has.
+        """Return the next events with at most `most` characters together, but at least one.
 
-        Their sizes are asked for before the events, so that no more of these is ever held.
+        Sizes are read before the events, so that memory never holds more.
         """
         with self._database.reading() as connection:
             last, total = after, 0
@@ -800,20 +798,20 @@ class Outbox:
             return [Event(**row) for row in connection.execute(query).mappings()]
 
     def newest(self) -> int:
-        """The number given last; 0 before the first."""
+        """Return the number of the newest event; 0 without any."""
         with self._database.reading() as connection:
             return connection.execute(_COUNTED).scalar_one()
 
     def oldest(self) -> int:
-        """The lowest number still there: who has read less far missed something. Without any, the next."""
+        """Return the lowest number that was not pruned; without events, the next number."""
         with self._database.reading() as connection:
             lowest = connection.execute(sa.select(sa.func.min(EVENTS.c.number))).scalar()
             return lowest or connection.execute(_COUNTED).scalar_one() + 1
 
     def prune(self, *, max_age_s: float, max_count: int) -> int:
-        """Remove events older than `max_age_s` and all but the newest `max_count`; how many were removed.
+        """Remove events older than `max_age_s` and all but the newest `max_count`; return how many.
 
-        The newest stays whatever its age, so that the order never has to be guessed from an empty table.
+        The newest stays whatever its age, so that the table is never empty and the order stays known.
         """
         newest = _COUNTED.scalar_subquery()
         too_old = EVENTS.c.at < self._database.wall - max_age_s
@@ -832,7 +830,7 @@ _COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
 
 
 def _following(after: int, job: str | None) -> sa.ColumnElement[bool]:
-    """Events after a number; of one job, if given."""
+    """Return the condition for events after a number; of one job, if given."""
     later = EVENTS.c.number > after
     return later if job is None else sa.and_(later, EVENTS.c.job == job)
 
@@ -845,7 +843,7 @@ def append(
 ) -> None:
     """Write events of one job in the caller's transaction, each `(kind, data)`.
 
-    Call it last: from here to the commit no other writer of events gets on.
+    Call it last: other writers of events wait from here to the commit.
 
     Args:
         connection: In a transaction that writes.

@@ -1,7 +1,7 @@
-"""How a job's process is started, watched and ended: the seam between a worker and a machine.
+"""Start, watch and end the processes of jobs: the seam between a worker and a machine.
 
-A worker asks an `Executor` and knows nothing else about processes. `LocalExecutor` runs them on this machine,
-`ray.RayExecutor` on a cluster.
+A worker uses only the protocol `Executor`. `LocalExecutor` runs processes on this machine, `RayExecutor`
+(`stoker.extras.ray`) on a cluster.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from stoker.units import format_bytes, format_seconds
 STOPPED = 75
 """Exit status of a job that was asked to stop and has made a checkpoint; 0 is done, anything else failed."""
 NO_ROOM = 74
-"""The same of one that found the disk full: it goes on from its last checkpoint when there is room."""
+"""Exit status of a job that found the disk full: it resumes from its last checkpoint when there is space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgram:
-    """What the process of a job runs."""
+    """The program of a job's process."""
 
     target: str = "stoker.service.child:serve"
-    """A function, as `Child` takes it; it calls `begin_job` first."""
+    """A function in the form of `Child`; it calls `begin_job` first."""
     modules: tuple[str, ...] = (*TORCH, "stoker.service.child", "stoker.service.runs")
-    """What it finds imported."""
+    """Modules that are imported before it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +45,18 @@ class JobLimits:
     """What a job may use."""
 
     memory_bytes: int | None = None
-    """Memory of its own, all its processes together; pages of files that the system can drop do not count."""
+    """Private memory of all its processes together; file pages that the system can drop do not count."""
     wall_s: float | None = None
-    """How long one attempt may run; then it is stopped with a checkpoint and fails."""
+    """Timeout of one attempt, which then stops with a checkpoint and fails."""
     grace_s: float = 30.0
-    """How long it may take to make its checkpoint when asked to stop, and to end after its last word."""
-    quiet_s: float | None = 3600.0
-    """How long it may say nothing at all; then it is taken to hang and is tried again."""
+    """Timeout of the checkpoint when it is asked to stop, and of the exit after its last event."""
+    event_timeout_s: float | None = 3600.0
+    """Longest time between two events; after that the process hangs, and the job is tried again."""
     devices: str | None = None
     """`CUDA_VISIBLE_DEVICES`; None: as the service itself, empty: none."""
 
     def late(self, ran_s: float) -> str:
-        """Return that an attempt took longer than it may, with figures; empty while it did not."""
+        """Return by how much an attempt exceeds its time limit; empty if it does not."""
         if self.wall_s is None or ran_s <= self.wall_s:
             return ""
         return f"it ran for {format_seconds(ran_s)}; an attempt may take {format_seconds(self.wall_s)}"
@@ -64,41 +64,41 @@ class JobLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayTarget:
-    """A cluster, and how jobs are run there."""
+    """A Ray cluster and the settings of jobs there."""
 
     address: str
     """`http://host:8265`, as `ray start --head` prints it."""
     python: str
     """The interpreter of nodes."""
     gpus: float = 0.0
-    """GPUs that a job takes."""
+    """GPUs of one job."""
 
 
 class JobProcess(Protocol):
-    """One process of a job. No call waits for it."""
+    """One process of a job. No call blocks."""
 
     def poll(self) -> int | None:
-        """Return its exit status, negative for a signal; None while it, or what it started, runs."""
+        """Return the exit status, negative for a signal; None while it or its children run."""
         ...
 
     def exceeded(self) -> str:
-        """Return which of its limits it has passed, with figures; empty while none."""
+        """Return the limit that it exceeds, with figures; empty if none."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to make a checkpoint and end."""
+        """Ask it to write a checkpoint and exit."""
         ...
 
     def kill(self) -> None:
-        """End it and every process it started."""
+        """Kill it and all its children."""
         ...
 
 
-class JobHold(Protocol):
-    """The sole right to run a job's process; it passes to the process once that is started."""
+class JobLock(Protocol):
+    """The lock on a job; it passes to the job's process with `start`."""
 
     def start(self, program: JobProgram, limits: JobLimits) -> JobProcess:
-        """Start the job's process, its output going to the log of the job's folder.
+        """Start the job's process with its output in the log of the job's folder.
 
         Raises:
             ResourceError: The system cannot start another process.
@@ -106,17 +106,17 @@ class JobHold(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of it; without effect after `start`."""
+        """Release the lock; no effect after `start`."""
         ...
 
 
 class Executor(Protocol):
-    """Runs processes of jobs, never two of one job at once."""
+    """Runs processes of jobs, at most one per job at a time."""
 
-    def hold(self, folder: JobFolder) -> JobHold:
-        """Return the right to run a job, after whatever is left of an earlier attempt has been ended.
+    def lock(self, folder: JobFolder) -> JobLock:
+        """Return the lock on a job after ending what is left of an earlier attempt.
 
-        This is what keeps a job from running twice when its worker was killed and hangs in the system.
+        This keeps a job from running twice when its worker was killed and hangs in the system.
 
         Raises:
             StalledError: An earlier process of the job cannot be ended.
@@ -125,21 +125,20 @@ class Executor(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Job processes on this machine: a session each, tied to its worker, one at a time for a job.
+# Job processes on this machine: each in its own session, tied to its worker, at most one per job.
 #
-# The right to run a job is a lock (`flock`) on a file in its folder. The worker takes it, the job's process
-# inherits it, and the worker gives up its own share: the lock ends with the last process of the job and
-# with nothing else. Its file says which process holds it. A worker that has the job later and finds the lock
-# taken ends that process, which is right since a job is only ever given to a worker when the one before it
-# is dead.
+# A job is locked (`flock`) through a file in its folder. The worker takes the lock, the job's process
+# inherits it, and the worker closes its own descriptor: the lock ends exactly when the last process of the
+# job ends. The file says which process holds it. A later worker that finds the lock taken kills that process.
+# This is correct because a job is only given to another worker when the one before it is dead.
 #
-# A process dies with its worker, so that what nobody watches does not run on.
+# A process dies with its worker, so that no process runs without supervision.
 
 
 TAKE_OVER_S = 10.0
-"""How long ending what is left of an earlier attempt may take: memory of a GPU is given back in seconds."""
+"""Timeout of ending an earlier attempt: releasing GPU memory takes seconds."""
 END_S = 10.0
-"""How long a killed process is waited for; what hangs in the system longer keeps its job's lock."""
+"""How long to wait for a killed process; one that hangs longer in the system keeps its job's lock."""
 _MEMORY_EVERY_S = 2.0
 
 
@@ -147,15 +146,15 @@ class LocalExecutor:
     """Starts processes of jobs on this machine.
 
     Args:
-        take_over_s: How long ending an earlier process may take.
+        take_over_s: Timeout of ending an earlier process.
     """
 
     def __init__(self, *, take_over_s: float = TAKE_OVER_S) -> None:
         self._take_over_s = take_over_s
 
-    def hold(self, folder: JobFolder) -> LocalHold:
-        """See `Executor.hold`."""
-        # Not the usual signature: who takes over kills the very process that is named here.
+    def lock(self, folder: JobFolder) -> LocalJobLock:
+        """See `Executor.lock`."""
+        # Not the usual note: the process named here is killed by the next holder.
         lock = FileLock(folder.lock, note=f"process {identity(os.getpid())}\n")
         deadline = time.monotonic() + self._take_over_s
         while not lock.acquire(0.02):
@@ -163,29 +162,29 @@ class LocalExecutor:
             _end(holder)
             if time.monotonic() > deadline:
                 raise StalledError(
-                    f"{folder.lock} is still held ({holder or 'by nobody named'}), "
+                    f"{folder.lock} is still held ({holder or 'by an unnamed process'}), "
                     f"{format_seconds(self._take_over_s)} after its process was killed: the earlier attempt "
                     "hangs in the system or runs on another machine. The job is tried again later"
                 )
-        return LocalHold(lock, folder)
+        return LocalJobLock(lock, folder)
 
 
-class LocalHold:
-    """The lock of a job, held by this process; `LocalExecutor.hold` makes it."""
+class LocalJobLock:
+    """The lock of a job, held by this process; `LocalExecutor.lock` makes it."""
 
     def __init__(self, lock: FileLock, folder: JobFolder) -> None:
         self._lock = lock
         self._folder = folder
 
     def start(self, program: JobProgram, limits: JobLimits) -> LocalProcess:
-        """See `JobHold.start`."""
+        """See `JobLock.start`."""
         try:
             return LocalProcess(start_job(self._folder, program, self._lock.fileno(), limits.devices), limits)
         finally:
             self.release()
 
     def release(self) -> None:
-        """See `JobHold.release`."""
+        """See `JobLock.release`."""
         self._lock.release()
 
 
@@ -234,7 +233,7 @@ def begin_job(connection: Connection) -> Path:
 
 
 class LocalProcess:
-    """A job's process and those that it started; `LocalHold.start` makes it."""
+    """A job's process and those that it started; `LocalJobLock.start` makes it."""
 
     def __init__(self, child: Child, limits: JobLimits) -> None:
         self._child = child
@@ -252,16 +251,16 @@ class LocalProcess:
     def poll(self) -> int | None:
         """See `JobProcess.poll`."""
         if self._code is None and self._is_over():
-            self._child.kill()  # what it left behind: its number is no other's until `wait` has seen its end
+            self._child.kill()  # its children; the pid is not reused before `wait` has collected it
             if self._child.wait(END_S):
                 assert self._child.exit is not None
-                # Without a code it went with the process that it was forked from, which was killed.
+                # Without a code it died with the process that it was forked from, which was killed.
                 self._code = -signal.SIGKILL if self._child.exit.code is None else self._child.exit.code
                 self._child.close()
         return self._code
 
     def _is_over(self) -> bool:
-        """Return whether the process has ended, which is not noted yet."""
+        """Return whether the process has ended but was not collected yet."""
         poller = select.poll()
         poller.register(self._child.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -279,12 +278,12 @@ class LocalProcess:
         if self._memory_bytes > limits.memory_bytes:
             return (
                 f"its processes hold {format_bytes(self._memory_bytes)} of memory; "
-                f"{format_bytes(limits.memory_bytes)} are allowed"
+                f"the limit is {format_bytes(limits.memory_bytes)}"
             )
         return ""
 
     def terminate(self) -> None:
-        """See `JobProcess.terminate`: to the first process alone, which ends its own workers in order."""
+        """See `JobProcess.terminate`; only the first process is asked, which ends its own children."""
         if self._code is None:
             self._child.terminate()
 
@@ -295,10 +294,10 @@ class LocalProcess:
 
 
 def identity(pid: int) -> str:
-    """Name a process so that no other of its number, of another boot or in another container, passes for it.
+    """Return an identity that no other process has, also not with this pid after a reboot or in a container.
 
     Raises:
-        OSError: No such process.
+        OSError: The process does not exist.
     """
     started = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -306,7 +305,7 @@ def identity(pid: int) -> str:
 
 
 def own_memory_bytes(pid: int) -> int:
-    """Memory that only process `pid` and its descendants keep from others: not pages of files."""
+    """Return the private memory of process `pid` and its descendants, without file pages."""
     total = 0
     with suppress(psutil.Error):
         for process in (first := psutil.Process(pid), *first.children(recursive=True)):
@@ -318,7 +317,7 @@ def own_memory_bytes(pid: int) -> int:
 
 
 def _end(holder: str) -> None:
-    """Kill the process that a lock file names (`identity`), if that very process still lives in reach."""
+    """Kill the process that a lock file names (`identity`), if it still lives on this machine."""
     kind, _, who = holder.partition(" ")
     with suppress(OSError, ValueError):
         pid = int(who.split(" ")[0])

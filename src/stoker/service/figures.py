@@ -1,16 +1,18 @@
-"""What the service finds out about itself and its machine, each so that a hang costs that one figure."""
+"""Figures of the service and its machine, read so that a hang costs only the figure that hangs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import pynvml
 
 from stoker.monitor.gpu import GpuAbsent, open_gpu
 from stoker.plan.resources import probe
-from stoker.service.background import Recent, TimedCalls
+from stoker.runtime.threads import Pool
+from stoker.service.background import CachedValue
 from stoker.service.traffic import counts
 
 if TYPE_CHECKING:
@@ -20,14 +22,13 @@ if TYPE_CHECKING:
     from stoker.service.services import Services
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The machine and the service in figures.
+T = TypeVar("T")
 
 
-def look_at_machine(here: Services) -> dict[str, Any]:
-    """Memory by the tightest limit, CPUs, disk under the state folder, GPUs; None for what is not known."""
+def look_at_machine(services: Services) -> dict[str, Any]:
+    """Return memory by the tightest limit, CPUs, disk of the state folder and GPUs; None where unknown."""
     found = probe()
-    disk, driver = here.figures.disk.get(), here.figures.gpus.get()
+    disk, driver = services.figures.disk.get(), services.figures.gpus.get()
     disk_bytes, disk_inodes = disk.value or (None, None)
     return {
         "host_bytes": found.host_bytes,
@@ -39,12 +40,14 @@ def look_at_machine(here: Services) -> dict[str, Any]:
         "disk_inodes": disk_inodes,
         "gpus": driver.value or [],
         "stale": [text for text in (disk.stale, driver.stale) if text],
-        "workers": [] if here.supervisor is None else [asdict(one) for one in here.supervisor.workers()],
+        "workers": []
+        if services.supervisor is None
+        else [asdict(one) for one in services.supervisor.workers()],
     }
 
 
 def count_gpus() -> int:
-    """GPUs that the driver knows; 0 without a driver."""
+    """Return the number of GPUs of the driver; 0 without a driver."""
     return len(_gpu_names())
 
 
@@ -63,7 +66,7 @@ def _gpu_names() -> list[str]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """What each GPU does now."""
+    """Return the utilization of each GPU now."""
     rows: list[dict[str, Any]] = []
     for name in _gpu_names():
         gpu = open_gpu(name)
@@ -76,19 +79,19 @@ def gpus() -> list[dict[str, Any]]:
     return rows
 
 
-def as_prometheus(here: Services) -> str:
-    """Jobs, answers, streams, memory, disk and this process in Prometheus' text format.
+def as_prometheus(services: Services) -> str:
+    """Return jobs, answers, streams, memory, disk and this process in Prometheus' text format.
 
-    What cannot be found out now is given as it was, with its age, and left out where it never was known.
+    A figure that cannot be read now has its last known value and age, or is left out if it was never read.
     """
-    jobs, disk, driver = here.figures.jobs.get(), here.figures.disk.get(), here.figures.gpus.get()
+    jobs, disk, driver = services.figures.jobs.get(), services.figures.disk.get(), services.figures.gpus.get()
     host, process = probe(), psutil.Process()
     gauges = {
         "stoker_up": 1,
         "stoker_database_up": int(jobs.error is None),
-        "stoker_degraded": int(here.degraded is not None),
-        "stoker_streams": here.feed.clients,
-        "stoker_stream_held_chars": here.feed.held,
+        "stoker_degraded": int(services.degraded is not None),
+        "stoker_streams": services.feed.clients,
+        "stoker_stream_held_chars": services.feed.held,
         "stoker_host_free_bytes": host.host_bytes,
         "stoker_host_limit_bytes": host.host_total_bytes,
         "stoker_disk_free_bytes": disk.value and disk.value[0],
@@ -109,36 +112,43 @@ def as_prometheus(here: Services) -> str:
     lines += counts("stoker_figure_age_seconds", "gauge", "figure", ages)
     lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
     lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)
-    lines += here.traffic.lines()
+    lines += services.traffic.lines()
     return "\n".join(lines) + "\n"
 
 
 WAIT_S = 2.0
-"""How long a figure is waited for: three that hang still leave a scrape its ten seconds."""
+"""Timeout of a figure: with three that hang a scrape still takes less than ten seconds."""
 SCAN_S = 20.0
-"""How long the folders of caches are waited for: less than an answer may take."""
+"""Timeout of listing the caches: less than that of an answer."""
 FOLDERS, FOLDER_S = 8, 10.0
-"""Folders of single caches that are looked into at once, and how long each look may take."""
+"""How many caches are read at once, and the timeout of each."""
 
 
 class Figures:
-    """Asks the database, the disk, the driver of the GPUs and the folder of caches."""
+    """Reads the database, the disk, the GPU driver and the folder of caches."""
 
     def __init__(self, folder: StateFolder, jobs: Jobs) -> None:
-        self.jobs: Recent[dict[State, int]] = Recent(jobs.counts, "the count of jobs", wait_s=WAIT_S)
+        self.jobs: CachedValue[dict[State, int]] = CachedValue(
+            jobs.counts, "the count of jobs", wait_s=WAIT_S
+        )
         """Jobs by state."""
-        self.disk: Recent[tuple[int | None, int | None]] = Recent(
+        self.disk: CachedValue[tuple[int | None, int | None]] = CachedValue(
             lambda: _room(folder), f"the disk of {folder.path}", wait_s=WAIT_S
         )
-        """Bytes and inodes that are free for us."""
-        self.gpus: Recent[list[dict[str, Any]]] = Recent(gpus, "the driver of the GPUs", wait_s=WAIT_S)
-        """A row a GPU."""
-        self.caches: Recent[list[dict[str, Any]]] = Recent(
+        """Free bytes and inodes."""
+        self.gpus: CachedValue[list[dict[str, Any]]] = CachedValue(
+            gpus, "the driver of the GPUs", wait_s=WAIT_S
+        )
+        """One row per GPU."""
+        self.caches: CachedValue[list[dict[str, Any]]] = CachedValue(
             lambda: find_caches(folder), f"the folder of caches {folder.caches}", wait_s=SCAN_S
         )
-        """A row for every cache that jobs have made."""
-        self.folders = TimedCalls(at_once=FOLDERS, wait_s=FOLDER_S)
-        """Looks into single folders of caches."""
+        """One row per cache."""
+        self._folders = Pool(FOLDERS, "stoker-look")
+
+    def look_into_cache(self, cache: str, work: Callable[[], T]) -> T:
+        """Return what `work` finds in the folder of one cache; errors as `Pool.call_within`."""
+        return self._folders.call_within(FOLDER_S, work, f"cache {cache}")
 
 
 def _room(folder: StateFolder) -> tuple[int | None, int | None]:
@@ -147,7 +157,7 @@ def _room(folder: StateFolder) -> tuple[int | None, int | None]:
 
 
 def find_caches(folder: StateFolder) -> list[dict[str, Any]]:
-    """A row for every cache below a state folder, found by looking into each."""
+    """Return one row for each cache below a state folder."""
     from stoker.store.gc import scan
 
     return [

@@ -1,15 +1,15 @@
-"""Where the service keeps what: the state folder and the folder of each job in it.
+"""The layout of the state folder and of the folder of each job in it.
 
-DIR/token               who may use the service
-DIR/stoker.db           the database, unless it is elsewhere
-DIR/workers/N.lock      held by the worker of slot N
+DIR/token               the secret of clients
+DIR/stoker.db           the database, unless another is given
+DIR/workers/N.lock      locked by the worker of slot N
 DIR/caches/             encoded data, shared by all jobs
-DIR/data/               data sets that the service made
-DIR/jobs/ID/job.json    what the job is to do
-           events.jsonl what it says about itself, a line each
+DIR/data/               generated data sets
+DIR/jobs/ID/job.json    the task of the job
+           events.jsonl events of its process, one line each
            log.txt      its standard output and error
-           lock         held by its process; says which one
-           ray          on a Ray cluster: the submission that is to run; ray-stop: which is to stop
+           lock         locked by its process; says which one
+           ray          on a Ray cluster: the submission that is to run; ray-stop: the one to stop
            checkpoints/
 """
 
@@ -29,157 +29,122 @@ from uuid import UUID
 from stoker.errors import ConfigError, NotFoundError
 from stoker.runtime.disk import explain_disk_errors, format_inodes, free_space
 from stoker.runtime.files import replace_atomically
-from stoker.service.background import Recent
+from stoker.service.background import CachedValue
 from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.schema import Json
 
 LEAST_BYTES, LEAST_INODES = 16 << 20, 64
-"""With less room no job is begun: it could not even say what becomes of it."""
+"""With less free space no job starts: it could not even write its events."""
 ANSWER_S = 2.0
-"""How long the disk of a state folder may take to say how much room it has."""
+"""Timeout of reading the free space of a state folder."""
 
 
-@dataclass(frozen=True, slots=True)
 class JobFolder:
     """The folder of one job."""
 
-    path: Path
-
-    @property
-    def job_file(self) -> Path:
-        """What the job is to do, written anew for each attempt."""
-        return self.path / "job.json"
-
-    @property
-    def events(self) -> Path:
-        """What its process says, a line of JSON each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def log(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job_file = path / "job.json"
+        """The task of the job, rewritten for each attempt."""
+        self.events = path / "events.jsonl"
+        """Events of its process, one line of JSON each."""
+        self.log = path / "log.txt"
         """Standard output and error of its processes, one after the other."""
-        return self.path / "log.txt"
-
-    @property
-    def lock(self) -> Path:
-        """Held by its process."""
-        return self.path / "lock"
-
-    @property
-    def submission(self) -> Path:
-        """Says which submission to a Ray cluster is the one that is to run."""
-        return self.path / "ray"
-
-    @property
-    def stop(self) -> Path:
-        """Says which submission is to make its checkpoint and end."""
-        return self.path / "ray-stop"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where its process keeps what it can go on from."""
-        return self.path / "checkpoints"
+        self.lock = path / "lock"
+        """Locked by its process."""
+        self.submission = path / "ray"
+        """Names the submission to a Ray cluster that is to run."""
+        self.stop = path / "ray-stop"
+        """Names the submission that is to write its checkpoint and end."""
+        self.checkpoints = path / "checkpoints"
+        """What its process can resume from."""
 
     def make(self) -> None:
-        """The folder and that of its checkpoints, for its owner alone."""
+        """Create the folder and that of its checkpoints, for its owner only."""
         for path in (self.path, self.checkpoints):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
 class StateFolder:
     """The state folder of a service."""
 
-    path: Path
-
-    @property
-    def database(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.database = path / "stoker.db"
         """The embedded database."""
-        return self.path / "stoker.db"
-
-    @property
-    def token(self) -> Path:
-        """The secret that clients show."""
-        return self.path / "token"
-
-    @property
-    def caches(self) -> Path:
+        self.token = path / "token"
+        """The secret that clients send."""
+        self.caches = path / "caches"
         """Encoded data of all jobs."""
-        return self.path / "caches"
-
-    @property
-    def data(self) -> Path:
-        """Data sets that the service made."""
-        return self.path / "data"
-
-    @property
-    def workers(self) -> Path:
+        self.data = path / "data"
+        """Generated data sets."""
+        self.workers = path / "workers"
         """Locks and logs of the worker processes."""
-        return self.path / "workers"
-
-    @property
-    def jobs(self) -> Path:
+        self.jobs = path / "jobs"
         """The folders of the jobs."""
-        return self.path / "jobs"
 
     def job(self, id: str) -> JobFolder:
-        """The folder of one job, whether it is there or not.
+        """Return the folder of one job, which need not exist.
 
         Raises:
-            NotFound: No job can have that id.
+            NotFoundError: The id is invalid.
         """
         try:
             known = str(UUID(id))
         except ValueError:
             known = ""
         if known != id:
-            raise NotFoundError(f"there is no job {id!r}: an id is written as 8-4-4-4-12 hexadecimal digits")
+            raise NotFoundError(
+                f"job {id!r} does not exist: an id has the form 8-4-4-4-12 hexadecimal digits"
+            )
         return JobFolder(self.jobs / known)
 
     def lack(self) -> str | None:
-        """Why nothing can be begun here; None: there is room."""
+        """Return why no job can start here; None: there is space."""
         try:
             free, inodes, _ = free_space(self.path)
         except OSError as error:
-            return f"{self.path} cannot be looked at: {error.strerror}. Look at its disk"
+            return f"{self.path} cannot be read: {error.strerror}. Check its disk"
         if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
             return None
         return (
             f"the disk of {self.path} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
-            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are wanted. Make room; jobs wait until then"
+            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are needed. Free space; jobs wait until then"
         )
 
     def make(self) -> None:
-        """All folders, for their owner alone."""
+        """Create all folders, for their owner only."""
         for path in (self.path, self.caches, self.data, self.workers, self.jobs):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
 
 
 class DiskRoom:
-    """Whether there is room in a state folder, told in time also where its disk says nothing."""
+    """Checks the free space of a state folder, in time also when its disk does not answer."""
 
     def __init__(self, folder: StateFolder) -> None:
-        self._asked: Recent[str | None] = Recent(folder.lack, f"the disk of {folder.path}", wait_s=ANSWER_S)
+        self._asked: CachedValue[str | None] = CachedValue(
+            folder.lack, f"the disk of {folder.path}", wait_s=ANSWER_S
+        )
 
     def lack(self) -> str | None:
-        """Why nothing can be begun there; None: there is room."""
+        """Return why nothing can be begun there; None: there is room."""
         found = self._asked.get()
         return found.stale or found.value
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The folder where a service keeps everything: nobody but its user may look inside.
+# The state folder is readable only by its user.
 
 
 def prepare_state_dir(path: Path) -> StateFolder:
-    """Make the folder and those inside it, or check that it may be used.
+    """Create the folder and its subfolders, or check that it is safe to use; return it.
 
     Raises:
-        ConfigError: It belongs to somebody else, others may read it, or anybody may replace it.
-        ReadOnlyError: It cannot be made.
+        ConfigError: It belongs to another user, others may read it, or anyone may replace it.
+        ReadOnlyError: It cannot be created.
     """
     path = path.absolute()
     with explain_disk_errors(path):
@@ -191,13 +156,13 @@ def prepare_state_dir(path: Path) -> StateFolder:
         )
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):o}: others may look inside. It holds the token: "
+            f"{path} has mode {stat.S_IMODE(found.st_mode):o}: others may read it. It holds the token: "
             f"chmod 700 {path}"
         )
     above = path.parent.stat()
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
         raise ConfigError(
-            f"anybody may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
+            f"anyone may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
         )
     folder = StateFolder(path)
     with explain_disk_errors(path):
@@ -206,12 +171,12 @@ def prepare_state_dir(path: Path) -> StateFolder:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `job.json`: what a job's process is told, written anew for each attempt.
+# `job.json`: the task of a job's process, rewritten for each attempt.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """What a job's process is told. It finds everything else beside the file."""
+    """The task of a job's process. Everything else is in the folder of the file."""
 
     id: str
     name: str
@@ -220,11 +185,11 @@ class JobFile:
     attempt: int
     """1 the first time."""
     epochs: int
-    """Epochs wanted in all; may be more than the configuration says, once a job was extended."""
+    """Epochs in total; more than in the configuration once a job was extended."""
     epoch: int
-    """Epochs that were reported as finished; one that was not may still have its checkpoint."""
+    """Epochs that were reported as finished; a later one may still have its checkpoint."""
     checkpoint: str | None
-    """The newest checkpoint that was reported: there has to be a valid one then. None: maybe none yet."""
+    """The newest reported checkpoint, so that a valid one must exist. None: none was reported."""
     config: dict[str, Json]
     datasets: list[dict[str, Json]]
     """The registered data sets of `dataset_ids`, described so that they can be opened."""
@@ -232,13 +197,13 @@ class JobFile:
     caches: str
     """Folder of the caches of all jobs."""
     data: str
-    """Folder of the data sets that the service makes."""
+    """Folder of generated data sets."""
     limits: dict[str, Json]
-    """`memory_bytes`, `wall_s`, `grace_s`: to plan with; who passes them is ended from outside."""
+    """`memory_bytes`, `wall_s`, `grace_s`: to plan with; the worker enforces them."""
     resume: bool = True
 
     def write(self, path: Path) -> None:
-        """Put it there in one step.
+        """Write the file atomically.
 
         Raises:
             ResourceError: The disk is full.
@@ -249,18 +214,18 @@ class JobFile:
 
     @classmethod
     def read(cls, path: Path) -> JobFile:
-        """What `write` wrote."""
+        """Read the file."""
         return cls(**json.loads(path.read_text()))
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `events.jsonl`: what a job's process says about itself, whole lines of JSON at the end of the file.
+# `events.jsonl`: events of a job's process, appended as complete lines of JSON.
 #
-# A line is one `write`, so a kill leaves whole lines, and at most one that was not finished.
+# A line is one `write`, so a kill leaves at most one incomplete line, the last.
 
 
 class Journal:
-    """The file, open for appending."""
+    """The file of events, open for appending."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -268,10 +233,10 @@ class Journal:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, 0o600)
         self.epoch = _end_of(path)
-        """The newest epoch that was told of; 0: none."""
+        """The newest epoch with metrics; 0: none."""
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Append a line; numbers that are not finite are null.
+        """Append an event; numbers that are not finite become null.
 
         Raises:
             ResourceError: The disk is full.
@@ -279,18 +244,18 @@ class Journal:
         text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
         left = text.encode() + b"\n"
         with explain_disk_errors(self._path):
-            while left:  # a disk that fills up takes a part, and refuses the next
+            while left:  # a disk that fills up takes a part and then fails
                 left = left[os.write(self._fd, left) :]
         if kind == "metrics":
             self.epoch = max(self.epoch, int(data["epoch"]))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
 
 def _end_of(path: Path) -> int:
-    """The newest epoch in a file, whose last line is ended if a kill left it half written."""
+    """Return the newest epoch in a file; end its last line if a kill left that incomplete."""
     data, epoch = path.read_bytes(), 0
     if data and not data.endswith(b"\n"):
         with path.open("ab") as file:
@@ -304,7 +269,7 @@ def _end_of(path: Path) -> int:
 
 
 def _plain(value: Any) -> Json:
-    """The same for JSON: NaN and infinities as null."""
+    """Return the value for JSON, with NaN and infinities as null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

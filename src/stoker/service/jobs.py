@@ -1,7 +1,7 @@
-"""Jobs as the API and the pages see them: make one, look at it, ask something of it.
+"""Jobs: created, read and controlled by the API and the pages, taken and reported on by workers.
 
-Each request is one UPDATE that names the states it starts from (`states.py`); nothing is read first and
-written later. Asking twice for the same thing is no error: the second answer is the first.
+Each request is one UPDATE that names the states it may start from (`database.MOVES`); nothing is read first
+and written later. The same request twice is not an error: the second answer equals the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any, cast
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError, ConflictError, LostAttemptError, NotFoundError
-from stoker.service.database import DATASETS, ENDED, HELD, JOBS, METRICS, WAITING, State, append, before
+from stoker.service.database import (
+    DATASETS,
+    ENDED_STATES,
+    HELD_STATES,
+    JOBS,
+    METRICS,
+    WAITING_STATES,
+    State,
+    append,
+    before,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +45,7 @@ MAX_EPOCHS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job as it stood at one moment. Times are unix seconds by the database's clock."""
+    """The state of one job at one moment. Times are unix seconds by the database's clock."""
 
     id: str
     name: str
@@ -43,7 +53,7 @@ class Job:
     """`training` or `generation`."""
     state: State
     config: dict[str, Json]
-    """What was asked for, as it was accepted."""
+    """The configuration as it was accepted."""
     dataset_ids: list[str]
     created: float
     started: float | None
@@ -52,7 +62,7 @@ class Job:
     attempt: int
     """How often a worker took it."""
     worker: str | None
-    """Who holds it, or held it last."""
+    """The worker that holds it, or held it last."""
     epoch: int
     """Epochs finished."""
     epochs: int
@@ -60,7 +70,7 @@ class Job:
     progress: float
     """0 to 1."""
     message: str
-    """What it does now, in words."""
+    """What it does now."""
     train_loss: float | None
     val_loss: float | None
     best_val_loss: float | None
@@ -73,7 +83,7 @@ class Job:
     checkpoint: str | None
     """Name of the newest checkpoint in its folder."""
     parent: str | None
-    """The job it goes on from."""
+    """The job that it continues."""
     error: str | None
     exit_code: int | None
     """Of its last process; negative: the signal that ended it."""
@@ -81,11 +91,11 @@ class Job:
 
 _FIELDS = tuple(JOBS.c[field.name] for field in fields(Job))
 _ONE = sa.select(*_FIELDS).where(JOBS.c.id == sa.bindparam("id"))
-"""Made once: making it takes as long as asking."""
+"""Built once: building it takes as long as executing it."""
 
 
 def job_of(row: sa.RowMapping) -> Job:
-    """A job from a row that holds at least its columns."""
+    """Return a job from a row with at least its columns."""
     values: dict[str, Any] = {column.name: row[column] for column in _FIELDS}
     values["state"] = State(values["state"])
     return Job(**values)
@@ -97,7 +107,7 @@ class Jobs:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(  # noqa: PLR0913 -- what a job is made of, by name
+    def create(  # noqa: PLR0913 - the parts of a job, by name
         self,
         config: dict[str, Json],
         *,
@@ -108,12 +118,12 @@ class Jobs:
         key: str | None = None,
         parent: str | None = None,
     ) -> tuple[Job, bool]:
-        """The job, and whether it was made now: `key` has one job however often and at once it is asked for.
+        """Return the job, and whether this call created it: requests with the same `key` share one job.
 
         Raises:
-            Conflict: The key belongs to a job that was asked for with something else.
-            ConfigError: A name, key, kind or number that no job can have.
-            Degraded: The database does not answer; with a key it is safe to ask again.
+            ConflictError: The key belongs to a job with another body.
+            ConfigError: The name, key, kind or number of epochs is invalid.
+            DegradedError: The database does not answer; with a key it is safe to try again.
         """
         _check(name=name, key=key, kind=kind, epochs=epochs)
         body = {"config": config, "name": name, "kind": kind, "dataset_ids": list(dataset_ids)}
@@ -143,21 +153,21 @@ class Jobs:
         return job_of(row), False
 
     def get(self, id: str) -> Job:
-        """One job.
+        """Return one job.
 
         Raises:
-            NotFound: There is none of that id.
+            NotFoundError: The job does not exist.
         """
         with self._database.reading() as connection:
             return _found(connection, id)
 
     def exists(self, id: str) -> bool:
-        """Whether there is a job of that id."""
+        """Return whether a job exists."""
         with self._database.reading() as connection:
             return connection.execute(sa.select(JOBS.c.number).where(JOBS.c.id == id)).first() is not None
 
     def list(self, state: State | None = None, *, limit: int = 50, offset: int = 0) -> list[Job]:
-        """Jobs in a state or in any, the newest first."""
+        """Return jobs in a state or in any, the newest first."""
         query = sa.select(*_FIELDS).order_by(JOBS.c.number.desc()).limit(limit).offset(offset)
         if state is not None:
             query = query.where(JOBS.c.state == state)
@@ -165,7 +175,7 @@ class Jobs:
             return [job_of(row) for row in connection.execute(query).mappings()]
 
     def count(self, state: State | None = None) -> int:
-        """How many jobs there are in a state, or in any."""
+        """Return the number of jobs in a state, or in any."""
         query = sa.select(sa.func.count()).select_from(JOBS)
         if state is not None:
             query = query.where(JOBS.c.state == state)
@@ -173,20 +183,20 @@ class Jobs:
             return connection.execute(query).scalar_one()
 
     def counts(self) -> dict[State, int]:
-        """How many jobs are in each state."""
+        """Return the number of jobs in each state."""
         query = sa.select(JOBS.c.state, sa.func.count()).group_by(JOBS.c.state)
         with self._database.reading() as connection:
             found = {State(state): count for state, count in connection.execute(query)}
         return {state: found.get(state, 0) for state in State}
 
     def cancel(self, id: str) -> Job:
-        """End it: at once when nobody works on it, else as soon as its process has ended (`cancelling`).
+        """End a job: at once without a worker, else as soon as its process has ended (`cancelling`).
 
         Raises:
-            NotFound: There is none of that id.
-            Conflict: It is completed or failed.
+            NotFoundError: The job does not exist.
+            ConflictError: It is completed or failed.
         """
-        idle = (*WAITING, State.PAUSED)
+        idle = (*WAITING_STATES, State.PAUSED)
         now = JOBS.c.state.in_(idle)
         return self._ask(
             id,
@@ -200,48 +210,52 @@ class Jobs:
         )
 
     def pause(self, id: str) -> Job:
-        """Stop it with a checkpoint: at once when nobody works on it, else through `pausing`.
+        """Stop a job with a checkpoint: at once without a worker, else through `pausing`.
 
         Raises:
-            NotFound: There is none of that id.
-            Conflict: It has ended, or is about to be cancelled.
+            NotFoundError: The job does not exist.
+            ConflictError: It has ended, or is being cancelled.
         """
-        to = sa.case((JOBS.c.state.in_(tuple(WAITING)), State.PAUSED), else_=State.PAUSING)
+        to = sa.case((JOBS.c.state.in_(tuple(WAITING_STATES)), State.PAUSED), else_=State.PAUSING)
         return self._ask(
-            id, "paused", (*WAITING, State.RUNNING), {"state": to}, already=(State.PAUSING, State.PAUSED)
+            id,
+            "paused",
+            (*WAITING_STATES, State.RUNNING),
+            {"state": to},
+            already=(State.PAUSING, State.PAUSED),
         )
 
     def resume(self, id: str) -> Job:
-        """Queue it again; it goes on from its newest valid checkpoint.
+        """Queue a job again; it continues from its newest valid checkpoint.
 
         Raises:
-            NotFound: There is none of that id.
-            Conflict: It still runs (also while it is pausing or cancelling), or is completed.
+            NotFoundError: The job does not exist.
+            ConflictError: It runs (or is pausing or cancelling), or is completed.
         """
         values = {"state": State.QUEUED, **self._fresh()}
         allowed = (State.PAUSED, State.CANCELLED, State.FAILED)
-        return self._ask(id, "resumed", allowed, values, already=tuple(WAITING))
+        return self._ask(id, "resumed", allowed, values, already=tuple(WAITING_STATES))
 
     def extend(self, id: str, epochs: int) -> Job:
         """Let a completed job train `epochs` more, from its last checkpoint.
 
         Raises:
-            NotFound: There is none of that id.
-            Conflict: It is not completed; what was stopped is resumed first.
-            ConfigError: `epochs` is below 1 or makes too many.
+            NotFoundError: The job does not exist.
+            ConflictError: It is not completed; resume a stopped job first.
+            ConfigError: `epochs` is below 1 or too large.
         """
         _check(name="more", key=None, kind="training", epochs=epochs)
         values = {"state": State.QUEUED, "epochs": JOBS.c.epoch + epochs, **self._fresh()}
         return self._ask(id, "extended", (State.COMPLETED,), values, already=())
 
     def delete(self, id: str) -> None:
-        """Forget a job that nobody works on, with its metrics; its folder is removed later by the service.
+        """Delete a job without a worker, with its metrics; the service removes its folder later.
 
         Raises:
-            NotFound: There is none of that id.
-            Conflict: It waits or runs: cancel it first.
+            NotFoundError: The job does not exist.
+            ConflictError: It waits or runs; cancel it first.
         """
-        allowed = (*ENDED, State.PAUSED)
+        allowed = (*ENDED_STATES, State.PAUSED)
         with self._database.writing() as connection:
             gone = connection.execute(JOBS.delete().where(JOBS.c.id == id, JOBS.c.state.in_(allowed)))
             if not gone.rowcount:
@@ -249,10 +263,10 @@ class Jobs:
             append(connection, self._database.wall, id, [("deleted", {})])
 
     def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Json]]:
-        """What was measured, an epoch a row, in order, from epoch `after` + 1 on: `epoch`, `at` and the rest.
+        """Return what was measured from epoch `after` + 1 on, one row per epoch: `epoch`, `at` and the rest.
 
         Raises:
-            NotFound: There is no job of that id.
+            NotFoundError: The job does not exist.
         """
         query = (
             sa.select(METRICS)
@@ -267,7 +281,7 @@ class Jobs:
         return [{**row["data"], "epoch": row["epoch"], "at": row["at"]} for row in rows]
 
     def _fresh(self) -> dict[str, Any]:
-        """What a job that starts anew forgets of its end."""
+        """Return the columns of its end that a job resets when it is queued again."""
         return {
             "ended": None,
             "error": None,
@@ -307,7 +321,7 @@ class Jobs:
 def _found(connection: sa.Connection, id: str) -> Job:
     row = connection.execute(_ONE, {"id": id}).mappings().one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no job {id!r}. `stoker job list` shows those there are")
+        raise NotFoundError(f"job {id!r} does not exist. `stoker job list` shows all jobs")
     return job_of(row)
 
 
@@ -333,35 +347,34 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a job's process says about itself: lines of JSON, `{"kind": ..., "data": {...}}`, appended to a file.
+# Events of a job's process: lines of JSON, `{"kind": ..., "data": {...}}`, appended to a file.
 #
-# The reader takes whole lines only and remembers how far it came in bytes, so that another worker goes on
-# where it stopped. A line that is none is not dropped: it comes out as a note with the beginning of its
-# text.
+# Only complete lines are read, and the position in bytes is stored, so that another worker continues there. A
+# line that cannot be parsed is not dropped: it becomes a note with the beginning of its text.
 
 
 LINE_KINDS = frozenset({"started", "progress", "batch", "metrics", "completed", "failed"})
 LINE_BYTES = 256 * 1024
-"""A longer line is noted, not read."""
+"""A longer line becomes a note."""
 CHUNK_BYTES = 4 * LINE_BYTES
-"""Read at once."""
+"""Bytes of one read."""
 _MAX_INT = 2**31 - 1
 _TEXT = 2000
-"""Characters kept of a text that is shown in the row of a job."""
+"""Longest text in the row of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One thing that a job's process said."""
+    """One event of a job's process."""
 
     kind: str
-    """One of `KINDS`."""
+    """One of `LINE_KINDS`."""
     data: dict[str, Json]
-    """Finite numbers only: where one was not, None."""
+    """Finite numbers only; others are None."""
 
 
 def read_lines(path: Path, position: int) -> tuple[list[Line], int]:
-    """The whole lines that follow byte `position`, about a MiB of them at most, and where the next begins."""
+    """Return the complete lines after byte `position`, about 1 MiB at most, and the next position."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -371,15 +384,15 @@ def read_lines(path: Path, position: int) -> tuple[list[Line], int]:
     finally:
         os.close(fd)
     end = chunk.rfind(b"\n") + 1
-    if not end and len(chunk) == CHUNK_BYTES:  # one line longer than all that: its pieces are noted
+    if not end and len(chunk) == CHUNK_BYTES:  # one longer line: its pieces become notes
         end = len(chunk)
     return [parse(text) for text in chunk[:end].split(b"\n") if text.strip()], position + end
 
 
 def end_line(path: Path) -> None:
-    """End the line that a killed process left half written, so that the next one begins a line of its own.
+    """End the line that a killed process left incomplete, so that the next process starts a new one.
 
-    Only who holds the job's lock may do it.
+    The caller must hold the job's lock.
     """
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -392,7 +405,7 @@ def end_line(path: Path) -> None:
 
 
 def parse(text: bytes) -> Line:
-    """The line that `text` is, or a note that it is none."""
+    """Return the parsed line, or a note that it cannot be parsed."""
     if len(text) <= LINE_BYTES:
         with suppress(ValueError, RecursionError):
             value: object = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
@@ -413,7 +426,7 @@ def _finite(text: str) -> float | None:
 
 
 def _fitting(data: dict[str, Any]) -> dict[str, Json]:
-    """The same, without values under the names of a job's columns that do not fit there."""
+    """Return the data, with values renamed that do not fit the job's column of their name."""
     kept: dict[str, Json] = {}
     for name, value in data.items():
         fits = True
@@ -439,15 +452,15 @@ def _shortened(name: str, value: Any) -> Any:
 _NUMBERS = frozenset({"progress", "train_loss", "val_loss", "learning_rate", "stall"})
 _TEXTS = {"message": _TEXT, "tier": 20, "checkpoint": _TEXT, "error": _TEXT}
 SHOWN = (*sorted(_NUMBERS), "epoch", "message", "tier", "checkpoint")
-"""What a line sets in the row of its job, under the same name."""
+"""Fields of a line that are copied to the row of its job."""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Who works on which job.
+# Attempts: which worker has which job.
 #
-# A worker takes a job and has it until the attempt is over. The supervisor of the workers gives a job back
-# (`release`) once the worker is dead. The number of the attempt is part of every UPDATE that a worker makes:
-# what a worker had on its way to the database when it was killed changes no later attempt.
+# A worker takes a job and has it until the attempt is over. The supervisor gives the job back (`release`)
+# once the worker is dead. Every UPDATE by a worker contains the number of its attempt, so that a statement
+# that was on its way when the worker was killed cannot change a later attempt.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,7 +470,7 @@ class AttemptPolicy:
     timeout_s: float = 30.0
     """A worker without a heartbeat for this long is killed, and its job is tried again."""
     room_wait_s: float = 30.0
-    """Wait before the next attempt where the last one found no room, or could not be started."""
+    """Wait before the next attempt after one that found no space, or could not start."""
     max_losses: int = 5
     """Attempts in a row that may end without a result and without a finished epoch; then the job fails."""
     backoff_s: float = 2.0
@@ -465,7 +478,7 @@ class AttemptPolicy:
 
     @property
     def longest_wait_s(self) -> float:
-        """No job waits longer; one that seems to was put off before the clock was set back."""
+        """The longest wait of a job; a longer one means that the clock was set back."""
         return max(self.room_wait_s, 64 * self.backoff_s)
 
 
@@ -476,7 +489,7 @@ class JobAttempt:
     job: Job
     """As it was when the worker took it."""
     number: int
-    """A later attempt at the job has a higher one."""
+    """Increases with each attempt at the job."""
     position: int
     """Bytes of the job's `events.jsonl` that are already in the database."""
 
@@ -491,7 +504,7 @@ class Outcome:
     error: str | None = None
     exit_code: int | None = None
     data: Mapping[str, Json] | None = None
-    """What the process said at its end."""
+    """Data of the last event of the process."""
 
 
 class JobQueue:
@@ -502,16 +515,16 @@ class JobQueue:
         self.retry = retry or AttemptPolicy()
 
     def take(self, worker: str) -> JobAttempt | None:
-        """The oldest job that waits, now this worker's; None when none does.
+        """Give the oldest waiting job to a worker and return the attempt; None if no job waits.
 
-        Many may ask at once: each job goes to one of them, and none waits for another (PostgreSQL skips rows
+        Each job goes to one of many concurrent callers, and none waits for another (PostgreSQL skips rows
         that are being taken).
         """
         database, now = self._database, self._database.wall
         due = sa.or_(JOBS.c.not_before <= now, JOBS.c.not_before > now + self.retry.longest_wait_s)
         oldest = (
             sa.select(JOBS.c.number)
-            .where(JOBS.c.state.in_(tuple(WAITING)), due)
+            .where(JOBS.c.state.in_(tuple(WAITING_STATES)), due)
             .order_by(JOBS.c.number)
             .limit(1)
         )
@@ -527,7 +540,7 @@ class JobQueue:
             )
             .returning(JOBS)
         )
-        with database.reading() as connection:  # most of the time nothing waits: no reason to lock anything
+        with database.reading() as connection:  # usually no job waits, and nothing needs to be locked
             if connection.execute(oldest).first() is None:
                 return None
         with database.writing() as connection:
@@ -539,40 +552,40 @@ class JobQueue:
         return attempt
 
     def look(self, attempt: JobAttempt) -> State:
-        """Return what is wanted of the job now: running, pausing or cancelling.
+        """Return the requested state of the job: running, pausing or cancelling.
 
         Raises:
-            LostAttemptError: Another attempt was begun, or the job has ended.
+            LostAttemptError: Another attempt began, or the job has ended.
         """
-        held = sa.select(JOBS.c.state).where(_of(attempt), JOBS.c.state.in_(tuple(HELD)))
+        held = sa.select(JOBS.c.state).where(_of(attempt), JOBS.c.state.in_(tuple(HELD_STATES)))
         with self._database.reading() as connection:
             if (state := connection.execute(held).scalar()) is None:
                 raise _lost(attempt)
         return State(state)
 
     def report(self, attempt: JobAttempt, lines: Sequence[Line], position: int) -> State:
-        """Store what the job's process wrote up to `position`, all or nothing; return what `look` does.
+        """Store the lines up to `position` in one transaction; return the same as `look`.
 
-        Metrics become rows, everything becomes events. The lines `completed` and `failed` are for `finish`.
+        Metrics become rows, and all lines become events. `completed` and `failed` are left to `finish`.
 
         Raises:
-            LostAttemptError: Another attempt was begun, or the job has ended: nothing was stored.
+            LostAttemptError: Another attempt began, or the job has ended; nothing was stored.
         """
         with self._database.writing() as connection:
             values = {**_shown(lines), "position": position}
-            if (row := self._changed(connection, attempt, HELD, values)) is None:
+            if (row := self._changed(connection, attempt, HELD_STATES, values)) is None:
                 raise _lost(attempt)
             self._store(connection, attempt.job.id, lines)
         return State(row["state"])
 
     def finish(self, attempt: JobAttempt, outcome: Outcome, *, lines: Sequence[Line], position: int) -> Job:
-        """End the attempt and let go of the job, with the last lines of its process, in one transaction.
+        """End the attempt with the last lines of its process in one transaction; return the job.
 
-        Asking again after an answer that never came is safe: the second time finds it done.
+        Calling it again after a lost answer is safe.
 
         Raises:
-            LostAttemptError: Another attempt was begun, or the job has ended otherwise, or cannot go from its
-                state to the outcome: nothing was stored.
+            LostAttemptError: Another attempt began, the job has ended otherwise, or cannot go from its state
+                to the outcome; nothing was stored.
         """
         values = {
             **_shown(lines),
@@ -581,7 +594,7 @@ class JobQueue:
             "message": outcome.message,
             "error": outcome.error,
             "exit_code": outcome.exit_code,
-            "ended": self._database.wall if outcome.state in ENDED else None,
+            "ended": self._database.wall if outcome.state in ENDED_STATES else None,
         }
         if outcome.state is State.COMPLETED:
             values["progress"] = 1.0
@@ -593,7 +606,9 @@ class JobQueue:
         if outcome.error is not None:
             told["error"] = outcome.error
         with self._database.writing() as connection:
-            if (row := self._changed(connection, attempt, before(outcome.state) & HELD, values)) is None:
+            if (
+                row := self._changed(connection, attempt, before(outcome.state) & HELD_STATES, values)
+            ) is None:
                 return self._done_before(connection, attempt, outcome)
             if attempt.job.kind == "generation" and outcome.state is State.COMPLETED:
                 of_job = sa.and_(DATASETS.c.id.in_(attempt.job.dataset_ids), DATASETS.c.health == "making")
@@ -602,16 +617,16 @@ class JobQueue:
         return job_of(row)
 
     def give_back(self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
-        """Let go of a job that is to go on later: another worker takes it, or what was asked of it is done.
+        """Give back a job that continues later, or carry out a pending request; return the job.
 
         Args:
-            attempt: The one that is over.
+            attempt: The attempt that is over.
             why: For the events.
-            lost: Whether it failed by itself; after `AttemptPolicy.max_losses` in a row the job fails.
-            wait_s: How long nobody is to take it.
+            lost: Whether the attempt failed; after `AttemptPolicy.max_losses` in a row the job fails.
+            wait_s: Seconds before another worker may take it.
 
         Raises:
-            LostAttemptError: Another attempt was begun, or the job has ended.
+            LostAttemptError: Another attempt began, or the job has ended.
         """
         with self._database.writing() as connection:
             row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s)
@@ -621,17 +636,17 @@ class JobQueue:
 
     def workers(self) -> set[str]:
         """Return the workers that have a job."""
-        held = sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD))).distinct()
+        held = sa.select(JOBS.c.worker).where(JOBS.c.state.in_(tuple(HELD_STATES))).distinct()
         with self._database.reading() as connection:
             return set(connection.execute(held).scalars())
 
     def release(self, worker: str, why: str = "its worker is gone") -> list[Job]:
-        """Take the jobs away from a worker that is dead, a transaction each.
+        """Give back the jobs of a dead worker, each in its own transaction; return them.
 
-        A job that ran waits for its next attempt, or fails when it had too many; one that was being paused or
-        cancelled is paused or cancelled.
+        A running job waits for its next attempt, or fails after too many; a pausing or cancelling job is
+        paused or cancelled.
         """
-        of_worker = sa.and_(JOBS.c.state.in_(tuple(HELD)), JOBS.c.worker == worker)
+        of_worker = sa.and_(JOBS.c.state.in_(tuple(HELD_STATES)), JOBS.c.worker == worker)
         with self._database.reading() as connection:
             numbers = connection.execute(sa.select(JOBS.c.number).where(of_worker)).scalars().all()
         released: list[Job] = []
@@ -666,7 +681,7 @@ class JobQueue:
         lost: bool,
         wait_s: float = 0.0,
     ) -> sa.RowMapping | None:
-        """End an attempt without a result: where the job goes is decided in the one UPDATE."""
+        """End an attempt without a result; the same UPDATE decides on the next state."""
         database, retry = self._database, self.retry
         state, losses = JOBS.c.state, JOBS.c.losses + int(lost)
         wait = retry.backoff_s * _power_of_two(JOBS.c.losses) if lost else sa.literal(wait_s)
@@ -682,7 +697,7 @@ class JobQueue:
         error = f"{retry.max_losses} attempts in a row ended without a finished epoch; the last: {why}"
         change = (
             JOBS.update()
-            .where(which, state.in_(tuple(HELD)))
+            .where(which, state.in_(tuple(HELD_STATES)))
             .values(
                 state=to,
                 losses=losses,
@@ -694,7 +709,7 @@ class JobQueue:
             .returning(JOBS)
         )
         if (row := connection.execute(change).mappings().one_or_none()) is not None:
-            kind = "queued" if State(row["state"]) in WAITING else row["state"]
+            kind = "queued" if State(row["state"]) in WAITING_STATES else row["state"]
             told: dict[str, Json] = {"message": why, "attempt": row["attempt"]}
             if row["error"] is not None:
                 told["error"] = row["error"]
@@ -736,17 +751,17 @@ def _of(attempt: JobAttempt) -> sa.ColumnElement[bool]:
 def _lost(attempt: JobAttempt) -> LostAttemptError:
     return LostAttemptError(
         f"attempt {attempt.number} at job {attempt.job.id}, by worker {attempt.job.worker}, is over: the job "
-        "went on without it, or has ended. Nothing was changed"
+        "continued without it, or has ended. Nothing was changed"
     )
 
 
 def _power_of_two(losses: sa.ColumnElement[int]) -> sa.ColumnElement[float]:
-    """1, 2, 4 ... 64."""
+    """Return 1, 2, 4 ... 64."""
     return sa.case(*((losses == count, float(2**count)) for count in range(6)), else_=64.0)
 
 
 def _shown(lines: Sequence[Line]) -> dict[str, Any]:
-    """What lines change in the row of their job: the newest of each, and the best epoch there was."""
+    """Return the changes of lines to the row of their job: the newest values, and the best epoch."""
     values: dict[str, Any] = {}
     measured: list[tuple[int, float]] = []
     for line in lines:
@@ -756,8 +771,8 @@ def _shown(lines: Sequence[Line]) -> dict[str, Any]:
             measured.append((epoch, float(loss) if isinstance(loss, int | float) else math.inf))
     if measured:
         told = sa.select(sa.func.max(METRICS.c.epoch)).where(METRICS.c.job == JOBS.c.id).scalar_subquery()
-        gets_on = sa.func.coalesce(told, 0) < max(measured)[0]  # an epoch told again is no progress
-        values["losses"] = sa.case((gets_on, 0), else_=JOBS.c.losses)
+        advances = sa.func.coalesce(told, 0) < max(measured)[0]  # a repeated epoch is not progress
+        values["losses"] = sa.case((advances, 0), else_=JOBS.c.losses)
         epoch, loss = min(measured, key=lambda pair: pair[1])
         better = sa.func.coalesce(JOBS.c.best_val_loss, math.inf) > loss
         values["best_val_loss"] = sa.case((better, loss), else_=JOBS.c.best_val_loss)

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers, with examples; the OpenAPI is made of them."""
+"""Models of requests and responses with their examples, and the handlers of errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.service.database import State
-from stoker.service.training_config import TrainingConfig
+from stoker.service.job_config import JobConfig
 
 if TYPE_CHECKING:
     from stoker.service.background import Operation
@@ -49,23 +49,23 @@ class JobRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     job_name: str = Field(default="training", min_length=1, max_length=200)
-    config: TrainingConfig
+    config: JobConfig
     description: str | None = Field(
         default=None,
         max_length=4000,
-        description="Taken from earlier clients and not kept; a header says so.",
+        description="Accepted from earlier clients and not stored; a header says so.",
     )
 
 
 class MoreEpochs(BaseModel):
-    """How many more epochs a completed job is to train."""
+    """How many more epochs a completed job trains."""
 
     model_config = ConfigDict(extra="forbid")
     additional_epochs: Epochs
 
 
 class JobOut(BaseModel):
-    """A job as it stands. Times are UTC by the clock of the database."""
+    """The current state of a job. Times are UTC by the clock of the database."""
 
     id: str
     job_name: str
@@ -89,24 +89,21 @@ class JobOut(BaseModel):
     tier: str | None = Field(description="Where batches come from: device, host, disk or encode.")
     checkpoint_path: str | None = Field(description="Name of the newest checkpoint in the job's folder.")
     parent_job_id: str | None
-    attempt: int = Field(description="How often a worker took it.")
+    attempt: int = Field(description="How many times a worker took it.")
     worker: str | None
     error_message: str | None
     exit_code: int | None
 
     @classmethod
     def of(cls, job: Job) -> JobOut:
-        """The answer for a job."""
+        """Return a job in the form of the API."""
         return cls(
-            id=job.id,
             job_name=job.name,
             job_type="generation" if job.kind == "generation" else "training",
             status=job.state,
             created_at=utc(job.created),
             started_at=None if job.started is None else utc(job.started),
             completed_at=None if job.ended is None else utc(job.ended),
-            config=job.config,
-            dataset_ids=job.dataset_ids,
             current_epoch=job.epoch,
             total_epochs=job.epochs,
             progress_percent=round(100 * job.progress, 2),
@@ -114,15 +111,13 @@ class JobOut(BaseModel):
             parent_job_id=job.parent,
             checkpoint_path=job.checkpoint,
             error_message=job.error,
-            **{name: getattr(job, name) for name in SAME},
+            **same_fields(cls, job),
         )
 
 
-SAME = (
-    "train_loss", "val_loss", "best_val_loss", "best_epoch", "learning_rate", "stall", "tier", "attempt",
-    "worker", "exit_code",
-)  # fmt: skip
-"""Fields of a job that keep their name."""
+def same_fields(model: type[BaseModel], thing: object) -> dict[str, Any]:
+    """Return the attributes of a thing that a model has under the same name."""
+    return {name: getattr(thing, name) for name in model.model_fields if hasattr(thing, name)}
 
 
 class JobList(BaseModel):
@@ -135,7 +130,7 @@ class JobList(BaseModel):
 
 
 class JobDetail(BaseModel):
-    """A job with what its page shows first."""
+    """A job with its last epochs and its place in the events."""
 
     job: JobOut
     recent_metrics: list[dict[str, Any]] = Field(description="The last ten epochs.")
@@ -143,7 +138,7 @@ class JobDetail(BaseModel):
 
 
 class JobMetrics(BaseModel):
-    """What was measured, an epoch a row."""
+    """What was measured, one row per epoch."""
 
     job_id: str
     metrics: list[dict[str, Any]]
@@ -159,7 +154,7 @@ class JobLog(BaseModel):
 
 
 class OperationOut(BaseModel):
-    """Work that may take longer than an answer."""
+    """Work that may take longer than its request."""
 
     id: str
     what: str
@@ -170,12 +165,12 @@ class OperationOut(BaseModel):
 
     @classmethod
     def of(cls, operation: Operation) -> OperationOut:
-        """The answer for an operation."""
+        """Return an operation in the form of the API."""
         return cls.model_validate(operation, from_attributes=True)
 
 
 def utc(seconds: float) -> str:
-    """Unix seconds as ISO 8601, to the millisecond.
+    """Return Unix seconds as ISO 8601, to the millisecond.
 
     >>> utc(0.25)
     '1970-01-01T00:00:00.250Z'
@@ -184,7 +179,7 @@ def utc(seconds: float) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Requests and answers as the OpenAPI shows them; a test asks for each and compares.
+# Examples of requests and responses in the OpenAPI; a test sends each and compares.
 
 
 DATASET = "6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
@@ -309,7 +304,7 @@ PROMETHEUS = (
 )
 BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
     {
-        "TrainingConfig": [CONFIG],
+        "JobConfig": [CONFIG],
         "JobRequest": [{"job_name": "rx-night-run", "config": CONFIG}],
         "MoreEpochs": [{"additional_epochs": 20}],
         "GcRequest": [{"keep": 1, "older_than_s": 2592000, "dry_run": True}],
@@ -320,7 +315,7 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "JobLog": [JOB_LOG],
         "DatasetOut": [DATASET_OUT],
         "DatasetList": [DATASET_LIST],
-        "Made": [MADE],
+        "GeneratedDataset": [MADE],
         "SampleList": [SAMPLES],
         "CacheList": [CACHE_LIST],
         "CacheDetail": [CACHE],
@@ -330,14 +325,14 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "Health": [{"status": "ok"}],
         "Machine": [MACHINE],
         "LoginCode": [LOGIN_CODE],
-        "Fault": [FAULT],
+        "ErrorOut": [FAULT],
     }
 )
-"""Examples of the bodies of requests and answers, by the name of the model."""
+"""Examples of the bodies of requests and responses, by the name of the model."""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What goes wrong, as answers: `{"error": "one line", "fields": [...]}` and a status that fits.
+# Errors as responses: `{"error": "one line", "fields": [...]}` and the status of the error's class.
 
 
 STATUS: tuple[tuple[type[StokerError], int], ...] = (
@@ -351,45 +346,45 @@ STATUS: tuple[tuple[type[StokerError], int], ...] = (
     (ConfigError, 422),
     (SourceError, 422),
 )
-"""Status by class, the first that fits; 422 for every other error raised on purpose."""
+"""Status by class, the first match counts; 422 for every other `StokerError`."""
 EVERYWHERE = (400, 401, 403, 408, 413, 422, 431, 503, 504)
-"""What every route may answer: the guard's refusals, a wrong request, a database that does not answer."""
+"""Statuses of every route: the guard's refusals, a wrong request, a database that does not answer."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class FieldFault(BaseModel):
+class FieldErrorOut(BaseModel):
     """What is wrong with one field of a request."""
 
     path: str
     problem: str
 
 
-class Fault(BaseModel):
+class ErrorOut(BaseModel):
     """Why a request was not done."""
 
     error: str
-    fields: list[FieldFault] = []
+    fields: list[FieldErrorOut] = []
 
 
-def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI: these statuses and those that every route may answer."""
-    return {status: {"model": Fault} for status in sorted({*EVERYWHERE, *statuses})}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of a route for the OpenAPI: `statuses` and those of every route."""
+    return {status: {"model": ErrorOut} for status in sorted({*EVERYWHERE, *statuses})}
 
 
 def as_json(body: BaseModel) -> Response:
-    """An answer to a read that comes often: written where it was made, and not checked once more."""
+    """Return a response to a frequent read: its body is serialized here and not validated a second time."""
     return Response(body.model_dump_json(), media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Let `app` answer in this form whatever happens."""
+    """Make `app` answer every error in this form."""
     app.add_exception_handler(StokerError, _of_ours)
     app.add_exception_handler(RequestValidationError, _of_fields)
     app.add_exception_handler(HTTPException, _of_routing)
 
 
 def status_of(error: Exception) -> int:
-    """The status that fits an error raised on purpose."""
+    """Return the status for an error."""
     return next((status for kind, status in STATUS if isinstance(error, kind)), 422)
 
 
@@ -402,17 +397,17 @@ def _of_ours(_request: Request, error: Exception) -> Response:
 def _of_fields(request: Request, error: Exception) -> Response:
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
-        FieldFault(path=path.removeprefix("body").removeprefix("."), problem=problem)
+        FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=problem)
         for path, problem in wrong_fields(errors, _schema_of(request))
     ]
     said = "; ".join(f"{fault.path or 'the body'}: {fault.problem}" for fault in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    body = Fault(error=f"the request is refused: {said}{more}", fields=found[:100])
+    body = ErrorOut(error=f"the request is refused: {said}{more}", fields=found[:100])
     return JSONResponse(body.model_dump(), 422)
 
 
 def _schema_of(request: Request) -> Schema:
-    """The schema of all that the route of a request takes: body, query, path and headers."""
+    """Return the schema of all that the route of a request takes: body, query, path and headers."""
     route: APIRoute = request.scope["route"]
     taken = route.dependant
     parts = {"path": taken.path_params, "query": taken.query_params, "header": taken.header_params}
@@ -432,15 +427,15 @@ def _schema_of_field(field: Any) -> Schema:
 def _of_routing(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
-    if "Allow" in headers:  # each method is a route of its own, and the first one named its own alone
+    if "Allow" in headers:  # each method is a separate route, and the first one names only its own
         headers["Allow"] = ", ".join(_allowed(request))
-    said = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    said = {404: "nothing is at this address", 405: "this address does not take that method"}
     detail = said.get(status) or str(getattr(error, "detail", error))
     return JSONResponse({"error": detail, "fields": []}, status, headers=headers)
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that the address of a request takes."""
+    """Return the methods that the address of a request takes."""
     routes, scope = request.app.routes, request.scope
     return [
         method

@@ -1,7 +1,7 @@
-"""The pages: logging in and out, and the templates that every page is made of.
+"""The pages: values for templates, login and logout, and the routes of all pages.
 
-A template knows `version`. What it shows is escaped; scripts and styles come from `static/`, since the policy
-sent with each answer allows no others.
+Templates escape all values. Scripts and styles come from `static/`, since the policy of each answer allows no
+others.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ import stoker
 from stoker.errors import NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
-from stoker.service.database import ENDED, HELD, WAITING, Event, State
+from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.figures import look_at_machine
+from stoker.service.job_config import WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
 from stoker.service.models import status_of
-from stoker.service.security import SESSION_S, Scope
-from stoker.service.services import Here, Services, services_of
-from stoker.service.training_config import WITHOUT_EFFECT, TrainingConfig
+from stoker.service.security import SESSION_S
+from stoker.service.services import Services, ServicesDep, services_of
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
-# What the pages show of jobs, caches and the machine, as plain values for templates.
+# Values for templates: what pages show of jobs, caches and the machine.
 
 
 MILESTONES = ("queued", "resumed", "claimed", "started")
-"""Kinds of events that the phases of a start-up lie between."""
+"""Kinds of events that delimit the phases of a start."""
 WIDTH, HEIGHT = 96, 24
-"""Of a spark line, in its own units."""
+"""Size of a spark line in its own units."""
 ACTIONS: tuple[tuple[str, str, frozenset[State]], ...] = (
-    ("pause", "Pause", WAITING | {State.RUNNING}),
+    ("pause", "Pause", WAITING_STATES | {State.RUNNING}),
     ("resume", "Resume", frozenset({State.PAUSED, State.CANCELLED, State.FAILED})),
-    ("cancel", "Cancel", WAITING | {State.RUNNING, State.PAUSING, State.PAUSED}),
+    ("cancel", "Cancel", WAITING_STATES | {State.RUNNING, State.PAUSING, State.PAUSED}),
 )
 CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Loss", "", (("train_loss", "training", 1), ("val_loss", "validation", 1))),
@@ -58,20 +58,20 @@ CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Learning rate", "", (("learning_rate", "rate", 1), ("lr", "rate", 1))),
     ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
 )
-"""Title, unit, and of each line: its name in a row of metrics, its label, and a factor."""
+"""Title, unit, and lines: name in a row of metrics, label and factor."""
 TIERS = ("device", "host", "disk", "encode")
 FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
-"""What the form shows before one asks for more."""
+"""Fields of the form that are visible at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarPart:
-    """One part of a bar that is cut into parts; places and widths are in thousandths of the bar."""
+    """One part of a bar; position and width are in thousandths of the bar."""
 
     label: str
     text: str
     kind: str
-    """What it is coloured by."""
+    """Selects the color."""
     x: float
     width: float
 
@@ -92,25 +92,25 @@ class FormField:
 
 
 def actions(job: Job) -> list[tuple[str, str]]:
-    """What may be asked of it now: the end of the address and the words on the button."""
+    """Return the actions that a job allows now: the end of the address and the label of the button."""
     return [(name, words) for name, words, states in ACTIONS if job.state in states]
 
 
 def tone(state: State) -> str:
-    """How a state is coloured: `busy`, `wait`, `good`, `bad` or `off`."""
-    if state in HELD:
+    """Return the color of a state: `busy`, `wait`, `good`, `bad` or `off`."""
+    if state in HELD_STATES:
         return "busy"
     tones = {State.COMPLETED: "good", State.FAILED: "bad", State.CANCELLED: "off"}
     return tones.get(state, "wait")
 
 
 def is_live(job: Job) -> bool:
-    """Whether it may change without anybody asking."""
-    return job.state not in ENDED and job.state is not State.PAUSED
+    """Return whether a job may change without a request."""
+    return job.state not in ENDED_STATES and job.state is not State.PAUSED
 
 
 def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
-    """A bar of values, each a label, how much, the same in words, and a kind.
+    """Return the parts of a bar for values, each a label, an amount, its text and a kind.
 
     >>> [(part.label, part.x, part.width) for part in bar([("a", 1, "1 s", "k"), ("b", 3, "3 s", "k")])]
     [('a', 0.0, 250.0), ('b', 250.0, 750.0)]
@@ -126,7 +126,7 @@ def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
 
 
 def phases(events: Sequence[Event], first: Event | None) -> list[BarPart]:
-    """The start-up of the last attempt: from milestones of a job, and the event after its last `started`."""
+    """Return the phases of the last start, from the milestones of a job and the event after `started`."""
     at = {event.kind: event.at for event in events}
     asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
     marks = [("waited for a worker", asked), ("opened data and caches", at.get("claimed", 0.0))]
@@ -138,8 +138,8 @@ def phases(events: Sequence[Event], first: Event | None) -> list[BarPart]:
     return bar(found)
 
 
-def where_records_are(started: Event | None) -> list[BarPart]:
-    """Records by tier, as a job told when it began to train."""
+def tier_bar(started: Event | None) -> list[BarPart]:
+    """Return records by tier, from the `started` event of a job."""
     tiers = started.data.get("tiers") if started else None
     if not isinstance(tiers, Mapping):
         return []
@@ -148,7 +148,7 @@ def where_records_are(started: Event | None) -> list[BarPart]:
 
 
 def spark(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Points of a line through the losses of a job's epochs, newest last; empty for less than two.
+    """Return the points of a line through the losses of a job's epochs, newest last; empty below two losses.
 
     >>> spark([{"train_loss": 2.0}, {"train_loss": 1.0}])
     '0.0,2.0 96.0,22.0'
@@ -164,7 +164,7 @@ def spark(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the script of the page draws: charts that have at least one of their lines in `rows`."""
+    """Return the charts that the script of the page draws: those with at least one line in `rows`."""
     there = {name for row in rows for name in row}
     drawn: list[dict[str, Any]] = []
     for title, unit, lines in CHARTS:
@@ -176,7 +176,7 @@ def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was found in a data set, in words and numbers; of fields, each with its shape and dtype.
+    """Return the facts of a data set as names and texts; fields with shape and dtype.
 
     >>> figures({"samples": 4030, "fields": {"u": {"shape": [101, 256], "dtype": "float32"}}})
     [('samples', '4,030'), ('field u', '101 × 256, float32')]
@@ -196,8 +196,8 @@ def _figure(value: Any) -> str:
 
 
 def form_fields() -> tuple[list[FormField], list[FormField]]:
-    """The settings of a new job that have an effect: those shown at once, and the others."""
-    schema = TrainingConfig.model_json_schema()
+    """Return the settings of a new job that have an effect: the visible ones, and the others."""
+    schema = JobConfig.model_json_schema()
     found = {
         name: _form_field(name, spec, name in schema.get("required", ()))
         for name, spec in schema["properties"].items()
@@ -225,7 +225,7 @@ def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
 
 
 def number(value: float | None) -> str:
-    """A measured figure with four significant digits, an en dash where there is none.
+    """Return a figure with four significant digits, or an en dash for None.
 
     >>> number(0.123456), number(None), number(1234567.0)
     ('0.1235', '–', '1.235e+06')
@@ -234,7 +234,7 @@ def number(value: float | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was.
+    """Return a time span as text.
 
     >>> ago(0.2), ago(75), ago(7300), ago(200_000)
     ('now', '75 s ago', '2 h 1 min ago', '2 days ago')
@@ -255,7 +255,7 @@ FILTERS = {
     "seconds": format_seconds,
     "tone": tone,
 }
-"""What templates format with."""
+"""Filters of the templates."""
 
 
 FOLDER = Path(__file__).parent
@@ -265,7 +265,7 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.filters |= FILTERS
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
-"""A path of this service: what a browser would read as another site does not match."""
+"""Matches a path of this service, but nothing that a browser would take for another site."""
 
 
 class _Flags(TypedDict):
@@ -276,12 +276,12 @@ class _Flags(TypedDict):
 
 
 def static_files() -> StaticFiles:
-    """What templates refer to under `/static`."""
+    """Return the application for files under `/static`."""
     return StaticFiles(directory=FOLDER / "static")
 
 
 def page(request: Request, name: str, status: int = 200, **context: Any) -> HTMLResponse:
-    """A page made of a template."""
+    """Return the page of a template."""
     text = _TEMPLATES.get_template(name).render(
         version=stoker.__version__,
         path=request.url.path,
@@ -292,9 +292,9 @@ def page(request: Request, name: str, status: int = 200, **context: Any) -> HTML
 
 
 def policy() -> str:
-    """The Content-Security-Policy of every answer; the log-in page has the one style that is not a file.
+    """Return the Content-Security-Policy of every answer; it allows the inline style of the login page.
 
-    It is the only page that is shown without a session, and files need one.
+    That page is the only one without a session, and files need a session.
     """
     style = re.search(r"<style>(.*?)</style>", (FOLDER / "templates/login.html").read_text(), re.DOTALL)
     text = "" if style is None else style[1]
@@ -305,52 +305,52 @@ def policy() -> str:
     )
 
 
-def log_in_first(_scope: Scope, path: str) -> Response:
-    """What a browser without a session gets for any page: the form, and from there the page it wanted."""
+def log_in_first(path: str) -> Response:
+    """Return the login form for a browser without a session; it leads on to the requested page."""
     return _form(path, status=401)
 
 
 @login_router.get("/login")
-def get_login(request: Request, here: Here, code: str = "", next: str = "/") -> Response:
-    """The form; with a code in the address, the session at once and an address without it."""
+def get_login(request: Request, services: ServicesDep, code: str = "", next: str = "/") -> Response:
+    """Return the form; with a code in the address, open a session and redirect to an address without it."""
     if not code:
         return _form(next)
-    return _log_in(request, here, code, next)
+    return _log_in(request, services, code, next)
 
 
 @login_router.post("/login")
-async def post_login(request: Request, here: Here) -> Response:
-    """Trade a code, or the token, for a session."""
+async def post_login(request: Request, services: ServicesDep) -> Response:
+    """Open a session for a code or the token; return a redirect."""
     try:
         fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=10)
-    except ValueError:  # more fields than the form has: not sent by the form, so it holds no secret
+    except ValueError:  # more fields than the form has, so it has no valid secret
         fields = {}
     secret, wanted = (fields.get(name, [""])[0] for name in ("secret", "next"))
-    return _log_in(request, here, secret.strip(), wanted)
+    return _log_in(request, services, secret.strip(), wanted)
 
 
 @login_router.post("/logout")
-def post_logout(request: Request, here: Here) -> Response:
-    """End the session."""
+def post_logout(request: Request, services: ServicesDep) -> Response:
+    """End the session; return a redirect to the login page."""
     if request.state.session is not None:
-        here.auth.end(request.state.session)
+        services.auth.end(request.state.session)
     response = RedirectResponse("/login", 303)
-    response.delete_cookie(here.auth.cookie, **_flags(request, here))
+    response.delete_cookie(services.auth.cookie, **_flags(request, services))
     return response
 
 
-def _log_in(request: Request, here: Services, secret: str, wanted: str) -> Response:
-    cookie = here.auth.log_in(secret)
+def _log_in(request: Request, services: Services, secret: str, wanted: str) -> Response:
+    cookie = services.auth.log_in(secret)
     if cookie is None:
         return _form(wanted, "That is no code of this service, or not any more.", status=401)
     response = RedirectResponse(wanted if _OURS.fullmatch(wanted) else "/", 303)
-    response.set_cookie(here.auth.cookie, cookie, max_age=int(SESSION_S), **_flags(request, here))
+    response.set_cookie(services.auth.cookie, cookie, max_age=int(SESSION_S), **_flags(request, services))
     return response
 
 
-def _flags(request: Request, here: Services) -> _Flags:
-    """Of the session's cookie: not for scripts nor other sites and, where there is TLS, for that alone."""
-    secure = here.secure or request.url.scheme == "https"
+def _flags(request: Request, services: Services) -> _Flags:
+    """Return the flags of the session's cookie: hidden from scripts and other sites, over TLS if used."""
+    secure = services.secure or request.url.scheme == "https"
     return {"path": "/", "httponly": True, "samesite": "strict", "secure": secure}
 
 
@@ -362,22 +362,22 @@ def _form(wanted: str, problem: str = "", status: int = 200) -> HTMLResponse:
 # ----------------------------------------------------------------------------------------------------------
 # The pages: jobs, one job, a new job, data sets, one of them, caches, one cache, the machine.
 #
-# A page is made whole on the server. Its script listens to the service's events and asks for those parts of
-# it again that have changed (`/parts/...`); without a script a page is right, and stays as it was.
+# The server renders complete pages. The script of a page listens to events and reloads the parts that changed
+# (`/parts/...`); without a script a page is correct, but does not update.
 
 
 PER_PAGE = 25
 LOG_LINES = 200
 EPOCHS_SHOWN = 5000
-"""Rows of metrics that a page draws: the newest. A job that was continued may have more."""
+"""Newest rows of metrics that a page draws; a continued job may have more."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
 USERS = 100
-"""Newest jobs that are looked through for those that use a cache or a data set."""
+"""Newest jobs that are searched for users of a cache or data set."""
 
 
 class PageRoute(APIRoute):
-    """A route whose errors are pages too."""
+    """A route that answers errors with pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See the class."""
@@ -389,7 +389,7 @@ class PageRoute(APIRoute):
             except StokerError as error:
                 return problem(request, status_of(error), str(error))
             except RequestValidationError:
-                return problem(request, 404, "there is nothing at this address. Look at the jobs")
+                return problem(request, 404, "nothing is at this address. See the list of jobs")
 
         return handler
 
@@ -400,28 +400,32 @@ PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 
 
 def problem(request: Request, status: int, text: str) -> Response:
-    """What went wrong, as a page; it is loaded again automatically where waiting may help."""
+    """Return the page of an error; it reloads automatically where waiting may help."""
     return page(request, "problem.html", status, title="Problem", text=text, again=status in (503, 504))
 
 
 @router.get("/")
-def show_jobs(request: Request, here: Here, status: Status = None, number: PageNumber = 1) -> Response:
-    """All jobs, the newest first."""
-    events = here.outbox.newest()
-    return page(request, "jobs.html", title="Jobs", events=events, **_jobs(here, status, number))
+def show_jobs(
+    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
+) -> Response:
+    """Return all jobs, the newest first."""
+    events = services.outbox.newest()
+    return page(request, "jobs.html", title="Jobs", events=events, **_jobs(services, status, number))
 
 
 @router.get("/parts/jobs")
-def part_jobs(request: Request, here: Here, status: Status = None, number: PageNumber = 1) -> Response:
-    """The table of `show_jobs`."""
-    return page(request, "parts/jobs.html", **_jobs(here, status, number))
+def part_jobs(
+    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
+) -> Response:
+    """Return the table of `show_jobs`."""
+    return page(request, "parts/jobs.html", **_jobs(services, status, number))
 
 
 @router.get("/jobs/new")
-def show_form(request: Request, here: Here, dataset: str | None = None) -> Response:
-    """The form to submit a job."""
+def show_form(request: Request, services: ServicesDep, dataset: str | None = None) -> Response:
+    """Return the form to submit a job."""
     first, more = form_fields()
-    known = here.datasets.list(limit=500)
+    known = services.datasets.list(limit=500)
     chosen = dataset or (known[0].id if known else None)
     return page(
         request, "new.html", title="New job", first=first, more=more, datasets=known, chosen=chosen
@@ -429,51 +433,55 @@ def show_form(request: Request, here: Here, dataset: str | None = None) -> Respo
 
 
 @router.get("/jobs/{job_id}")
-def show_job(request: Request, here: Here, job_id: Id) -> Response:
-    """One job."""
-    events = here.outbox.newest()  # first: what is read after it may be newer, never older
-    context = _job(here, job_id)
-    rows = here.jobs.metrics(job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN))
+def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return one job."""
+    events = services.outbox.newest()  # first, so that what is read next may be newer, but never older
+    context = _job(services, job_id)
+    rows = services.jobs.metrics(
+        job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN)
+    )
     drawn = {"charts": charts(rows), "rows": rows}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        log=_log(here, job_id), **context,
+        log=_log(services, job_id), **context,
     )  # fmt: skip
 
 
 @router.get("/parts/jobs/{job_id}")
-def part_job(request: Request, here: Here, job_id: Id) -> Response:
-    """State, buttons and figures of `show_job`."""
-    return page(request, "parts/job.html", **_job(here, job_id))
+def part_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return state, buttons and figures of `show_job`."""
+    return page(request, "parts/job.html", **_job(services, job_id))
 
 
 @router.get("/parts/jobs/{job_id}/log")
-def part_log(request: Request, here: Here, job_id: Id) -> Response:
-    """The end of a job's log."""
-    return page(request, "parts/log.html", log=_log(here, here.jobs.get(job_id).id))
+def part_log(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return the end of a job's log."""
+    return page(request, "parts/log.html", log=_log(services, services.jobs.get(job_id).id))
 
 
 @router.get("/datasets")
-def show_datasets(request: Request, here: Here, number: PageNumber = 1) -> Response:
-    """Data sets that jobs may name, and how to have more."""
-    events = here.outbox.newest()
+def show_datasets(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
+    """Return data sets that jobs may name, and how to add more."""
+    events = services.outbox.newest()
     return page(
-        request, "datasets.html", title="Data sets", events=events, roots=str(here.roots),
-        **_datasets(here, number),
+        request, "datasets.html", title="Data sets", events=events, roots=str(services.roots),
+        **_datasets(services, number),
     )  # fmt: skip
 
 
 @router.get("/parts/datasets")
-def part_datasets(request: Request, here: Here, number: PageNumber = 1) -> Response:
-    """The table of `show_datasets`."""
-    return page(request, "parts/datasets.html", **_datasets(here, number))
+def part_datasets(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
+    """Return the table of `show_datasets`."""
+    return page(request, "parts/datasets.html", **_datasets(services, number))
 
 
 @router.get("/datasets/{dataset_id}")
-def show_dataset(request: Request, here: Here, dataset_id: DatasetId) -> Response:
-    """One data set: figures, health, and which jobs use it."""
-    dataset = here.datasets.get(dataset_id)
-    users = [job for job in here.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}]
+def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
+    """Return one data set: figures, health, and which jobs use it."""
+    dataset = services.datasets.get(dataset_id)
+    users = [
+        job for job in services.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}
+    ]
     return page(
         request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
         figures=figures(dataset.facts), spec=_flat(dataset.spec),
@@ -481,19 +489,19 @@ def show_dataset(request: Request, here: Here, dataset_id: DatasetId) -> Respons
 
 
 @router.get("/parts/datasets/{dataset_id}/samples")
-def part_samples(request: Request, here: Here, dataset_id: DatasetId) -> Response:
-    """Some samples of a data set, or why they cannot be read."""
+def part_samples(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
+    """Return some samples of a data set, or why they cannot be read."""
     try:
-        found, problem = here.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), ""
+        found, problem = services.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), ""
     except (SourceError, StalledError, ResourceError) as error:
         found, problem = [], str(error)
     return page(request, "parts/samples.html", samples=found, problem=problem)
 
 
 @router.get("/caches")
-def show_caches(request: Request, here: Here) -> Response:
-    """All caches."""
-    found = list_caches(here)
+def show_caches(request: Request, services: ServicesDep) -> Response:
+    """Return all caches."""
+    found = list_caches(services)
     return page(
         request, "caches.html", title="Caches", caches=found.caches, total=found.bytes, stale=found.stale
     )
@@ -501,88 +509,90 @@ def show_caches(request: Request, here: Here) -> Response:
 
 @router.get("/caches/{name}/{fingerprint}")
 def show_cache(
-    request: Request, here: Here, name: Name, fingerprint: Print, other: str | None = None
+    request: Request, services: ServicesDep, name: Name, fingerprint: Print, other: str | None = None
 ) -> Response:
-    """One cache: what is in it, what it was made of, and how that differs from another."""
+    """Return one cache: its contents, its recipe, and the differences to another recipe."""
     from stoker.store import open_cache
 
-    detail = inspect_cache(name, fingerprint, here).model_dump()
-    folder = here.folder.caches / name / fingerprint
-    recipe = here.figures.folders.ask(
-        f"cache {name}/{fingerprint}", lambda: open_cache(folder, require_complete=False).recipe.entries
+    detail = inspect_cache(name, fingerprint, services).model_dump()
+    folder = services.folder.caches / name / fingerprint
+    recipe = services.figures.look_into_cache(
+        f"{name}/{fingerprint}", lambda: open_cache(folder, require_complete=False).recipe.entries
     )
-    others = [one for one in list_caches(here).caches if one.name == name and one.fingerprint != fingerprint]
-    beside = why(name, fingerprint, here, other) if other or others else None
+    others = [
+        one for one in list_caches(services).caches if one.name == name and one.fingerprint != fingerprint
+    ]
+    differences = why(name, fingerprint, services, other) if other or others else None
     return page(
         request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
-        detail=detail, recipe=_flat(recipe), others=others, beside=beside, other=other,
-        users=_users(here, fingerprint),
+        detail=detail, recipe=_flat(recipe), others=others, differences=differences, other=other,
+        users=_users(services, fingerprint),
     )  # fmt: skip
 
 
 @router.get("/machine")
-def show_machine(request: Request, here: Here) -> Response:
-    """What there is to compute with."""
-    return page(request, "machine.html", title="Machine", machine=_machine(here))
+def show_machine(request: Request, services: ServicesDep) -> Response:
+    """Return the resources of the machine."""
+    return page(request, "machine.html", title="Machine", machine=_machine(services))
 
 
 @router.get("/parts/machine")
-def part_machine(request: Request, here: Here) -> Response:
-    """The figures of `show_machine`."""
-    return page(request, "parts/machine.html", machine=_machine(here))
+def part_machine(request: Request, services: ServicesDep) -> Response:
+    """Return the figures of `show_machine`."""
+    return page(request, "parts/machine.html", machine=_machine(services))
 
 
-def _jobs(here: Services, status: State | None, number: int) -> dict[str, Any]:
-    found = here.jobs.list(status, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
-    lines = {job.id: spark(_recent(here, job.id, job.epoch)) for job in found}
-    total = here.jobs.count(status)
+def _jobs(services: Services, status: State | None, number: int) -> dict[str, Any]:
+    found = services.jobs.list(status, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
+    lines = {job.id: spark(_recent(services, job.id, job.epoch)) for job in found}
+    total = services.jobs.count(status)
     return {
         "jobs": found, "lines": lines, "only": status, "states": list(State), "number": number,
         "total": total, "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 
 
-def _datasets(here: Services, number: int) -> dict[str, Any]:
-    total = here.datasets.count()
-    found = here.datasets.list(limit=PER_PAGE, offset=PER_PAGE * (number - 1))
+def _datasets(services: Services, number: int) -> dict[str, Any]:
+    total = services.datasets.count()
+    found = services.datasets.list(limit=PER_PAGE, offset=PER_PAGE * (number - 1))
     last = max(1, -(-total // PER_PAGE))
     return {"datasets": found, "total": total, "number": number, "last": last, "now": time.time()}
 
 
-def _recent(here: Services, id: str, epoch: int) -> list[dict[str, Any]]:
+def _recent(services: Services, id: str, epoch: int) -> list[dict[str, Any]]:
     try:
-        return here.jobs.metrics(id, limit=SPARK_EPOCHS, after=max(0, epoch - SPARK_EPOCHS))
+        return services.jobs.metrics(id, limit=SPARK_EPOCHS, after=max(0, epoch - SPARK_EPOCHS))
     except NotFoundError:
         return []  # it was deleted since it was listed
 
 
-def _job(here: Services, id: str) -> dict[str, Any]:
-    job = here.jobs.get(id)
-    events = here.outbox.read(0, job=job.id, kinds=MILESTONES)
+def _job(services: Services, id: str) -> dict[str, Any]:
+    job = services.jobs.get(id)
+    events = services.outbox.read(0, job=job.id, kinds=MILESTONES)
     started = next((event for event in reversed(events) if event.kind == "started"), None)
-    first = here.outbox.read(started.number, job=job.id, limit=1) if started else []
+    first = services.outbox.read(started.number, job=job.id, limit=1) if started else []
     told = started.data if started else {}
     return {
         "job": job, "actions": actions(job), "live": is_live(job), "now": time.time(),
         "phases": phases(events, first[0] if first else None),
-        "tiers": where_records_are(started), "told": told, "newest": _newest(here, job.id, job.epoch),
+        "tiers": tier_bar(started), "told": told, "newest": _newest(services, job.id, job.epoch),
     }  # fmt: skip
 
 
-def _newest(here: Services, id: str, epoch: int) -> dict[str, Any]:
-    rows = here.jobs.metrics(id, limit=1, after=max(0, epoch - 1))
+def _newest(services: Services, id: str, epoch: int) -> dict[str, Any]:
+    rows = services.jobs.metrics(id, limit=1, after=max(0, epoch - 1))
     return rows[-1] if rows else {}
 
 
-def _log(here: Services, id: str) -> dict[str, Any]:
-    lines, _, cut = stream.tail(here.folder.job(id).log, LOG_LINES)
+def _log(services: Services, id: str) -> dict[str, Any]:
+    lines, _, cut = stream.tail(services.folder.job(id).log, LOG_LINES)
     return {"lines": lines, "cut": cut}
 
 
-def _users(here: Services, fingerprint: str) -> list[Any]:
-    """Jobs that said they train on a cache, of the newest."""
-    found = here.jobs.list(limit=USERS)
-    started = here.outbox.newest_of("started", [job.id for job in found])
+def _users(services: Services, fingerprint: str) -> list[Any]:
+    """Return the newest jobs that train on a cache."""
+    found = services.jobs.list(limit=USERS)
+    started = services.outbox.newest_of("started", [job.id for job in found])
 
     def used(id: str) -> bool:
         caches: Any = (started[id].data.get("caches") if id in started else None) or ()
@@ -591,12 +601,12 @@ def _users(here: Services, fingerprint: str) -> list[Any]:
     return [job for job in found if used(job.id)]
 
 
-def _machine(here: Services) -> dict[str, Any]:
-    return {**look_at_machine(here), "state_dir": str(here.folder.path)}
+def _machine(services: Services) -> dict[str, Any]:
+    return {**look_at_machine(services), "state_dir": str(services.folder.path)}
 
 
 def _flat(entries: Any, before: str = "") -> list[tuple[str, str]]:
-    """A nested recipe as rows."""
+    """Return a nested recipe as rows."""
     rows: list[tuple[str, str]] = []
     for name, value in entries.items():
         if isinstance(value, dict) and value:

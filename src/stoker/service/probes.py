@@ -1,7 +1,7 @@
-"""Look at data sets, by kind, in a process of its own (`probe`).
+"""Read facts, checks and samples of data sets in a separate process (`probe`).
 
-A damaged file can end the library that reads it, and storage can stop to answer. Neither may happen to the
-service: so the service waits for that process no longer than a timeout, and then kills it.
+A damaged file can crash the library that reads it, and storage can stop answering. Neither must affect the
+service, so it waits for the process up to a timeout and then kills it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stoker.units import format_count
 
 TIMEOUT_S = 60.0
 MODULES = (*TORCH, "stoker.service.probes")
-"""What such a process finds imported."""
+"""Modules that are imported before the process starts."""
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 4096
 
@@ -49,16 +49,16 @@ _TAIL_BYTES = 4096
 def probe(
     what: str, kind: str, spec: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S, **given: Any
 ) -> Any:
-    """Return what a function of `PROBES` says, from another process.
+    """Return the result of a function of `PROBES` from another process.
 
     Args:
-        what: Its name.
+        what: Name of the function.
         kind, spec: Of the data set.
         timeout_s: How long it may take.
         given: Further arguments of the function.
 
     Raises:
-        SourceError: The data is not as it should be; or looking at it ended the process.
+        SourceError: The data is invalid, or reading it crashed the process.
         StalledError: It took too long.
     """
     until = time.monotonic() + timeout_s
@@ -66,7 +66,7 @@ def probe(
     output = anonymous_file("stoker-probe")
     try:
         child = Child(
-            "stoker.service.probes:serve", what="a process to look at data", payload=request.encode(),
+            "stoker.service.probes:serve", what="a process to read data", payload=request.encode(),
             output=output, modules=MODULES,
         )  # fmt: skip
         try:
@@ -79,16 +79,15 @@ def probe(
         os.close(output)
     if said is None:
         raise StalledError(
-            f"looking at {_shown(spec)} took more than {timeout_s:g} s and was ended. The storage or the "
-            "database does not answer, or there is very much of it"
+            f"reading {_shown(spec)} took more than {timeout_s:g} s and was ended. The storage or the "
+            "database does not answer, or the data set is very large"
         )
     try:
         answer = cast("dict[str, Any]", json.loads(said))
     except ValueError:
         line = last.decode(errors="replace").strip().rpartition("\n")[2][-300:]
         raise SourceError(
-            f"looking at {_shown(spec)} ended the process that did it: it {child.exit}: {line}. "
-            "The data may be damaged"
+            f"reading {_shown(spec)} crashed its process: it {child.exit}: {line}. The data may be damaged"
         ) from None
     if "error" in answer:
         of_class: type[StokerError] = getattr(errors, str(answer.get("class")), SourceError)
@@ -97,7 +96,7 @@ def probe(
 
 
 def _answer_of(child: Child, until: float) -> bytes | None:
-    """Return all that a process says, up to its end; None where it does not end in time."""
+    """Return all output of a process up to its end; None if it does not end in time."""
     pieces: list[bytes] = []
     try:
         while True:
@@ -118,7 +117,7 @@ def _shown(spec: Mapping[str, Any]) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Answer the request that `probe` started this process for."""
+    """Answer the request of `probe` in the process that it started."""
     request: dict[str, Any] = json.loads(connection.payload)
     confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
     answer: dict[str, Json]
@@ -130,21 +129,21 @@ def serve(connection: Connection) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Sets of radio rows in a database, as the registry looks at them: figures and a few rows, never all.
+# Sets of radio rows in a database: figures and a few rows, never all.
 
 
 STATEMENT_MS = 20_000
-"""Somebody waits for the answer."""
+"""Timeout of a statement, since a user waits for the answer."""
 NEEDED = (
     "recording_session_id", "receiver_features", "tx_latitude", "tx_longitude", "gdop", "mean_snr_db",
     "num_receivers_detected", "num_receivers_in_sample", "timestamp", "dataset_id",
 )  # fmt: skip
-"""Columns that training, its bounds and the report of health read."""
+"""Columns that training, its limits and the report of health read."""
 SHOWN = (
     "recording_session_id", "timestamp", "tx_latitude", "tx_longitude", "mean_snr_db",
     "num_receivers_detected", "gdop",
 )  # fmt: skip
-"""Columns of a row as it is shown."""
+"""Columns that are shown."""
 MOST_SHOWN = 100
 
 
@@ -153,7 +152,7 @@ class RadioSet:
     """The rows of one data set in a table.
 
     Raises:
-        SourceError: The database does not answer, or there is no such table; names neither user nor password.
+        SourceError: The database does not answer, or the table does not exist. Names no user or password.
     """
 
     url: str
@@ -163,18 +162,18 @@ class RadioSet:
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> RadioSet:
-        """The rows that the `spec` of a registered data set names."""
+        """Return the rows of the `spec` of a data set."""
         return cls(url=spec["url"], table=spec["table"], set=spec["set"])
 
     def rows(self) -> int:
-        """How many there are."""
+        """Return the number of rows."""
         table = self._table()
         query = sa.select(sa.func.count()).select_from(table).where(self._own(table))
         with self._connected() as connection:
             return int(connection.execute(query).scalar_one())
 
     def facts(self) -> dict[str, Json]:
-        """Figures over all rows."""
+        """Return figures over all rows."""
         table = self._table()
         c, f = table.c, sa.func
         nowhere = sa.or_(c.tx_latitude.is_(None), c.tx_longitude.is_(None))
@@ -198,7 +197,7 @@ class RadioSet:
         return {name: _plain(value) for name, value in row.items()}
 
     def missing_columns(self) -> list[str]:
-        """Columns of `NEEDED` that the table lacks."""
+        """Return columns of `NEEDED` that the table lacks."""
         schema, _, name = self.table.rpartition(".")
         with self._connected() as connection:
             try:
@@ -208,7 +207,7 @@ class RadioSet:
         return [name for name in NEEDED if name not in found]
 
     def samples(self, limit: int, offset: int) -> list[dict[str, Json]]:
-        """Some rows in the order of their keys."""
+        """Return some rows in the order of their keys."""
         table = self._table()
         query = (
             sa.select(*(table.c[name] for name in SHOWN))
@@ -222,7 +221,7 @@ class RadioSet:
         return [{name: _plain(value) for name, value in row.items()} for row in rows]
 
     def is_noted(self, rows: int) -> bool:
-        """Whether a set that is generated is complete: it is noted in the transaction of its rows."""
+        """Return whether a generated set is complete: it is listed in the transaction of its rows."""
         sets = sa.table(
             load_extension("service.radio").SETS, sa.column("id", self._id_type()), sa.column("num_samples")
         )
@@ -259,13 +258,13 @@ class RadioSet:
 
     @contextmanager
     def _connected(self) -> Generator[sa.Connection]:
-        """A connection that reads only, for one look."""
+        """Open a read-only connection."""
         address = parse_database_url(self.url)
         if address.kind == "sqlite":
             path = Path(address.target).absolute()
             if not path.is_file():
                 raise SourceError(f"{address.shown}: no such file. Expected a SQLite database")
-            # Opened here: a URL of SQLAlchemy would decode the path once more.
+            # Opened here, since a URL of SQLAlchemy would decode the path a second time.
             engine = sa.create_engine(
                 "sqlite://", creator=lambda: connect_read_only(path), poolclass=sa.NullPool
             )
@@ -299,15 +298,15 @@ def _plain(value: Any) -> Json:
 
 
 _READ = 8
-"""Samples that a check reads, spread over the data set."""
+"""Number of samples that a check reads, spread over the data set."""
 Spec = Mapping[str, Any]
 
 
 def facts(kind: str, spec: Spec) -> dict[str, Json]:
-    """Figures of a data set, from headers and names alone.
+    """Return figures of a data set, only from headers and names.
 
     Raises:
-        SourceError: It cannot be opened, or is none.
+        SourceError: It cannot be opened, or is not a data set of its kind.
     """
     if kind == "radio":
         own = RadioSet.of(spec)
@@ -318,7 +317,7 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
             )
         found = own.facts()
         if not found["rows"]:
-            raise SourceError(f"table {own.table} has no row of data set {own.set}. Check the id")
+            raise SourceError(f"table {own.table} has no rows of data set {own.set}. Check the id")
         return {"samples": found.pop("rows"), **found}
     _refuse_links(Path(str(spec["path"])))
     source = _source(kind, spec)
@@ -327,19 +326,19 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
     if kind == "images":
         if len(classes) < 2:
             raise SourceError(
-                f"{spec['path']} has {len(classes)} folders of images. Expected two or more, one a class"
+                f"{spec['path']} has {len(classes)} folders of images. Expected two or more, one per class"
             )
         common["classes"] = list(classes)
     return {**common, "named_splits": _named_splits(kind, spec)}
 
 
 def check(kind: str, spec: Spec) -> list[dict[str, Json]]:
-    """Rows of pass, warn and fail: `check`, `status`, `detail`."""
+    """Return one row per check: `check`, `status` (pass, warn, fail) and `detail`."""
     return _check_radio(RadioSet.of(spec)) if kind == "radio" else _check_samples(_source(kind, spec), kind)
 
 
 def samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
-    """Some samples, as people look at them."""
+    """Return some samples in a readable form."""
     if kind == "radio":
         return RadioSet.of(spec).samples(limit, offset)
     source = _source(kind, spec)
@@ -349,7 +348,7 @@ def samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0) -> list[dic
 
 
 def remove(kind: str, spec: Spec) -> None:
-    """Remove a data set that the service made."""
+    """Remove a generated data set."""
     if kind == "radio":
         load_extension("service.radio").remove_radio(str(spec["url"]), str(spec["set"]))
     else:
@@ -365,16 +364,16 @@ def plan(
     caches: str,
     run_dir: str,
 ) -> dict[str, Json]:
-    """Return where the records of a job would be served from; nothing is encoded.
+    """Return where the records of a job would be served from, without encoding anything.
 
     Raises:
         StokerError: The data cannot be read, or no plan fits.
     """
     from stoker.run.context import Run
     from stoker.run.plan import plan_config
-    from stoker.service.training_config import TrainingConfig, settings_of
+    from stoker.service.job_config import JobConfig, settings_of
 
-    wanted = TrainingConfig.model_validate(dict(config))
+    wanted = JobConfig.model_validate(dict(config))
     settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)
     return plan_config(Run(settings)).to_json()
 
@@ -395,7 +394,7 @@ def _source(kind: str, spec: Spec) -> Source:
 
 
 def _named_splits(kind: str, spec: Spec) -> bool:
-    """Whether the data says itself what is for training and what for validation."""
+    """Return whether the data names its training and validation parts."""
     if kind == "images":
         from stoker.sources.images.folders import split_folders
 
@@ -405,7 +404,7 @@ def _named_splits(kind: str, spec: Spec) -> bool:
 
 
 def _refuse_links(path: Path) -> None:
-    """Nothing below the folder may lead out of it."""
+    """Refuse a folder with links that lead out of it."""
     root = path.resolve()
     for entry in root.rglob("*") if root.is_dir() else ():
         if entry.is_symlink() and not entry.resolve().is_relative_to(root):
@@ -418,7 +417,7 @@ def _check_radio(own: RadioSet) -> list[dict[str, Json]]:
     rows = [_row("rows", "pass" if count else "fail", f"{format_count(count)} rows")]
     for name, what in (
         ("without_place", "without the transmitter's place"),
-        ("place_out_of_range", "whose place is none on the earth"),
+        ("place_out_of_range", "with an invalid place on the earth"),
     ):
         bad = found[name] or 0
         rows.append(_row(name, "fail" if bad else "pass", f"{format_count(bad)} rows {what}"))
@@ -453,7 +452,7 @@ def _check_samples(source: Source, kind: str) -> list[dict[str, Json]]:
         for name, value in sample.items():
             if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
                 bad.append(f"sample {number}: {name} holds a NaN or an infinity")
-    told = "; ".join(bad[:3]) or "those read are whole and finite"
+    told = "; ".join(bad[:3]) or "the samples that were read are complete and finite"
     return [*rows, _row("content", "fail" if bad else "pass", told)]
 
 

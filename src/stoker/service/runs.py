@@ -1,4 +1,4 @@
-"""One attempt at a job, and what all kinds of data have in common: caches first, then training on records."""
+"""Run one attempt at a job: caches first, then training; or the generation of a data set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from stoker.run.context import Run, settings_digest, work_digest, write_diary
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.run.fitting import (
     Classification,
-    FitReport,
     ImageClassifier,
     Learner,
     fit,
@@ -36,8 +35,8 @@ from stoker.run.train import PreparedCaches, prepare, train_prepared
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.folders import JobFile, Journal
+from stoker.service.job_config import JobConfig, splits_of
 from stoker.service.probes import RadioSet
-from stoker.service.training_config import TrainingConfig, splits_of
 from stoker.sources.protocol import Source
 from stoker.sources.sql.query import parse_database_url
 from stoker.sources.sql.source import SQLSource
@@ -49,26 +48,26 @@ from stoker.units import format_count
 log = logging.getLogger("stoker")
 
 MODEL = "model.safetensors"
-"""The best weights of a finished job, in its folder."""
+"""File with the best weights of a finished job, in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """One attempt."""
+    """One attempt at a job."""
 
     folder: Path
     job: JobFile
-    config: TrainingConfig
+    config: JobConfig
     settings: Config
-    """The same in the pipeline's terms."""
+    """The configuration as settings of `stoker train`."""
     journal: Journal
 
     @property
     def device(self) -> torch.device:
-        """Where to compute.
+        """Device of the training.
 
         Raises:
-            ResourceError: `accelerator=gpu` where there is none.
+            ResourceError: `accelerator=gpu` without a GPU.
         """
         device = torch.device(Run(self.settings).device)
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -79,17 +78,17 @@ class JobRun:
         return device
 
     def share(self, epoch: float) -> float:
-        """Part of the job that is done after `epoch` epochs, 0..1."""
+        """Return the part of the job that is done after `epoch` epochs, 0 to 1."""
         return min(1.0, epoch / self.job.epochs)
 
     def caches(self) -> list[CacheResult]:
-        """The caches of training and of validation, encoded as far as they were not."""
+        """Return the caches of training and validation, completed."""
         progress = EncodingProgress(self.journal)
         run = Run(self.settings, progress=progress)
         return fill_caches(run, splits_of(self.config), training="records")
 
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
-        """Say what is trained on, from where, and why from there."""
+        """Report the data of the training, its tier, and the reason for the tier."""
         train = caches[0]
         message = f"trains on {format_count(len(train.cache), 'record')}, served from {facts['tier']}"
         log.info("%s: %s", message, facts["reason"])
@@ -112,30 +111,39 @@ class JobRun:
         )
 
 
+Facts = Mapping[str, Any]
+MakeLearner = Callable[[JobRun, Sequence[CacheResult]], tuple[Learner, Facts, Facts]]
+"""Makes from the caches the learner (its module on the CPU), facts to save with it, and facts to report."""
+
+
 def source_of(result: CacheResult) -> Source:
-    """Where a cache was made from; it was opened to find the cache.
+    """Return the source of a cache, which was opened to find the cache.
 
     Raises:
-        IncompleteError: The data is gone.
+        IncompleteError: The data does not exist any more.
     """
     filler = result.cache.filler
     source = getattr(filler, "source", None)
     if source is None:
         raise IncompleteError(
-            f"the data that {result.name} was made from is gone. A job needs it to begin; bring it back"
+            f"the data that {result.name} was made from does not exist any more. A job needs it to "
+            "start; restore it"
         )
     return source
 
 
-def fit_records(
-    run: JobRun, make: Callable[[Sequence[CacheResult]], tuple[Learner, Mapping[str, Any]]]
-) -> FitReport:
-    """Train on whole records: caches, loaders, then epochs, each with its checkpoint.
+def train_records(
+    run: JobRun, make: MakeLearner, *, architecture: str, figures: Sequence[str]
+) -> dict[str, Any]:
+    """Train on complete records and save the best weights; return the results of the job, by name.
+
+    Caches come first, then loaders, then epochs, each with its checkpoint.
 
     Args:
         run: The attempt.
-        make: From the caches what is learnt, its module on the CPU, and facts of the data to tell; torch's
-            random state is that of the job's seed when it is called.
+        make: Makes what is learned. Torch's random state is that of the job's seed when it is called.
+        architecture: What the saved model says it is.
+        figures: Names of the last epoch's figures that the job reports.
     """
     device, meter = run.device, StallMeter()
     with own_folder(run.folder):
@@ -143,12 +151,12 @@ def fit_records(
         train = _loader(run, caches[0], device, meter=meter)
         val = _loader(run, caches[1], device, order="sequential") if len(caches) > 1 else None
         torch.manual_seed(run.config.seed)
-        learner, facts = make(caches)
+        learner, saved, told = make(run, caches)
         learner.model.to(device)
         plan = train.plan
         tiers = {"tier": plan.tier, "tiers": plan.records_by_tier(), "reason": plan.reason}
-        run.tell_started(caches, {"device": str(device), **tiers, **facts})
-        return fit(
+        run.tell_started(caches, {"device": str(device), **tiers, **told})
+        report = fit(
             learner,
             train,
             val,
@@ -156,12 +164,23 @@ def fit_records(
             folder=run.folder,
             expected=run.job.checkpoint is not None,
             meter=meter,
-            on_event=_Lines(run).take,
+            on_event=_RecordEvents(run).take,
         )
+    learner.model.cpu().load_state_dict(dict(best_weights(run)))
+    facts = {
+        **saved,
+        "caches": {one.split: one.cache.fingerprint for one in caches},
+        "architecture": architecture,
+        "config": run.config.model_dump(mode="json"),
+    }
+    save_model(run.folder / MODEL, learner.model, facts)
+    row = cast("Mapping[str, Any]", report.row)
+    found = {name: row[name] for name in figures if name in row}
+    return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **found}
 
 
 def fit_settings(run: JobRun) -> TrainConfig:
-    """How to train."""
+    """Return the settings of the training loop."""
     config = run.config
     return TrainConfig(
         epochs=run.job.epochs,
@@ -178,13 +197,13 @@ def fit_settings(run: JobRun) -> TrainConfig:
 
 
 def best_weights(run: JobRun) -> Mapping[str, torch.Tensor]:
-    """Weights of the best epoch, or of the last where nothing was judged."""
+    """Return the weights of the best epoch, or of the last without validation."""
     root = run.folder / "checkpoints"
     for kind in ("best", "last"):
-        found = newest_checkpoint(root, lambda why: _passed_over(run, why), kind)
+        found = newest_checkpoint(root, lambda why: _report_skipped(run, why), kind)
         if found is not None:
             return found.model
-    raise IncompleteError(f"{root} holds no whole checkpoint after training. Look at the disk")
+    raise IncompleteError(f"{root} has no valid checkpoint after training. Check the disk")
 
 
 def _loader(
@@ -208,29 +227,29 @@ def _loader(
     )
 
 
-class _Lines:
-    """What happens in training, as lines."""
+class _RecordEvents:
+    """Writes the events of `fit` to the journal."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
         self._checkpoint = run.job.checkpoint
 
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
-        """One event of `fit`."""
+        """Write one event of `fit`."""
         journal, told = self._run.journal, cast("Mapping[str, Any]", facts)
         if kind == "batch":
             done = told["epoch"] - 1 + told["batch"] / told["batches"]
-            # The row of a job counts finished epochs, and this one is not.
+            # The row of a job counts finished epochs; this one is not finished.
             journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
         elif kind == "epoch":
             self._tell_epoch(told)
         elif kind == "checkpoint":
             self._checkpoint = Path(told["path"]).name
         elif kind == "skip":
-            _passed_over(self._run, told["why"])
+            _report_skipped(self._run, told["why"])
         elif kind == "resume":
             row = told["row"]
-            if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
+            if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its event
                 self._tell_epoch(row)
             journal.tell(
                 "progress", {"message": f"continues after epoch {told['epoch']}, step {told['step']}"}
@@ -245,17 +264,17 @@ class _Lines:
         self._run.journal.tell("metrics", {**row, **known, **more})
 
 
-def _passed_over(run: JobRun, why: str) -> None:
-    log.warning("a damaged checkpoint is passed over: %s", why)
-    run.journal.tell("progress", {"message": f"a damaged checkpoint is passed over: {why}"})
+def _report_skipped(run: JobRun, why: str) -> None:
+    log.warning("a damaged checkpoint is skipped: %s", why)
+    run.journal.tell("progress", {"message": f"a damaged checkpoint is skipped: {why}"})
 
 
 EVERY_S = 1.0
-"""Seconds between two lines on how encoding goes, at least."""
+"""Least seconds between two reports of the encoding progress."""
 
 
 class EncodingProgress:
-    """How encoding goes, as `progress` lines and in the log."""
+    """Writes the progress of encoding to the journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -263,11 +282,11 @@ class EncodingProgress:
 
     @property
     def interval_s(self) -> float:
-        """As often as lines may come."""
+        """Seconds between two reports."""
         return EVERY_S
 
     def update(self, snapshot: Snapshot) -> None:
-        """A line, if one is due or the last sample is done."""
+        """Write a report if one is due or the last sample is done."""
         if time.monotonic() < self._due and snapshot.done < snapshot.total:
             return
         self._due = time.monotonic() + EVERY_S
@@ -275,11 +294,11 @@ class EncodingProgress:
         self._journal.tell("progress", {**facts, "samples": snapshot.total})
 
     def note(self, text: str) -> None:
-        """Something that happened."""
+        """Report a message."""
         self._journal.tell("progress", {"message": text})
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -287,35 +306,26 @@ class EncodingProgress:
 
 
 def train_rows(run: JobRun) -> dict[str, Any]:
-    """Train; what the job came to, by name."""
-    radio = load_extension("service.radio")
-    made: list[Any] = []
-    known: dict[str, Any] = {}
-
-    def make(caches: Sequence[CacheResult]) -> tuple[Any, Mapping[str, Any]]:
-        source = source_of(caches[0])
-        if not isinstance(source, SQLSource):
-            raise SourceError(f"{caches[0].name} is not made of the rows of a database")
-        model = radio.TriangulationModel(dropout=run.config.dropout_rate)
-        model.set_statistics(source.statistics)
-        made.append(model)
-        known["statistics"] = dict(source.statistics)
-        known["caches"] = {one.split: one.cache.fingerprint for one in caches}
-        return radio.Triangulation(model), {"dropped": _dropped(run, caches), "database": source.where_it_is}
-
+    """Train; return the results of the job, by name."""
     with one_thread():
-        report = fit_records(run, make)
-    (model,) = made
-    model.cpu().load_state_dict(dict(best_weights(run)))
-    facts = {**known, "architecture": "triangulation", "config": run.config.model_dump(mode="json")}
-    save_model(run.folder / MODEL, model, facts)
-    row = cast("Mapping[str, Any]", report.row)
-    errors = {name: row[name] for name in ("rmse_m", "p50_m", "p68_m", "p95_m") if name in row}
-    return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **errors}
+        return train_records(
+            run, _rows_learner, architecture="triangulation", figures=("rmse_m", "p50_m", "p68_m", "p95_m")
+        )
+
+
+def _rows_learner(run: JobRun, caches: Sequence[CacheResult]) -> tuple[Learner, Facts, Facts]:
+    radio = load_extension("service.radio")
+    source = source_of(caches[0])
+    if not isinstance(source, SQLSource):
+        raise SourceError(f"{caches[0].name} is not made of the rows of a database")
+    model = radio.TriangulationModel(dropout=run.config.dropout_rate)
+    model.set_statistics(source.statistics)
+    told = {"dropped": _dropped(run, caches), "database": source.where_it_is}
+    return radio.Triangulation(model), {"statistics": dict(source.statistics)}, told
 
 
 def _dropped(run: JobRun, caches: Sequence[CacheResult]) -> int:
-    """Rows of the data sets that `min_snr_db` and `max_gdop` leave out; rows of other sets do not count."""
+    """Return how many rows of the data sets `min_snr_db` and `max_gdop` leave out."""
     datasets = cast("Sequence[Mapping[str, Any]]", run.job.datasets)
     there = sum(RadioSet.of(one["spec"]).rows() for one in datasets)
     return max(0, there - sum(one.count for one in caches))
@@ -326,31 +336,20 @@ def _dropped(run: JobRun, caches: Sequence[CacheResult]) -> int:
 
 
 def train_images(run: JobRun) -> dict[str, Any]:
-    """Train; what the job came to, by name."""
-    made: list[ImageClassifier] = []
-    known: dict[str, Any] = {}
+    """Train; return the results of the job, by name."""
+    return train_records(run, _images_learner, architecture="classifier", figures=("accuracy",))
 
-    def make(caches: Sequence[CacheResult]) -> tuple[Classification, Mapping[str, Any]]:
-        classes: tuple[str, ...] = getattr(source_of(caches[0]), "classes", ())
-        if len(classes) < 2:
-            raise SourceError(
-                f"{run.job.datasets[0]['name']} has {len(classes)} classes. Expected at least two folders of "
-                "images, one for each class"
-            )
-        model = ImageClassifier(caches[0].fields["image"].shape[0], len(classes), run.config.dropout_rate)
-        made.append(model)
-        known["classes"] = list(classes)
-        known["caches"] = {one.split: one.cache.fingerprint for one in caches}
-        return Classification(model), {"classes": list(classes)}
 
-    report = fit_records(run, make)
-    (model,) = made
-    model.cpu().load_state_dict(dict(best_weights(run)))
-    facts = {**known, "architecture": "classifier", "config": run.config.model_dump(mode="json")}
-    save_model(run.folder / MODEL, model, facts)
-    row = cast("Mapping[str, Any]", report.row)
-    accuracy = {"accuracy": row["accuracy"]} if "accuracy" in row else {}
-    return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **accuracy}
+def _images_learner(run: JobRun, caches: Sequence[CacheResult]) -> tuple[Learner, Facts, Facts]:
+    classes: tuple[str, ...] = getattr(source_of(caches[0]), "classes", ())
+    if len(classes) < 2:
+        raise SourceError(
+            f"{run.job.datasets[0]['name']} has {len(classes)} classes. Expected at least two folders of "
+            "images, one for each class"
+        )
+    model = ImageClassifier(caches[0].fields["image"].shape[0], len(classes), run.config.dropout_rate)
+    facts = {"classes": list(classes)}
+    return Classification(model), facts, facts
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -361,13 +360,13 @@ _BATCH_EVERY_S = 1.0
 
 
 def train_operator(run: JobRun) -> dict[str, Any]:
-    """Train; what the job came to, by name."""
+    """Train; return the results of the job, by name."""
     began = time.monotonic()
-    _ = run.device  # a GPU that was asked for and is not there is said before anything is encoded
-    lines = _OperatorLines(run)
+    _ = run.device  # a missing GPU is reported before anything is encoded
+    lines = _OperatorEvents(run)
     whole = Run(run.settings, progress=EncodingProgress(run.journal))
     prepared = prepare(whole)
-    _go_on(run, whole, prepared, lines)
+    _prepare_resume(run, whole, prepared, lines)
     lines.prepared = prepared
     result = train_prepared(whole, prepared, started=began, on_event=lines.take)
     report = result.report
@@ -383,14 +382,16 @@ def train_operator(run: JobRun) -> dict[str, Any]:
     }
 
 
-def _go_on(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _OperatorLines) -> None:
-    """Have the loop take up the job's checkpoint, also when it was given more epochs after it had finished.
+def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _OperatorEvents) -> None:
+    """Prepare the loop to resume from the job's checkpoint, also after a finished job got more epochs.
 
     Raises:
-        CorruptError: There was a checkpoint, and none is whole.
+        CorruptError: All checkpoints are damaged.
     """
     root = run.folder / "checkpoints"
-    found = checkpoint_to_resume(root, lines.passed_over, expected=run.job.checkpoint is not None)
+    found = checkpoint_to_resume(
+        root, lambda why: _report_skipped(run, why), expected=run.job.checkpoint is not None
+    )
     if found is None:
         return
     lines.epoch = int(found.state["progress"]["epoch"])
@@ -404,8 +405,8 @@ def _go_on(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _OperatorLi
     )
 
 
-class _OperatorLines:
-    """What happens in the loop, as lines."""
+class _OperatorEvents:
+    """Writes the events of the training loop to the journal."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
@@ -418,7 +419,7 @@ class _OperatorLines:
         self.epoch = 0
 
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
-        """One event of the loop."""
+        """Write one event of the loop."""
         told: Mapping[str, Any] = facts
         if kind == "serve" and self.prepared is not None:
             tiers = told["tiers"]
@@ -433,12 +434,7 @@ class _OperatorLines:
         elif kind in ("checkpoint", "best"):
             self.checkpoint = str(told["path"]).rpartition("/")[2]
         elif kind == "skip":
-            self.passed_over(told["why"])
-
-    def passed_over(self, why: str) -> None:
-        """A damaged checkpoint."""
-        log.warning("a damaged checkpoint is passed over: %s", why)
-        self._run.journal.tell("progress", {"message": f"a damaged checkpoint is passed over: {why}"})
+            _report_skipped(self._run, told["why"])
 
     def _take_step(self, told: Mapping[str, Any]) -> None:
         self._step = {"learning_rate": told["lr"], "grad_norm": told["grad_norm"]}
@@ -460,23 +456,23 @@ class _OperatorLines:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Make a data set: the whole of it or nothing, however often the process is killed.
+# Generate a data set: completely or not at all, even if the process is killed.
 
 
 WAIT_S = 3600.0
-"""How long the maker before, who writes into the same database, is waited for."""
+"""Timeout of waiting for another job that writes to the same database."""
 
 
 def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
-    """Make what the job's one data set says; what the job came to, by name.
+    """Generate the data set of a job; return the results of the job, by name.
 
     Raises:
-        ConfigError: It is none that the service makes.
-        StalledError: Another maker had the database all that time.
+        ConfigError: The job does not name one data set to generate.
+        StalledError: Another job locked the database for too long.
     """
     datasets = cast("Sequence[Mapping[str, Any]]", job.datasets)
     if len(datasets) != 1 or "make" not in datasets[0]["spec"]:
-        raise ConfigError(f"job {job.id} names no data set to make. Expected one, as `generate` notes it")
+        raise ConfigError(f"job {job.id} names no data set to generate. Expected exactly one")
     dataset = datasets[0]
     spec: Mapping[str, Any] = dataset["spec"]
     journal.tell("started", {"message": f"makes {dataset['name']}"})
@@ -494,18 +490,17 @@ def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
     with lock_folder(path.parent, "generate", timeout_s=WAIT_S) as free:
         if not free:
             raise StalledError(
-                f"{path} was written to by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s. "
-                "See its job"
+                f"{path} was locked by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s. See its job"
             )
         with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA journal_mode=WAL")  # jobs read while others are made
+            connection.execute("PRAGMA journal_mode=WAL")  # jobs read while other sets are written
         journal.tell("progress", {"message": f"makes {format_count(wanted.rows)} rows"})
         return radio.write_radio(path, wanted)
 
 
 def _burgers(spec: Mapping[str, Any]) -> bool:
     path = Path(str(spec["path"]))
-    if path.is_file():  # it appears whole or not at all
+    if path.is_file():  # the file appears complete or not at all
         return False
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_burgers(path, BurgersSpec(**spec["make"]))
@@ -513,5 +508,5 @@ def _burgers(spec: Mapping[str, Any]) -> bool:
 
 
 def train(run: JobRun, kind: str) -> dict[str, Any]:
-    """Train on data of a kind; return what the job came to, by name."""
+    """Train on data of a kind; return the results of the job, by name."""
     return {"radio": train_rows, "images": train_images, "hdf5": train_operator}[kind](run)

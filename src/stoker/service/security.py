@@ -1,14 +1,14 @@
-"""What every request passes first, of any method, to any route, page or file.
+"""The guard in front of every route, page and file, sessions, and the data that requests may name.
 
-Nothing is answered but what these rules allow, so a route that somebody forgot to protect is protected:
+The guard refuses every request that breaks one of these rules, so a route cannot be left unprotected:
 
-1. `Host` is a name of ours (another site's name may resolve to this machine), and is given once.
-2. `Origin` and `Sec-Fetch-Site`, where a browser sends them, say that our own page asks. With a cookie, what
-   may change something has to carry one of them: a browser sends `Origin` with each such request.
-3. The token as `Authorization: Bearer`, or the cookie of a session; only `PUBLIC` needs neither.
+1. `Host` is a name of this service (another site's name may resolve to this machine), and is given once.
+2. `Origin` and `Sec-Fetch-Site`, if a browser sends them, name our own page. A change with a cookie has to
+   carry one of them: a browser sends `Origin` with each such request.
+3. The request has the token as `Authorization: Bearer`, or the cookie of a session; only `PUBLIC` needs none.
 4. Headers, body, its nesting and its strings are within `RequestLimits`, and so is the time to answer.
 
-Every answer carries the headers that keep a browser from running or framing anything that is not ours.
+Every answer has the headers that keep a browser from running or framing foreign content.
 """
 
 from __future__ import annotations
@@ -26,23 +26,17 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote_plus, urlsplit
 
 from pydantic import SecretStr
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.errors import ConfigError, PathRefusedError, StokerError
 from stoker.runtime.files import create_file, replace_atomically
@@ -51,44 +45,16 @@ from stoker.service.traffic import RequestTraffic
 from stoker.sources.sql.query import parse_database_url
 
 # ----------------------------------------------------------------------------------------------------------
-# Bodies of requests: read whole within a size and a time, and JSON that no part behind this has to fear.
+# Bodies of requests: limited in size and time, and JSON that is safe for all code behind the guard.
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
-class Gone(Exception):  # noqa: N818 (no error: the other side left)
-    """The client left before its body was whole."""
-
-
-async def read_body(receive: Receive, *, most: int, within_s: float) -> bytes | None:
-    """The whole body; None when it is larger than `most` bytes.
-
-    Raises:
-        TimeoutError: It was not whole within `within_s`.
-        Gone: The client left.
-    """
-    pieces: list[bytes] = []
-    size = 0
-    async with asyncio.timeout(within_s):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Gone
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > most:
-                return None
-            if not message.get("more_body", False):
-                return b"".join(pieces)
-
-
 async def discard(receive: Receive, *, most: int, within_s: float) -> bool:
-    """Read a body and keep nothing of it; False when that was not all of it.
+    """Read and drop a body; return whether that was all of it.
 
-    A connection that is closed with a body unread takes our answer with it.
+    Closing a connection with an unread body would lose our answer.
     """
     size = 0
     try:
@@ -104,7 +70,7 @@ async def discard(receive: Receive, *, most: int, within_s: float) -> bool:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once, and then what comes after it."""
+    """Return a `receive` that yields the body once, and then later messages."""
     waiting = [body]
 
     async def again() -> Message:
@@ -116,11 +82,11 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def fault_in_json(body: bytes, *, depth: int, members: int, text_chars: int) -> str:
-    """What is wrong with a body as JSON, in words; empty for a sound one.
+    """Return what is wrong with a body as JSON; empty for a valid one.
 
-    Refused are nesting deeper than `depth` (which would end the parser), more values than `members` (each
-    costs a check), strings longer than `text_chars`, names given twice, NaN and infinities, and characters
-    that no database takes.
+    Refused are nesting deeper than `depth` (which would crash the parser), more values than `members` (each
+    costs a check), strings longer than `text_chars`, duplicate names, NaN and infinities, and characters that
+    no database accepts.
     """
     level = 0
     for match in _BRACKETS.finditer(body):
@@ -129,7 +95,7 @@ def fault_in_json(body: bytes, *, depth: int, members: int, text_chars: int) -> 
         if level > depth:
             return f"it is nested deeper than {depth} levels"
     try:
-        value = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        value = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique_members)
     except ValueError as error:  # also text that is not UTF-8, and numbers of thousands of digits
         return f"it is not JSON: {error}"
     return _fault_in_values(value, members, text_chars)
@@ -156,11 +122,11 @@ def _fault_in_values(value: object, members: int, text_chars: int) -> str:
     return ""
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object names a member twice")
@@ -168,22 +134,22 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Who may ask: a client that has the token of the state folder, or a session that was opened with it.
+# Clients: programs with the token of the state folder, and browsers with a session.
 #
-# Programs send the token. A browser is given a one-time code, which it trades for a cookie; the cookie
-# carries its own end and is sealed with a key made from the token, so that it outlives a restart and dies
-# with the token.
+# Programs send the token. A browser exchanges a one-time code for a cookie. The cookie contains its expiry
+# and is signed with a key derived from the token, so it survives a restart and becomes invalid with the
+# token.
 
 
 SHORTEST = 32
-"""Characters that a token has at least; ours have 43, which are 256 bits."""
+"""Least number of characters of a token; ours have 43, which are 256 bits."""
 CODE_S = 600.0
 """How long a login code may be used."""
 SESSION_S = 7 * 86400.0
 CODES = 64
-"""Login codes that are kept; the oldest goes first."""
+"""Login codes that are kept; the oldest is dropped first."""
 CODE_BYTES = 24
-"""Random ones in a code: 192 bits."""
+"""Random bytes of a code: 192 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +158,19 @@ class BrowserSession:
 
     id: str
     until: float
-    """When it ends, as unix time, unless it logs out before."""
+    """Unix time at which it ends, unless it logs out before."""
 
 
 def load_token(path: Path) -> SecretStr:
-    """The token in a file, made at the first call: 256 bits that only its user may read.
+    """Return the token in a file, created at the first call: 256 bits that only its user may read.
 
     Raises:
-        ConfigError: The file is no such file.
-        ReadOnlyError, ResourceError: It cannot be made.
+        ConfigError: The file is not a valid or private token file.
+        ReadOnlyError, ResourceError: It cannot be created.
     """
     if not path.exists():
-        _make_token(path)
+        # Another service may create it first, and its token is as good.
+        create_file(path, (secrets.token_urlsafe(32) + "\n").encode(), mode=0o600)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -222,13 +189,8 @@ def load_token(path: Path) -> SecretStr:
     return SecretStr(text)
 
 
-def _make_token(path: Path) -> None:
-    # Another service may be faster, and its token is as good.
-    create_file(path, (secrets.token_urlsafe(32) + "\n").encode(), mode=0o600)
-
-
 class Auth:
-    """Checks tokens, trades codes for sessions. Safe to call from several threads."""
+    """Checks tokens and exchanges codes for sessions. Safe to call from several threads."""
 
     def __init__(
         self, token: SecretStr, *, ended: Path | None = None, clock: Callable[[], float] = time.time
@@ -238,20 +200,20 @@ class Auth:
         self._clock = clock
         self._lock = threading.Lock()
         self._codes: dict[str, float] = {}
-        """Until when a code may be used, by its digest. Strangers cannot end one: 192 random bits need no
-        count of wrong tries, and such a count would let anybody make a code worthless."""
+        """Expiry of each code, by its digest. Wrong tries are not counted: 192 random bits cannot be guessed,
+        and a count would let anyone invalidate a code."""
         self._ended_file = ended
         self._ended = _read_ended(ended)
-        """Until when the cookie of a session that logged out would be good, by its id."""
+        """Expiry of the cookies of sessions that logged out, by session id."""
         self.cookie = f"stoker_{hmac.digest(self._key, b'name', 'sha256').hex()[:8]}"
-        """Name of the cookie: cookies know no ports, so two services on one machine need two names."""
+        """Name of the cookie: cookies ignore ports, so two services on one machine need two names."""
 
     def is_token(self, value: str) -> bool:
-        """Whether it is the token, in constant time."""
+        """Return whether a value is the token, in constant time."""
         return same(value, self._token)
 
     def new_code(self) -> str:
-        """A code that opens one session within `CODE_S`."""
+        """Return a code that opens one session within `CODE_S`."""
         now, code = self._clock(), secrets.token_urlsafe(CODE_BYTES)
         with self._lock:
             kept = [(digest, until) for digest, until in self._codes.items() if until > now]
@@ -259,32 +221,32 @@ class Auth:
         return code
 
     def log_in(self, secret: str) -> str | None:
-        """The cookie for a code, which is used up, or for the token; None for anything else."""
+        """Return a cookie for a code, which becomes invalid, or for the token; None for anything else."""
         with self._lock:
             until = self._codes.pop(_digest(secret), 0.0)
         if until <= self._clock() and not self.is_token(secret):
             return None
         payload = f"{secrets.token_hex(16)}.{int(self._clock() + SESSION_S)}"
-        return f"{payload}.{self._seal('session', payload)}"
+        return f"{payload}.{self._sign('session', payload)}"
 
     def session(self, cookie: str) -> BrowserSession | None:
-        """The session of a cookie that we gave out, that has not passed, and that was not ended."""
-        payload, _, seal = cookie.rpartition(".")
-        if not same(seal, self._seal("session", payload)):
+        """Return the session of a cookie that is signed, not expired and not logged out, else None."""
+        payload, _, signature = cookie.rpartition(".")
+        if not same(signature, self._sign("session", payload)):
             return None
         name, _, until = payload.partition(".")
         session = BrowserSession(id=name, until=float(until))
         return session if self.is_open(session) else None
 
     def is_open(self, session: BrowserSession) -> bool:
-        """Whether a session has neither logged out nor passed, now."""
+        """Return whether a session has neither logged out nor expired."""
         return session.until > self._clock() and session.id not in self._ended
 
     def end(self, session: BrowserSession) -> None:
-        """Make a session's cookie worthless, also after a restart.
+        """Invalidate the cookie of a session, also after a restart.
 
         Raises:
-            ReadOnlyError, ResourceError: It cannot be noted; it is worthless until the restart.
+            ReadOnlyError, ResourceError: It cannot be stored, and is invalid only until the restart.
         """
         now = self._clock()
         with self._lock:
@@ -294,15 +256,15 @@ class Auth:
                 with replace_atomically(self._ended_file) as temporary:
                     temporary.write_text(json.dumps(self._ended))
 
-    def _seal(self, purpose: str, payload: str) -> str:
+    def _sign(self, purpose: str, payload: str) -> str:
         return hmac.digest(self._key, f"{purpose}:{payload}".encode("utf-8", "replace"), "sha256").hex()
 
 
 def _read_ended(path: Path | None) -> dict[str, float]:
-    """Return the sessions that a file says have logged out.
+    """Return the sessions that have logged out, from a file.
 
     Raises:
-        ConfigError: It is not such a file.
+        ConfigError: The file is damaged.
     """
     if path is None or not path.exists():
         return {}
@@ -311,39 +273,28 @@ def _read_ended(path: Path | None) -> dict[str, float]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{path} does not say which sessions have logged out: {error}. Remove it and DIR/token; then "
-            "everybody logs in again"
+            "all users log in again"
         ) from None
 
 
 def same(given: str, expected: str) -> bool:
-    """Whether two secrets are equal, in constant time."""
+    """Return whether two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
 def _digest(code: str) -> str:
-    """Codes are looked up by digest, so that the time of a look-up says nothing about them."""
+    """Return the digest of a code: the time of a look-up by digest reveals nothing about codes."""
     return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()
 
 
 log = logging.getLogger("stoker")
-Send = Callable[[Message], Awaitable[None]]
-Scope = dict[str, Any]
-App = Callable[[Any, Any, Any], Awaitable[None]]
-
 PUBLIC = frozenset({("GET", "/health"), ("GET", "/login"), ("POST", "/login")})
-"""All that is answered without token and session."""
+"""All requests that need neither token nor session."""
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-ONCE = (
-    b"host",
-    b"origin",
-    b"authorization",
-    b"cookie",
-    b"content-length",
-    b"sec-fetch-site",
-)
-"""Headers that must not come twice: two workers may believe two different ones."""
+ONCE = ("host", "origin", "authorization", "cookie", "content-length", "sec-fetch-site")
+"""Headers that must not come twice: a proxy and this service might each use another one."""
 UNREAD_BYTES, UNREAD_S = 4 << 20, 2.0
-"""How much of the body of a refused request is read, so that its sender gets the answer."""
+"""How much of the body of a refused request is read, so that the client gets the answer."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -352,12 +303,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What one request may take."""
+    """Limits of one request."""
 
     header_bytes: int = 16 << 10
     body_bytes: int = 1 << 20
     public_bytes: int = 8 << 10
-    """Of a body that nobody has to be known for."""
+    """Of a body without token and session."""
     depth: int = 32
     """Levels of nesting in JSON."""
     members: int = 5000
@@ -366,246 +317,198 @@ class RequestLimits:
     """Characters of one string in JSON."""
     body_s: float = 15.0
     answer_s: float = 30.0
-    """Until an answer begins; what is streamed after that has no end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardRules:
-    """What a guard goes by."""
-
-    auth: Auth
-    """Knows tokens and sessions."""
-    hosts: Collection[str] = LOOPBACK
-    """Names and addresses by which the service may be called."""
-    limits: RequestLimits = RequestLimits()
-    headers: Sequence[tuple[str, str]] = ()
-    """What every answer carries."""
-    stranger: Callable[[Scope, str], Response] | None = None
-    """The page for a browser that has to log in first, given the path that it asked for."""
-    traffic: RequestTraffic = field(default_factory=RequestTraffic)
-    """Told of every answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRefusal:
-    """Why a request goes no further."""
-
-    status: int
-    error: str
+    """Until an answer begins; a stream after that has no limit."""
 
 
 class Guard:
-    """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger."""
+    """Let only requests that keep the rules above reach the application, and limit each in size and time.
 
-    def __init__(self, app: App, rules: GuardRules) -> None:
+    `scope["state"]["session"]` is the session of the browser that asks; None for the token and for strangers.
+
+    Args:
+        app: The application behind it.
+        auth: Knows tokens and sessions.
+        hosts: Names and addresses by which the service may be called.
+        limits: Of one request.
+        headers: Sent with every answer.
+        login_page: Makes the page for a browser that has to log in first from the path that it asked for.
+        traffic: Counts every answer.
+    """
+
+    def __init__(  # noqa: PLR0913 - what the service sets, by name
+        self,
+        app: ASGIApp,
+        *,
+        auth: Auth,
+        hosts: Collection[str],
+        limits: RequestLimits,
+        headers: Sequence[tuple[str, str]],
+        login_page: Callable[[str], Response],
+        traffic: RequestTraffic,
+    ) -> None:
         self._app = app
-        self._rules = rules
-        self._auth, self._limits, self._traffic = rules.auth, rules.limits, rules.traffic
-        self._hosts = frozenset(host.lower() for host in rules.hosts)
-        self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in rules.headers]
+        self._auth, self._limits, self._traffic = auth, limits, traffic
+        self._login_page = login_page
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        request = _Request(scope)
-        refusal = self._judge(request)
-        if refusal is not None:
-            await self._refuse(request, refusal, receive, send, unread=True)
-        else:
-            await self._serve(request, receive, send)
-
-    def _judge(self, request: _Request) -> RequestRefusal | None:
-        for rule in (self._form, self._host, self._origin, self._who, self._change):
-            refusal = rule(request)
-            if refusal is not None:
-                return refusal
-        return None
-
-    def _form(self, request: _Request) -> RequestRefusal | None:
-        if sum(len(name) + len(value) for name, value in request.headers) > self._limits.header_bytes:
-            return RequestRefusal(
-                431, f"headers of more than {self._limits.header_bytes:,} bytes. Send fewer"
-            )
-        for name in ONCE:
-            if sum(name == header for header, _ in request.headers) > 1:
-                return RequestRefusal(400, f"the header {name.decode()} is given twice. Send it once")
-        target = request.path + unquote_plus(request.scope["query_string"].decode("latin-1"))
-        if _CONTROL.search(target):
-            return RequestRefusal(400, "the address holds control characters. Remove them")
-        return None
-
-    def _host(self, request: _Request) -> RequestRefusal | None:
-        match = _HOST.fullmatch(request.header("host"))
-        name = (match[1] or match[2]).lower() if match else ""
-        # An address of this machine is never what another site's name was made to resolve to.
-        ours = name in self._hosts or (
-            _is_address(name) and name == (request.scope.get("server") or ("",))[0]
-        )
-        if not ours:
-            return RequestRefusal(
-                403, "the service is not known by this Host. Start it with --allow-host NAME"
-            )
-        return None
-
-    def _origin(self, request: _Request) -> RequestRefusal | None:
-        origin, host = request.header("origin").lower(), request.header("host").lower()
-        if origin and origin not in (f"http://{host}", f"https://{host}"):
-            return RequestRefusal(403, "a page of another Origin asks. Only pages of this service may")
-        if request.header("sec-fetch-site").lower() not in ("", "same-origin", "none"):
-            return RequestRefusal(403, "another site asks (Sec-Fetch-Site). Open the address by hand")
-        return None
-
-    def _who(self, request: _Request) -> RequestRefusal | None:
-        scheme, _, value = request.header("authorization").partition(" ")
-        session = self._auth.session(request.cookie(self._auth.cookie))
-        request.remember(session)
-        if scheme.lower() == "bearer":
-            if self._auth.is_token(value.strip()):
-                request.remember(None)
-                return None
-            session = None  # a client that sends a token means it
-        if session is not None or (request.method, request.path) in PUBLIC:
-            return None
-        return RequestRefusal(
-            401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
-        )
-
-    def _change(self, request: _Request) -> RequestRefusal | None:
-        """With a cookie, which a browser adds by itself, a change has to say which page asks.
-
-        `_origin` has refused all pages but ours; a request that names none is not a browser's.
-        """
-        named = request.header("origin") or request.header("sec-fetch-site").lower() == "same-origin"
-        harmless = request.method in SAFE or (request.method, request.path) in PUBLIC
-        if request.session is not None and not harmless and not named:
-            return RequestRefusal(403, "a change with a cookie needs an Origin. Send the token instead")
-        return None
-
-    async def _serve(self, request: _Request, receive: Receive, send: Send) -> None:
-        """Read the body, run the route, and give it the time it may take."""
-        started, began = False, time.monotonic()
+        request, began = Request(scope, receive), time.monotonic()
+        request.state.session = None
+        is_unread, has_started = True, False
 
         async def begin(message: Message) -> None:
-            nonlocal started
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                started = True
-                clock.reschedule(None)
+                has_started = True
+                clock.reschedule(None)  # what is streamed after the start has no end
                 given = list(message.get("headers", []))
                 message["headers"] = given + self._missing(given)
                 self._traffic.note(message["status"], time.monotonic() - began)
             await send(message)
 
         try:
-            body = await self._body(request, receive)
-            if isinstance(body, RequestRefusal):
-                await self._refuse(request, body, receive, send, unread=body.status in (400, 408, 413))
-                return
+            self._check_form(request)
+            self._check_host(request)
+            self._check_origin(request)
+            self._check_sender(request)
+            self._check_change(request)
+            body = await self._read_body(request)
+            is_unread = False
+            self._check_json(request, body)
             async with asyncio.timeout(self._limits.answer_s) as clock:
-                await self._app(request.scope, replay(body, receive), begin)
-        except Gone:
+                await self._app(scope, replay(body, receive), begin)
             return
+        except ClientDisconnect:
+            return
+        except HTTPException as error:
+            refusal = error
         except TimeoutError:
-            if started:
+            if has_started:
                 raise
-            await self._refuse(request, RequestRefusal(504, "no answer in time. Try again"), receive, send)
+            refusal = HTTPException(504, "no answer in time. Try again")
         except Exception:
-            log.exception("%s %s failed", request.method, request.path)
-            if started:
+            log.exception("%s %s failed", request.method, scope["path"])
+            if has_started:
                 raise
-            await self._refuse(
-                request, RequestRefusal(500, "a fault of the service; its log has it"), receive, send
+            refusal = HTTPException(500, "a fault of the service; its log has it")
+        await self._refuse(request, refusal, receive, send, is_unread=is_unread)
+
+    def _check_form(self, request: Request) -> None:
+        headers = request.headers.raw
+        if sum(len(name) + len(value) for name, value in headers) > self._limits.header_bytes:
+            raise HTTPException(431, f"headers of more than {self._limits.header_bytes:,} bytes. Send fewer")
+        for name in ONCE:
+            if len(request.headers.getlist(name)) > 1:
+                raise HTTPException(400, f"the header {name} is given twice. Send it once")
+        target = request.scope["path"] + unquote_plus(request.scope["query_string"].decode("latin-1"))
+        if _CONTROL.search(target):
+            raise HTTPException(400, "the address holds control characters. Remove them")
+
+    def _check_host(self, request: Request) -> None:
+        match = _HOST.fullmatch(request.headers.get("host", ""))
+        name = (match[1] or match[2]).lower() if match else ""
+        # An address of this machine is never what another site's name was made to resolve to.
+        is_own_address = _is_address(name) and name == (request.scope.get("server") or ("",))[0]
+        if name not in self._hosts and not is_own_address:
+            raise HTTPException(403, "the service is not known by this Host. Start it with --allow-host NAME")
+
+    def _check_origin(self, request: Request) -> None:
+        origin, host = request.headers.get("origin", "").lower(), request.headers.get("host", "").lower()
+        if origin and origin not in (f"http://{host}", f"https://{host}"):
+            raise HTTPException(403, "a page of another Origin asks. Only pages of this service may")
+        if request.headers.get("sec-fetch-site", "").lower() not in ("", "same-origin", "none"):
+            raise HTTPException(403, "another site asks (Sec-Fetch-Site). Open the address by hand")
+
+    def _check_sender(self, request: Request) -> None:
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        session = request.state.session = self._auth.session(request.cookies.get(self._auth.cookie, ""))
+        if scheme.lower() == "bearer":
+            if self._auth.is_token(value.strip()):
+                request.state.session = None
+                return
+            session = None  # a client that sends a token means it
+        if session is None and not _is_public(request):
+            raise HTTPException(
+                401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
             )
 
-    async def _body(self, request: _Request, receive: Receive) -> bytes | RequestRefusal:
+    def _check_change(self, request: Request) -> None:
+        """With a cookie, which a browser adds automatically, a change has to say which page asks.
+
+        `_check_origin` has refused all pages but ours; a request that names none is not a browser's.
+        """
+        is_named = (
+            request.headers.get("origin")
+            or request.headers.get("sec-fetch-site", "").lower() == "same-origin"
+        )  # fmt: skip
+        is_harmless = request.method in SAFE or _is_public(request)
+        if request.state.session is not None and not is_harmless and not is_named:
+            raise HTTPException(403, "a change with a cookie needs an Origin. Send the token instead")
+
+    async def _read_body(self, request: Request) -> bytes:
         limits = self._limits
-        public = (request.method, request.path) in PUBLIC
-        most = limits.public_bytes if public else limits.body_bytes
-        length = request.header("content-length") or "0"
-        too_large = RequestRefusal(413, f"a body of more than {most:,} bytes. Send less")
+        most = limits.public_bytes if _is_public(request) else limits.body_bytes
+        length = request.headers.get("content-length") or "0"
         if not _NUMBER.fullmatch(length):
-            return RequestRefusal(400, "Content-Length is not a size that a body can have")
+            raise HTTPException(400, "Content-Length is not a size that a body can have")
+        too_large = HTTPException(413, f"a body of more than {most:,} bytes. Send less")
         if int(length) > most:
-            return too_large
+            raise too_large
+        body = bytearray()
         try:
-            body = await read_body(receive, most=most, within_s=limits.body_s)
+            async with asyncio.timeout(limits.body_s):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        raise too_large
         except TimeoutError:
-            return RequestRefusal(408, f"the body was not whole within {limits.body_s:g} s. Send it faster")
-        if body is None:
-            return too_large
-        if body and "json" in (request.header("content-type").lower() or "json"):
+            raise HTTPException(
+                408, f"the body was not complete within {limits.body_s:g} s. Send it faster"
+            ) from None
+        return bytes(body)
+
+    def _check_json(self, request: Request, body: bytes) -> None:
+        if body and "json" in (request.headers.get("content-type") or "json").lower():
+            limits = self._limits
             fault = fault_in_json(
                 body, depth=limits.depth, members=limits.members, text_chars=limits.text_chars
             )
             if fault:
-                return RequestRefusal(422, f"the body is refused: {fault}")
-        return body
+                raise HTTPException(422, f"the body is refused: {fault}")
 
     async def _refuse(
-        self,
-        request: _Request,
-        refusal: RequestRefusal,
-        receive: Receive,
-        send: Send,
-        *,
-        unread: bool = False,
+        self, request: Request, refusal: HTTPException, receive: Receive, send: Send, *, is_unread: bool
     ) -> None:
-        """Answer with a refusal; what is `unread` of the body is read and dropped, if that is little."""
-        self._traffic.note(refusal.status, 0.0)
-        stranger = self._rules.stranger
-        if refusal.status == 401 and stranger is not None and request.wants_page:
-            response = stranger(request.scope, request.path)
-            response.status_code = refusal.status
+        """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
+        status = refusal.status_code
+        self._traffic.note(status, 0.0)
+        wants_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+        if status == 401 and wants_page:
+            response = self._login_page(request.scope["path"])
         else:
-            response = JSONResponse({"error": refusal.error}, refusal.status)
-        if refusal.status == 401:
+            response = JSONResponse({"error": refusal.detail}, status)
+        if status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
-        if refusal.status == 504:
+        if status == 504:
             response.headers["Retry-After"] = "5"
-        if unread and not await discard(receive, most=UNREAD_BYTES, within_s=UNREAD_S):
+        if is_unread and not await discard(receive, most=UNREAD_BYTES, within_s=UNREAD_S):
             response.headers["Connection"] = "close"
         response.raw_headers += self._missing(response.raw_headers)
         await response(request.scope, receive, send)
 
     def _missing(self, given: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """The headers for every answer that this one has not set itself."""
+        """Return the headers for every answer that this one has not set itself."""
         names = {name.lower() for name, _ in given}
         return [(name, value) for name, value in self._headers if name not in names]
 
 
-class _Request:
-    """The parts of a request that the rules look at."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-        self.path: str = scope["path"]
-        self.method: str = scope.get("method", "GET")
-        self.headers: list[tuple[bytes, bytes]] = [(name.lower(), value) for name, value in scope["headers"]]
-        self.remember(None)
-
-    @property
-    def session(self) -> BrowserSession | None:
-        return self.scope["state"]["session"]
-
-    @property
-    def wants_page(self) -> bool:
-        """Whether a person with a browser asks for a page."""
-        return self.method == "GET" and "text/html" in self.header("accept")
-
-    def remember(self, session: BrowserSession | None) -> None:
-        self.scope.setdefault("state", {})["session"] = session
-
-    def header(self, name: str) -> str:
-        wanted = name.encode()
-        return next((value.decode("latin-1") for header, value in self.headers if header == wanted), "")
-
-    def cookie(self, name: str) -> str:
-        for pair in self.header("cookie").split(";"):
-            key, _, value = pair.strip().partition("=")
-            if key == name:
-                return value
-        return ""
+def _is_public(request: Request) -> bool:
+    return (request.method, request.scope["path"]) in PUBLIC
 
 
 def _is_address(name: str) -> bool:
@@ -617,37 +520,36 @@ def _is_address(name: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Which data the service may read since this start: below its roots, and on the servers that were named; and
-# which encoders its jobs may name.
+# Data that the service may read, below its roots and on named servers, and encoders that jobs may name.
 #
-# A data set stays registered when the service is started with other roots or servers. So it is asked for
-# again before each use, by the service and by the worker of a job, from the names alone: nothing is opened.
+# A data set stays registered when the service is started with other roots or servers. So the service and the
+# worker of a job check it again before each use, by its names only: nothing is opened.
 
 
 URL_OPTIONS = frozenset({"host", "sslmode", "connect_timeout"})
-"""Options of a PostgreSQL URL that a request may give. The others of libpq name files that it reads or
-appends to, or change what a session may do."""
+"""Options of a PostgreSQL URL that a request may give. Other options of libpq name files that it reads or
+appends to, or change the rights of a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAccess:
-    """What the operator allowed at the start."""
+    """The access that the operator allowed at the start."""
 
     roots: tuple[str, ...] = ()
-    """Folders, absolute, as they were written and as they really are."""
+    """Absolute folders, as given and with links resolved."""
     servers: tuple[str, ...] = ()
     """PostgreSQL servers: host names, folders of sockets, or `local` for the default socket."""
     encoders: tuple[str, ...] = ()
-    """Encoders that jobs may name, as `package.module:Class`: naming one runs its code."""
+    """Encoders that jobs may name, as `package.module:Class`: a job runs the code of its encoder."""
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Refuse a data set that may not be read.
 
         Args:
-            spec: Of a data set that was registered, see `Dataset.spec`; what the service made may be read.
+            spec: Of a data set, see `Dataset.spec`; generated data may always be read.
         Raises:
             PathRefusedError: It is outside the roots.
-            ConfigError: It is on a server that was not named.
+            ConfigError: It is on a server that was not allowed.
         """
         if "make" in spec:
             return
@@ -666,10 +568,10 @@ class DataAccess:
             )
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Refuse settings of a job that name code which the operator did not allow.
+        """Refuse settings of a job that name code that the operator did not allow.
 
         Args:
-            settings: `TrainingConfig.settings`.
+            settings: `JobConfig.settings`.
         Raises:
             ConfigError: The encoder is not allowed, or an argument of it could be a path.
         """
@@ -691,11 +593,11 @@ class DataAccess:
             if "/" in text or "\\" in text or text.startswith("."):
                 raise ConfigError(
                     f"settings: encoder.arguments holds {text!r}, which could be a path. A job gives numbers "
-                    "and choices; a function that is allowed may open files by itself"
+                    "and choices; an allowed function may open files on its own"
                 )
 
     def why_not(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why a data set may not be read; None where it may."""
+        """Return why a data set may not be read; None if it may."""
         try:
             self.check(spec)
         except StokerError as error:
@@ -703,10 +605,10 @@ class DataAccess:
         return None
 
     def check_server(self, url: str) -> None:
-        """Refuse a server that the operator did not name, and options that reach files or change sessions.
+        """Refuse a server that the operator did not allow, and options that reach files or change sessions.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: The server or an option is not allowed.
         """
         parts = urlsplit(url)
         options = parse_qsl(parts.query, keep_blank_values=True)
@@ -726,7 +628,7 @@ class DataAccess:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, names of members included."""
+    """Yield every string in a JSON value, including names of members."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -739,14 +641,14 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Which files a request may name: those below the roots given at start, reached without a symbolic link.
+# Files that a request may name: those below the roots given at the start, reached without a symbolic link.
 #
-# A path is walked folder by folder, each opened from the one before and never through a link. Links within
-# a root are refused as well, since where they lead may change later; the roots themselves may be links.
+# A path is walked folder by folder, each opened relative to the one before and never through a link. Links
+# within a root are refused as well, since their targets may change later; the roots themselves may be links.
 #
-# What comes out is a name, and other processes open it later. A folder may have been swapped for a link by
-# then, so these are confined to the data sets that they work on (`data_paths`): they ask the kernel where
-# each file is that they have open (`stoker.sources.files.confine_sources`).
+# The result is a path that other processes open later. By then a folder may have been replaced by a link. So
+# these processes are confined to the data sets that they work on (`data_paths`): they ask the kernel for the
+# real path of each file that they have open (`stoker.sources.files.confine_sources`).
 
 
 LONGEST = 4096
@@ -760,12 +662,12 @@ _OPEN = (
 @dataclass(frozen=True, slots=True)
 class _Root:
     given: PurePosixPath
-    """As the operator wrote it, absolute."""
+    """Absolute, as the operator gave it."""
     real: PurePosixPath
 
 
 class Roots:
-    """The folders below which requests may name files. Read-only: nothing is ever written through it."""
+    """The folders below which requests may name files. Only for reading."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Raises: ConfigError: one is not a folder."""
@@ -781,17 +683,17 @@ class Roots:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The roots as they were written and, where that is another path, as they really are."""
+        """The roots as given and, where that is another path, with links resolved."""
         both = ((str(root.given), str(root.real)) for root in self._roots)
         return tuple(dict.fromkeys(place for pair in both for place in pair))
 
     def check(self, path: str) -> Path:
-        """The real path of a regular file or a folder below a root.
+        """Return the real path of a regular file or a folder below a root.
 
         Args:
             path: Absolute, or below any of the roots, which are tried in turn.
         Raises:
-            PathRefusedError: It is elsewhere, leads through a link, does not exist, or is something else.
+            PathRefusedError: It is outside the roots, leads through a link, or is not a file or folder.
         """
         fd, real = self._open_first(path)
         try:
@@ -819,10 +721,10 @@ class Roots:
                 continue
             except OSError as error:
                 raise PathRefusedError(_why(path, error)) from None
-        raise PathRefusedError(f"there is no {_shown(path)} below {self}. Name what is there")
+        raise PathRefusedError(f"{_shown(path)} does not exist below {self}. Name an existing path")
 
     def _places(self, parts: tuple[str, ...]) -> list[tuple[_Root, tuple[str, ...]]]:
-        """Roots with the parts of the path below each."""
+        """Return the roots that may have the path, each with the parts of the path below it."""
         if parts[:1] != ("/",):
             return [(root, parts) for root in self._roots]
         found: list[tuple[_Root, tuple[str, ...]]] = []
@@ -834,7 +736,7 @@ class Roots:
 
 
 def data_paths(specs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the files and folders of data sets, as they were checked; rows on a server have none.
+    """Return the files and folders of data sets, as they were checked; rows on a server have no path.
 
     Args:
         specs: Of registered data sets, see `Dataset.spec`.
@@ -845,17 +747,17 @@ def data_paths(specs: Iterable[Mapping[str, Any]]) -> list[str]:
         if "url" in spec:
             address = parse_database_url(str(spec["url"]))
             path = address.target if address.kind == "sqlite" else ""
-        if "make" in spec:  # in the state folder, which only the service writes to; it may be behind links
+        if "make" in spec:  # in the state folder, which may be behind links; only the service writes there
             path = os.path.realpath(path)
         found += [path] if path else []
     return found
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    """The parts of a path as it was written; `.` and doubled slashes mean nothing.
+    """Return the parts of a path as given, without `.` and doubled slashes.
 
     Raises:
-        PathRefusedError: It is empty or too long, goes up, or has characters that no path needs.
+        PathRefusedError: It is empty or too long, contains `..`, or has unprintable characters.
     """
     if not path or len(path) > LONGEST:
         raise PathRefusedError(f"a path of {len(path):,} characters. Expected 1 to {LONGEST:,}")

@@ -1,4 +1,4 @@
-"""The web server: uvicorn with limits, on a socket that we open, and an end in order."""
+"""The web server, uvicorn with limits, and the start and end of a complete service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import resource
 import socket
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,24 @@ from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from stoker.service.worker import WorkerSettings
 
 CONNECTIONS = 200
-"""Connections at once; more are answered with 503. From three quarters of them on, each new one ends the
-oldest that has not sent a whole request."""
+"""Connections at a time; more are answered with 503. From three quarters on, each new one closes the oldest
+that has not sent a complete request."""
 LOOK_S = 10.0
-"""How often a connection is looked at; one that did nothing between two looks is closed."""
+"""Seconds between two checks of a connection; one without progress in between is closed."""
 END_S = 5
-"""How long answers under way get when the service ends."""
+"""How long running requests may take when the service ends."""
 
 
-class Watched(H11Protocol):
-    """A connection that is closed when it sends no whole request, or does not take what it is sent.
+class BoundedConnection(H11Protocol):
+    """A connection that is closed when the client sends no complete request, or does not read its answers.
 
-    Without it, somebody who opens connections and sends one byte a minute, or reads none, would hold them for
-    ever, and with them the buffers of what they do not read. No setting of uvicorn does this: its
-    `timeout_keep_alive` counts between requests, and `limit_concurrency` refuses the newest, not the slow.
+    Otherwise a client that sends one byte a minute, or reads nothing, would hold connections and their
+    buffers forever. No setting of uvicorn prevents this: `timeout_keep_alive` counts between requests, and
+    `limit_concurrency` refuses the newest connection, not the slow one.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to look."""
+        """Start the checks."""
         super().connection_made(transport)
         self._seen: tuple[object, ...] = ()
         self._since = self.loop.time()
@@ -58,13 +58,15 @@ class Watched(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether its client has yet to send a request, or the rest of one."""
+        """Whether the client has not sent a complete request."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
 
     def _make_room(self) -> None:
-        """End the connection that has waited longest, so that slow clients hold up no other."""
-        others: list[Watched] = [
-            one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
+        """Close the connection that has waited longest, so that slow clients block no others."""
+        others: list[BoundedConnection] = [
+            one
+            for one in self.connections
+            if isinstance(one, BoundedConnection) and one is not self and one.waits
         ]
         if others:
             min(others, key=lambda one: one._since).transport.abort()
@@ -83,7 +85,7 @@ class Watched(H11Protocol):
 
 
 class ServiceServer(uvicorn.Server):
-    """A server whose streams end when it does, so that nobody waits for them."""
+    """A server that ends its streams when it stops, so that it does not wait for them."""
 
     def __init__(self, config: uvicorn.Config, services: Services, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -91,21 +93,21 @@ class ServiceServer(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
+        """Start, then call `ready`."""
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let streams go, then the rest."""
+        """End the streams, then the rest."""
         self._services.feed.close()
         await super().shutdown(sockets)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Return a listening socket; port 0 takes a free one.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address cannot be used.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -117,7 +119,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL of a socket, as a browser on this machine would write it."""
+    """Return the URL of a socket, as a browser on this machine would write it."""
     host, port = listening.getsockname()[:2]
     if ip_address(host).is_unspecified:
         host = "127.0.0.1"
@@ -125,24 +127,24 @@ def address_of(listening: socket.socket) -> str:
 
 
 def write_address(path: Path, address: str) -> None:
-    """Leave the service's URL in its folder."""
+    """Write the URL of the service to its folder."""
     with replace_atomically(path) as temporary:
         temporary.write_text(address + "\n")
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
 
 def make_server(services: Services, ready: Callable[[], None]) -> ServiceServer:
-    """The server of a service's application."""
+    """Return the server of a service's application."""
     config = uvicorn.Config(
         create_app(services),
-        http=Watched,
+        http=BoundedConnection,
         ws="none",
         loop="asyncio",
         lifespan="on",
         log_config=None,
         access_log=False,  # addresses hold login codes
         log_level="error",
-        proxy_headers=False,  # nobody may say who they are by a header
+        proxy_headers=False,  # a header must not say where a request comes from
         server_header=False,
         limit_concurrency=CONNECTIONS,
         h11_max_incomplete_event_size=services.limits.header_bytes,
@@ -153,38 +155,38 @@ def make_server(services: Services, ready: Callable[[], None]) -> ServiceServer:
 
 
 def run_server(server: ServiceServer, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, and end in order; the signal itself is used up."""
+    """Serve until SIGINT or SIGTERM, and shut down; the signal is not raised again."""
     try:
         asyncio.run(server.serve(sockets=[listening]))
     except KeyboardInterrupt:
-        pass  # what the server makes of the signal once it has ended
+        pass  # uvicorn raises the signal again after its shutdown
     finally:
         listening.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A whole service: web server, workers, and their end in order.
+# A complete service: web server and workers, and their shutdown.
 
 
 log = logging.getLogger("stoker")
 STOP_S = 60.0
-"""How long workers get to stop their jobs at a checkpoint when the service ends."""
+"""How long workers may take to stop their jobs with a checkpoint when the service ends."""
 CLOSE_S = 30.0
-"""How long what comes after that may take: workers that are killed, and the database."""
+"""How long killing workers and closing the database may take after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How a service is started."""
+    """The settings of a service."""
 
     state_dir: Path
     host: str = "127.0.0.1"
     port: int = 8765
-    """0: any free one."""
+    """0: any free port."""
     database: str | None = None
-    """Its address; None: SQLite in the state folder."""
+    """Its URL; None: SQLite in the state folder."""
     workers: int | None = None
-    """Jobs at a time; None: one for each GPU, or one."""
+    """Jobs at a time; None: one per GPU, or one."""
     roots: tuple[Path, ...] = ()
     """Folders whose data jobs may read."""
     database_hosts: tuple[str, ...] = ()
@@ -192,54 +194,49 @@ class ServeSettings:
     encoders: tuple[str, ...] = ()
     """Encoders that jobs may name, as `package.module:Class`."""
     hosts: tuple[str, ...] = ()
-    """Further names by which it may be called."""
+    """Additional host names of the service."""
     public_url: str | None = None
-    """Where browsers find it, behind a proxy; its name is one of `hosts`. None: at its own address."""
+    """URL for browsers, behind a proxy; its name is one of `hosts`. None: its own address."""
     ray: RayTarget | None = None
     """The Ray cluster that runs jobs; None: this machine."""
     job_memory_bytes: int | None = None
-    """What a job's processes may hold; None: no limit."""
+    """Memory limit of a job's processes; None: no limit."""
     job_s: float | None = None
-    """How long an attempt at a job may take; None: no limit."""
+    """Time limit of an attempt at a job; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A service that answers."""
+class ServiceInfo:
+    """A running service."""
 
     address: str
     login: str
-    """Opens a session in one browser, once."""
+    """URL that logs one browser in, once."""
     state_dir: str
     token_file: str
     database: str
     """Without its password."""
     workers: int
     local: bool
-    """It listens on this machine alone."""
+    """It listens only on this machine."""
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "address": self.address,
-            "login": self.login,
-            "state_dir": self.state_dir,
-            "token_file": self.token_file,
-            "database": self.database,
-            "workers": self.workers,
-        }
+        """Return the keys that scripts rely on."""
+        return {name: value for name, value in asdict(self).items() if name != "local"}
 
 
-def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callable[[Started], None]) -> None:
+def serve(
+    settings: ServeSettings, environment: Mapping[str, str], tell: Callable[[ServiceInfo], None]
+) -> None:
     """Serve until SIGINT or SIGTERM; running jobs stop at a checkpoint and continue at the next start.
 
     Args:
-        settings: How.
-        environment: Names the GPUs that may be used. Workers and jobs have the environment of this process.
-        tell: Called once it answers.
+        settings: Of the service.
+        environment: Names the usable GPUs. Workers and jobs inherit the environment of this process.
+        tell: Called when it answers.
     Raises:
         StokerError: It cannot be started.
-        StalledError: The storage of a folder does not answer at the start, or at the end.
+        StalledError: The storage of a folder does not answer.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
@@ -260,7 +257,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     supervisor = WorkerSupervisor(services.database, services.folder, plan)
     services = replace(services, supervisor=supervisor)
     address = address_of(listening)
-    started = Started(
+    started = ServiceInfo(
         address=address,
         login=f"{(settings.public_url or address).rstrip('/')}/login?code={services.auth.new_code()}",
         state_dir=str(services.folder.path),
@@ -278,7 +275,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     try:
         run_server(make_server(services, ready), listening)
     finally:
-        # In a thread that is left behind: workers are ended first, and then storage may not answer.
+        # In a thread that may be left behind: workers are ended first, and then storage may not answer.
         limit_s = STOP_S + CLOSE_S
         call_within(limit_s, lambda: _end(supervisor, services), f"the state folder {services.folder.path}")
 
@@ -290,13 +287,13 @@ def _end(supervisor: WorkerSupervisor, services: Services) -> None:
 
 
 def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan:
-    """One worker for each GPU that we may use, unless told otherwise.
+    """Return the plan of the workers: one per usable GPU, unless set otherwise.
 
     Raises:
-        ConfigError: A limit with which no job could begin, or that nobody would hold.
+        ConfigError: No job could start with a limit, or the limit would not be enforced.
     """
     if 0 in (settings.job_memory_bytes, settings.job_s):
-        raise ConfigError("a job may use 0 of its memory or time. Give --job-memory and --job-time above 0")
+        raise ConfigError("a limit of a job is 0. Give --job-memory and --job-time above 0")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
     wanted = settings.workers if settings.workers is not None else max(1, len(devices))
@@ -305,8 +302,8 @@ def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan
     if settings.ray is not None:
         if settings.job_memory_bytes is not None:
             raise ConfigError(
-                "--job-memory is not looked at on nodes of a Ray cluster. Leave it out, and limit it there"
+                "--job-memory has no effect on nodes of a Ray cluster. Leave it out, and set the limit there"
             )
-        # A worker only watches a job of the cluster, which hands out its GPUs itself.
+        # A worker only watches a job of the cluster, which assigns GPUs itself.
         return WorkerPlan(workers=settings.workers or 1, settings=told)
     return WorkerPlan(workers=wanted, devices=tuple(devices) or (None,), settings=told)

@@ -1,4 +1,4 @@
-"""Everything that routes and pages work with, made once at the start."""
+"""The objects that routes and pages use, created once at the start."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from stoker.service.supervisor import WorkerSupervisor
 from stoker.service.traffic import RequestTraffic
 
 PROBES = 2
-"""Data sets looked at at once: each takes a process with some hundred megabytes."""
+"""Data sets read at a time: each needs a process with some hundred megabytes."""
 PROBE_S, WAIT_S = 20.0, 5.0
-"""How long such a look may take, and how long one more waits for its turn: less than an answer, together."""
+"""Timeout of such a process, and of waiting for a free place: together less than the limit of an answer."""
 
 
 class FewProbes:
-    """Looks at data sets (`probes.probe`), a few at a time."""
+    """Reads data sets (`probes.probe`), a few at a time."""
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(PROBES)
@@ -41,11 +41,11 @@ class FewProbes:
         """Return what `probes.probe` returns.
 
         Raises:
-            ResourceError: Too many are being looked at.
+            ResourceError: Too many are being read.
         """
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
-                f"{PROBES} data sets are being looked at, which is the limit. Ask again in a while"
+                f"{PROBES} data sets are being read, which is the limit. Try again in a while"
             )
         try:
             return probe(what, kind, spec, timeout_s=PROBE_S, **given)
@@ -55,7 +55,7 @@ class FewProbes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """One service. Its parts may be used from any thread, but `feed`, which belongs to the event loop."""
+    """One service. Its parts may be used from any thread, except `feed`, which belongs to the event loop."""
 
     folder: StateFolder
     database: Database
@@ -66,30 +66,30 @@ class Services:
     roots: Roots
     """Folders below which requests may name data."""
     access: DataAccess
-    """Which registered data may be read since this start."""
+    """Registered data that may be read since this start."""
     hosts: frozenset[str]
-    """Names by which the service may be called."""
+    """Host names of the service."""
     feed: EventFeed
     secure: bool
-    """Browsers reach it through TLS alone."""
+    """Browsers reach it only through TLS."""
     figures: Figures
-    """What takes long to find out, or may hang."""
+    """Figures that take long to read, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     supervisor: WorkerSupervisor | None = None
-    """Of the workers; None where only requests are answered."""
+    """Supervises the workers; None: only requests are answered."""
     operations: Operations = field(default_factory=Operations)
+    """Work that takes longer than a request may."""
     removals: Operations = field(default_factory=Operations)
-    """Removals of caches, with limits of their own: a long verify does not delay making room."""
-    """What takes longer than an answer may."""
+    """Removals of caches, with a separate limit: a long verify does not delay freeing space."""
     traffic: RequestTraffic = field(default_factory=RequestTraffic)
 
     @property
     def degraded(self) -> str | None:
-        """What does not work now, in words; None: all does."""
+        """What does not work now; None: everything works."""
         return self.database.trouble.why
 
 
-def open_services(  # noqa: PLR0913  what an operator may say, each by name
+def open_services(  # noqa: PLR0913 - settings of an operator, each by name
     state_dir: Path,
     *,
     database: str | None = None,
@@ -99,15 +99,15 @@ def open_services(  # noqa: PLR0913  what an operator may say, each by name
     hosts: Collection[str] = (),
     public_url: str | None = None,
 ) -> Services:
-    """Open a state folder, made at the first call.
+    """Open a state folder, created at the first call; return the objects of its service.
 
     Args:
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, in addition to `data` in the state folder.
         database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
         encoders: Encoders that jobs may name, as `package.module:Class`.
-        hosts: Names by which the service may be called, in addition to those of the loopback.
-        public_url: Where browsers find it, as `https://NAME`: through a proxy with TLS.
+        hosts: Host names of the service, in addition to those of the loopback.
+        public_url: URL for browsers, as `https://NAME`, of a proxy with TLS.
     Raises:
         StokerError: Folder, token, roots or database cannot be used.
     """
@@ -136,7 +136,7 @@ def open_services(  # noqa: PLR0913  what an operator may say, each by name
 
 
 def _public(url: str | None) -> SplitResult:
-    """The parts of a public address, empty without one.
+    """Return the parts of a public address, empty without one.
 
     Raises:
         ConfigError: It is not an address, or has more than scheme, name and port.
@@ -146,7 +146,7 @@ def _public(url: str | None) -> SplitResult:
         return parts
     try:
         sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         sound = False
     if not sound or parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
         raise ConfigError(f"--public-url {url}: expected https://NAME or https://NAME:PORT, and no path")
@@ -154,13 +154,13 @@ def _public(url: str | None) -> SplitResult:
 
 
 def services_of(connection: HTTPConnection) -> Services:
-    """The services of the app that a request came to."""
+    """Return the services of the application that received a request."""
     return connection.app.state.services
 
 
-async def _here(connection: HTTPConnection) -> Services:
-    """The same for a route; a plain function would run in a thread of its own."""
+async def _injected(connection: HTTPConnection) -> Services:
+    """Return the services for a route; a function that is not async would run in a thread."""
     return services_of(connection)
 
 
-Here = Annotated[Services, Depends(_here)]
+ServicesDep = Annotated[Services, Depends(_injected)]

@@ -1,9 +1,9 @@
-"""Events as they happen, for any number of workers, without a queue for any of them.
+"""Live events and logs for any number of clients, without a queue per client.
 
-A reader has a place in the order of events and asks for what comes after it: from the newest ones, which are
-read once for all, or from the outbox when it has fallen behind or comes back. So a slow reader costs no
-memory, and one that was cut off goes on with the number it saw last. What was pruned meanwhile is named
-(`gap`).
+A client has a place in the order of events and gets the events after it: from the newest ones, which are read
+once for all clients, or from the outbox if it has fallen behind or reconnects. So a slow client costs no
+memory, and a disconnected one continues after the last number it saw. A `gap` names events that were pruned
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from stoker.errors import DegradedError
 from stoker.service.database import Event, Outbox
-from stoker.service.security import Auth, BrowserSession, Message, Receive
+from stoker.service.security import Auth, BrowserSession
 
 log = logging.getLogger("stoker")
 CLIENTS = 32
 """Streams at once."""
 POLL_S = 0.25
-BEAT_S = 15.0
-"""Silence after which a reader is told that all is well."""
+HEARTBEAT_S = 15.0
+"""Seconds without events after which a client gets a heartbeat."""
 FULL = (
     f"the limit of {CLIENTS} open event streams is reached. Close a page in another tab or a client, or ask "
     "for the state instead"
 )
 SEND_S = 20.0
-"""How long a reader may leave what was sent to it unread; it is cut off then, and may come back."""
+"""How long a client may leave sent data unread before it is disconnected; it may reconnect."""
 SESSION_LOOK_S = 0.5
-"""How often a stream looks whether its session has ended."""
+"""Seconds between two checks whether the session of a stream has ended."""
 KEPT, KEPT_CHARS = 1000, 4 << 20
-"""Newest events held for those who keep up, and characters of their data together."""
+"""Newest events that are kept for all clients, and the characters of their data together."""
 PAGE, PAGE_CHARS = 200, 256 << 10
-"""The same of what is handed to one reader in a go; one event is, however large."""
+"""Most events and characters that one client gets at a time, but at least one event."""
 NO_NUMBER = -1
 DEGRADED_S = 1.0
 """Pause after the database did not answer."""
 
 
 class EventFeed:
-    """Reads the outbox while anybody listens.
+    """Reads the outbox while there are clients.
 
     Args:
         outbox: Of the database.
-        degraded: What does not work now; workers are told of it and of its end.
+        degraded: Returns what does not work now; clients get an event when that changes.
     """
 
     def __init__(self, outbox: Outbox, degraded: Callable[[], str | None] = lambda: None) -> None:
@@ -63,20 +64,20 @@ class EventFeed:
         self._told: str | None = None
         self._kept: deque[Event] = deque()
         self.held = 0
-        """Characters of what is kept."""
+        """Characters of the kept events."""
         self._from = 0
         """Every event after this number, up to the newest, is kept."""
         self._newest = -1
-        """-1: not known, since nobody listened."""
+        """-1: unknown, since there was no client."""
         self._turn = 0
-        """Counts the times that everybody had left."""
+        """Counts how often the last client left."""
         self._news = asyncio.Event()
         self._wanted = asyncio.Event()
         self.clients = 0
         self.closing = False
 
     async def run(self) -> None:
-        """Look for new events until cancelled."""
+        """Read new events until cancelled."""
         while True:
             await self._wanted.wait()
             try:
@@ -85,7 +86,7 @@ class EventFeed:
             except DegradedError as error:
                 log.warning("no events for now: %s", error)
                 await asyncio.sleep(DEGRADED_S)
-            except Exception:  # the edge of the task: every reader waits for what it brings
+            except Exception:  # the edge of the task: every client depends on it
                 log.exception("events cannot be read")
                 await asyncio.sleep(DEGRADED_S)
             if self._told != (why := self._degraded()):
@@ -93,18 +94,18 @@ class EventFeed:
                 self._tell()
 
     def close(self) -> None:
-        """Let every reader go."""
+        """End every stream."""
         self.closing = True
         self._tell()
 
     @property
     def full(self) -> bool:
-        """Whether another reader would be one too many."""
+        """Whether no further client is accepted."""
         return self.clients >= CLIENTS
 
     @contextmanager
     def listening(self) -> Generator[None]:
-        """Count a reader in for the length of the block."""
+        """Count one client for the length of the block."""
         self.clients += 1
         self._wanted.set()
         try:
@@ -120,11 +121,11 @@ class EventFeed:
                 self._turn += 1
 
     async def follow(self, after: int | None, job: str | None = None) -> AsyncGenerator[Event | None]:
-        """Events after number `after`, without end; None is a sign of life. To be called while `listening`.
+        """Yield events after number `after`, without end; None is a heartbeat. Call it while `listening`.
 
         Args:
-            after: The number seen last; None: from now on.
-            job: Of this one alone.
+            after: The last number seen; None: from now on.
+            job: Only events of this job.
         """
         told: str | None = None
         while self._newest < 0:
@@ -151,7 +152,7 @@ class EventFeed:
                 yield None
 
     async def _after(self, place: int, job: str | None) -> tuple[list[Event], int]:
-        """The next events, and the number up to which they are all there are."""
+        """Return the next events, and the number up to which they are complete."""
         newest = self._newest
         if place >= self._from:
             fresh = _page(event for event in self._kept if event.number > place and job in (None, event.job))
@@ -160,27 +161,27 @@ class EventFeed:
                 fresh = await asyncio.to_thread(
                     self._outbox.read_page, place, job=job, limit=PAGE, most=PAGE_CHARS
                 )
-                oldest = await asyncio.to_thread(self._outbox.oldest)  # afterwards: what it read may be going
+                oldest = await asyncio.to_thread(self._outbox.oldest)  # last: events may be pruned meanwhile
             except DegradedError:
                 await asyncio.sleep(DEGRADED_S)
                 return [], place
             if place < oldest - 1:
-                return [_gap(place + 1, oldest - 1, job, "events that old are gone")], oldest - 1
+                return [_gap(place + 1, oldest - 1, job, "these events were pruned")], oldest - 1
         return fresh, fresh[-1].number if fresh else max(place, newest)
 
     async def _wait(self, place: int) -> bool:
-        """Until there is something after `place`; False when nothing came for `BEAT_S`."""
+        """Wait for an event after `place`; return False if none came for `HEARTBEAT_S`."""
         if self._newest > place or self.closing:
             return True
         try:
-            async with asyncio.timeout(BEAT_S):
+            async with asyncio.timeout(HEARTBEAT_S):
                 await self._news.wait()
         except TimeoutError:
             return False
         return True
 
     async def _look(self) -> None:
-        """Keep what is new. Whoever listened last may have left meanwhile: then nothing is kept."""
+        """Keep new events, unless the last client left meanwhile."""
         turn = self._turn
         if self._newest < 0:
             newest = await asyncio.to_thread(self._outbox.newest)
@@ -207,7 +208,7 @@ class EventFeed:
 
 
 def _page(events: Iterable[Event]) -> list[Event]:
-    """The first of them: `PAGE`, or those of `PAGE_CHARS` together, and one at least."""
+    """Return the first events: at most `PAGE` with `PAGE_CHARS` together, but at least one."""
     page: list[Event] = []
     total = 0
     for event in islice(events, PAGE):
@@ -219,18 +220,18 @@ def _page(events: Iterable[Event]) -> list[Event]:
 
 
 def _state(why: str | None, job: str | None) -> Event:
-    """That the service is degraded, or no longer; it has no place in the order."""
+    """Return an event without a number: the service is degraded, or has recovered."""
     kind = "recovered" if why is None else "degraded"
     return Event(number=NO_NUMBER, job=job or "", kind=kind, at=0.0, data={"error": why} if why else {})
 
 
 def _gap(first: int, last: int, job: str | None, why: str) -> Event:
-    """What a reader is told of events that it cannot get any more; its number is that of the last of them."""
+    """Return the event for pruned events `first` to `last`; it has the number of the last."""
     return Event(number=last, job=job or "", kind="gap", at=0.0, data={"from": first, "to": last, "why": why})
 
 
 def as_text(event: Event | None) -> str:
-    """An event in the form of Server-Sent Events; its number is the `Last-Event-ID`."""
+    """Return an event in the format of Server-Sent Events; its number is the `Last-Event-ID`."""
     if event is None:
         return ": all is well\n\n"
     data = json.dumps({"job_id": event.job, "at": event.at, **event.data}, allow_nan=False)
@@ -239,8 +240,10 @@ def as_text(event: Event | None) -> str:
 
 
 class EventStream(Response):
-    """Server-Sent Events until the reader leaves, is too slow, or there are no more, or its session ends;
-    refused when all places are taken."""
+    """Server-Sent Events until the client leaves or is too slow, its session ends, or no events are left.
+
+    It is refused at the limit of clients.
+    """
 
     media_type = "text/event-stream"
 
@@ -251,9 +254,7 @@ class EventStream(Response):
         self._auth = auth
         self._texts = texts
 
-    async def __call__(
-        self, scope: Any, receive: Receive, send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if self._feed.full:
             await JSONResponse({"error": FULL, "fields": []}, 503, {"Retry-After": "5"})(scope, receive, send)
@@ -269,27 +270,25 @@ class EventStream(Response):
                 end = end_of_session(self._auth, session)
                 done = await first_of(pump(texts, write), _left(receive), end)
                 if done or (session is not None and not self._auth.is_open(session)):
-                    with suppress(TimeoutError):  # a reader that takes nothing is not waited for
+                    with suppress(TimeoutError):  # a client that reads nothing is not waited for
                         async with asyncio.timeout(SEND_S):
                             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def pump(texts: AsyncIterator[str], write: Callable[[str], Awaitable[None]]) -> bool:
-    """Write each text within `SEND_S`; False when the reader did not take one."""
+    """Write each text within `SEND_S`; return False if the client did not take one."""
     async for text in texts:
         try:
             async with asyncio.timeout(SEND_S):
                 await write(text)
         except TimeoutError:
             return False
-        await asyncio.sleep(
-            0
-        )  # a write that fits into a buffer does not wait: others would, for all of these
+        await asyncio.sleep(0)  # a write into a buffer does not wait; let other clients have their turn
     return True
 
 
 async def first_of(work: Coroutine[Any, Any, bool], *ends: Coroutine[Any, Any, None]) -> bool:
-    """What `work` gives; False when one of `ends` comes first. All are over afterwards."""
+    """Return the result of `work`, or False if one of `ends` is first; cancel the others."""
     working, ending = asyncio.create_task(work), [asyncio.create_task(end) for end in ends]
     try:
         await asyncio.wait((working, *ending), return_when=asyncio.FIRST_COMPLETED)
@@ -302,7 +301,7 @@ async def first_of(work: Coroutine[Any, Any, bool], *ends: Coroutine[Any, Any, N
 
 
 async def end_of_session(auth: Auth, session: BrowserSession | None) -> None:
-    """Return once a session has logged out or passed; without one (the token asks) never."""
+    """Return when a session has logged out or expired; never without a session (token)."""
     while session is None or auth.is_open(session):
         await asyncio.sleep(SESSION_LOOK_S)
 
@@ -313,27 +312,27 @@ async def _left(receive: Receive) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The log of a job, from its end or from a place on.
+# The log of a job, from its end or from a position on.
 
 
 TAIL_BYTES = 1 << 20
-"""Most that is read of a log for one answer."""
+"""Most bytes of a log that are read for one answer."""
 PIECE_BYTES = 64 << 10
 LINE_CHARS = 4096
-"""What is shown of one line."""
+"""Longest shown line."""
 LOG_POLL_S = 0.5
 BEATS = 30
-"""Looks without news after which a reader gets a sign of life."""
+"""Polls without news after which a client gets a heartbeat."""
 
 
 def tail(log: Path, lines: int) -> tuple[list[str], int, bool]:
-    """The last lines of a log, the bytes up to there, and whether there are earlier ones."""
+    """Return the last lines of a log, the position after them, and whether there are earlier lines."""
     size = _size(log)
     start = max(0, size - TAIL_BYTES)
     data = _read(log, start, size - start)
     found = data.decode("utf-8", "replace").splitlines()
     if start and found:
-        found = found[1:]  # begun before what was read
+        found = found[1:]  # incomplete: it began before the bytes that were read
     cut = len(found) > lines or start > 0
     return [line[:LINE_CHARS] for line in found[-lines:]], start + len(data), cut
 
@@ -341,9 +340,9 @@ def tail(log: Path, lines: int) -> tuple[list[str], int, bool]:
 async def follow(
     log: Path, after: int, ended: Callable[[], bool], closing: Callable[[], bool]
 ) -> AsyncGenerator[str]:
-    """What is appended to a log after byte `after`, as Server-Sent Events, until `ended` or `closing`.
+    """Yield what is appended to a log after byte `after`, as Server-Sent Events, until `ended` or `closing`.
 
-    The id of each is the place after it, so a reader that was cut off goes on with `Last-Event-ID`.
+    The id of each event is the position after it, so a disconnected client continues with `Last-Event-ID`.
     """
     quiet = 0
     while not closing():
@@ -370,7 +369,7 @@ def _size(log: Path) -> int:
     try:
         return log.lstat().st_size
     except OSError:
-        return 0  # not begun
+        return 0  # it does not exist yet
 
 
 def _read(log: Path, start: int, count: int) -> bytes:

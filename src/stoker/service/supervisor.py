@@ -1,7 +1,7 @@
-"""What `stoker serve` runs next to its web server: workers, started again when they die or hang, and chores.
+"""Supervise the workers of `stoker serve`, restart those that die or hang, and do chores.
 
-One service has a state folder at a time, and a state folder has one database: jobs are handed from worker to
-worker through their folders, so two services that shared a database alone would lose checkpoints.
+Only one service uses a state folder at a time, and a state folder has one database: workers hand jobs over
+through their folders, so two services that share only a database would lose checkpoints.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from stoker.runtime.files import replace_atomically
 from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.child import Child, preload
 from stoker.runtime.threads import Pool, Ticket
-from stoker.service.database import Database, Outbox, claim_folder
+from stoker.service.database import Database, Outbox, bind_folder
 from stoker.service.folders import DiskRoom, StateFolder
 from stoker.service.jobs import JobQueue, Jobs
 from stoker.service.worker import WorkerSettings
 
 _log = logging.getLogger(__name__)
 KEEP_EVENTS_S = 14 * 86_400.0
-"""How long events can be read again; metrics and jobs stay."""
+"""How long events are kept; metrics and jobs stay."""
 KEEP_EVENTS = 1_000_000
-"""How many events at most."""
+"""Most events that are kept."""
 CHORES_EVERY_S = 600.0
 WRITE_EVERY_S = 10.0
-"""How often, while all is well, it is seen whether the database takes something and the disk has room."""
+"""Seconds between two checks, without problems, that the database can be written and the disk has space."""
 ORPHAN_S = 3600.0
-"""Age of a job's folder that no job belongs to before it is removed."""
+"""Age at which a folder without a job is removed."""
 _STEADY_S = 10.0
-"""A worker that gives up sooner is started again after a wait, each time a longer one."""
+"""A worker that exits sooner is restarted after a wait, which doubles each time."""
 _SHORTEST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 
 
 WORKER_MODULES = ("stoker.service.worker", "stoker.service.datasets")
-"""What a worker finds imported."""
+"""Modules that are imported before a worker starts."""
 SLOT_S = 120.0
-"""How long a worker of an earlier service is waited for in silence: its job makes a checkpoint meanwhile."""
+"""How long to wait for a worker of an earlier service without a message: its job writes a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """How many workers there are and what they are told."""
+    """The number of workers and their settings."""
 
     workers: int = 1
     devices: Sequence[str | None] = (None,)
-    """`CUDA_VISIBLE_DEVICES` of each worker's jobs, the list again from its start when there are more."""
+    """`CUDA_VISIBLE_DEVICES` of the jobs of each worker; repeated if there are more workers."""
     settings: WorkerSettings = field(default_factory=WorkerSettings)
-    """What all of them are told."""
+    """Settings of every worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,12 @@ class WorkerState:
     pid: int
     alive: bool
     deaths: int
-    """How often the worker of this slot died by itself."""
+    """How often the worker of this slot died."""
     device: str | None
 
 
 class WorkerSupervisor:
-    """Keeps workers running and does the chores; `start`, and `stop` when the server ends.
+    """Keeps workers running and does chores; call `start`, and `stop` when the server ends.
 
     Args:
         database: Of the jobs.
@@ -84,8 +84,8 @@ class WorkerSupervisor:
         plan: The workers.
 
     Raises:
-        ConfigError: Another service has the state folder now, or the database belongs to another folder.
-        Degraded: The database does not answer.
+        ConfigError: Another service uses the state folder, or the database belongs to another folder.
+        DegradedError: The database does not answer.
     """
 
     def __init__(self, database: Database, folder: StateFolder, plan: WorkerPlan) -> None:
@@ -93,7 +93,7 @@ class WorkerSupervisor:
         self._lock = _sole_service(folder)
         try:
             with database.writing() as connection:
-                claim_folder(connection, _identity(folder))
+                bind_folder(connection, _identity(folder))
         except StokerError:
             self._lock.release()
             raise
@@ -110,21 +110,21 @@ class WorkerSupervisor:
         self._look_from = self._write_from = 0.0
         self._looked = self._heard_from = time.monotonic()
         self._away = False
-        # Two threads: a disk that hangs under a job's folder holds up the chores, and not the workers.
+        # Two threads: a disk that hangs under a job's folder delays the chores, but not the workers.
         self._watch: Ticket[None] | None = None
 
     def start(self) -> None:
-        """Start the workers, and threads that watch them and do the chores."""
+        """Start the threads that run the workers and do the chores."""
         if self._slots:
             preload(WORKER_MODULES)
         self._watch = Pool(1, "stoker-supervisor").submit(self._run)
         Pool(1, "stoker-chores").submit(self._run_chores)
 
     def stop(self, *, limit_s: float = 60.0) -> bool:
-        """Have every worker stop its job with a checkpoint and end, and kill those that do not in `limit_s`.
+        """Let every worker stop its job with a checkpoint and exit; kill those that take more than `limit_s`.
 
         Returns:
-            Whether all ended by themselves.
+            Whether all exited without being killed.
         """
         deadline = time.monotonic() + limit_s
         self._stopping.set()
@@ -145,26 +145,24 @@ class WorkerSupervisor:
                 self._stopping.wait(0.25)
         finally:
             if not self._stopping.is_set():
-                ended = "the supervisor of the workers has ended: see the service's log"
+                ended = "the supervisor of the workers has ended; see the service's log"
                 self._database.trouble.note("workers", ended)
         for slot in self._slots:
             slot.terminate()
 
     def step(self) -> None:
-        """Do what is due: start workers, kill those that hang, take jobs from dead ones."""
+        """Start workers, kill those that hang, and give the jobs of dead ones back, as far as due."""
         now = time.monotonic()
         timeout_s = self._queue.retry.timeout_s
         if now - self._looked > timeout_s / 2:
-            self._heard_from = (
-                now  # this process, or all of the machine, stood still: nobody else is to blame
-            )
+            self._heard_from = now  # this process, or the entire machine, stood still, not the workers
         self._looked = now
         ended = [slot.look(now, heard_from=self._heard_from) for slot in self._slots]
         if not any(ended) and now < self._look_from:
             return
         self._look_from = now + min(1.0, timeout_s / 4)
         try:
-            self._see_whether_all_is_well(now)
+            self._check_health(now)
             self._away = False
             self._take_jobs_from_dead_workers()
         except DegradedError as error:
@@ -173,7 +171,7 @@ class WorkerSupervisor:
             self._away = True
 
     def _take_jobs_from_dead_workers(self) -> None:
-        """Give jobs back whose worker is dead: one of ours, or one of an earlier service that has ended."""
+        """Give back the jobs of dead workers, also of an earlier service that has ended."""
         for name in self._queue.workers() - {slot.name for slot in self._slots if slot.works}:
             if self._is_dead(name):
                 for job in self._queue.release(name):
@@ -184,7 +182,7 @@ class WorkerSupervisor:
         if number is None:
             return True
         if number < len(self._slots):
-            return self._slots[number].is_ours  # the slot is ours once all who had it are dead
+            return self._slots[number].is_ours  # the slot is ours once all its earlier workers are dead
         with FileLock(_slot_file(self._folder, number), create=False) as lock:
             return lock.acquire()
 
@@ -194,14 +192,14 @@ class WorkerSupervisor:
             self._stopping.wait(CHORES_EVERY_S)
 
     def do_chores(self) -> None:
-        """Remove old events and the folders of deleted jobs; what fails is logged and tried again later."""
+        """Remove old events and the folders of deleted jobs; failures are logged and tried again later."""
         try:
             Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
             remove_orphans(self._folder, Jobs(self._database))
         except (DegradedError, OSError) as error:
             _log.warning("chores: %s. They are tried again in %g s", error, CHORES_EVERY_S)
 
-    def _see_whether_all_is_well(self, now: float) -> None:
+    def _check_health(self, now: float) -> None:
         trouble = self._database.trouble
         writes = now >= self._write_from or trouble.why is not None
         if writes:
@@ -211,10 +209,10 @@ class WorkerSupervisor:
 
 
 class WorkerSlot:
-    """The place of one worker: its process, and the ones that had the place before it.
+    """The slot of one worker: starts its process, restarts it, and knows whether an earlier one still runs.
 
-    A lock says who has the place: the service, and the worker, which inherits it. A service that finds it
-    taken waits for a worker of an earlier service, which makes a checkpoint of its job.
+    A lock belongs to the slot: the service takes it, and the worker inherits it. A service that finds it
+    taken waits for a worker of an earlier service, which writes a checkpoint of its job.
     """
 
     def __init__(
@@ -224,9 +222,9 @@ class WorkerSlot:
         self._settings = replace(settings, limits=replace(settings.limits, devices=device))
         self._lock = FileLock(_slot_file(folder, number))
         self.is_ours = False
-        """All workers that had this place in an earlier service have ended."""
+        """All workers of this slot in an earlier service have ended."""
         self.name = ""
-        """Of its worker, or of the last one that it had."""
+        """Name of its current or last worker."""
         self._child: Child | None = None
         self._is_killed = False
         self._deaths = 0
@@ -235,21 +233,21 @@ class WorkerSlot:
         self._complain_from = time.monotonic() + SLOT_S
 
     def look(self, now: float, *, heard_from: float) -> bool:
-        """Start its worker when none runs, kill one that hangs; return whether one was found dead.
+        """Start its worker if none runs, kill it if it hangs; return whether it was found dead.
 
         Args:
             now: The monotonic time.
-            heard_from: Silence before this time does not count.
+            heard_from: Missing heartbeats before this time do not count.
         """
         if found_dead := self._child is not None and self._child.ended():
-            self._bury(now)
+            self._handle_death(now)
         elif self._child is not None and not self._is_killed:
             self._kill_if_silent(self._child, now, heard_from)
         if self._child is None and now >= self._start_from and self._have_lock(now):
             self._start(now)
         return found_dead
 
-    def _bury(self, now: float) -> None:
+    def _handle_death(self, now: float) -> None:
         assert self._child is not None
         assert self._child.exit is not None
         code = self._child.exit.code
@@ -258,9 +256,9 @@ class WorkerSlot:
         self._child, self._is_killed = None, False
         self._deaths += 1
         lived_s = now - self._born
-        by_itself = code is not None and code >= 0 and lived_s < _STEADY_S  # what it cannot bear may last
-        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if by_itself else _SHORTEST_WAIT_S
-        self._start_from = now + self._wait_s if by_itself or lived_s < 1.0 else now
+        gave_up = code is not None and code >= 0 and lived_s < _STEADY_S  # its reason may last
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if gave_up else _SHORTEST_WAIT_S
+        self._start_from = now + self._wait_s if gave_up or lived_s < 1.0 else now
 
     def _kill_if_silent(self, child: Child, now: float, heard_from: float) -> None:
         silent_s = now - max(heard_from, self._born, child.heartbeat.look().time_ns / 1e9)
@@ -275,10 +273,10 @@ class WorkerSlot:
     def _have_lock(self, now: float) -> bool:
         if self.is_ours:
             return True
-        why = "it is held by a worker of an earlier service. Look at its process"
+        why = "a worker of an earlier service holds it. Check its process"
         try:
             self.is_ours = self._lock.acquire()
-        except StokerError as error:  # no room for the file, say
+        except StokerError as error:  # for example, no space for the file
             why = str(error)
         if not self.is_ours and now > self._complain_from:
             self._complain_from = now + SLOT_S
@@ -309,11 +307,11 @@ class WorkerSlot:
 
     @property
     def works(self) -> bool:
-        """Whether its worker may still do something: one that was killed may not, also while it hangs."""
+        """Whether its worker may still do something; a killed one may not, even while it hangs."""
         return self._child is not None and not self._is_killed and not self._child.ended()
 
     def state(self) -> WorkerState:
-        """Return the worker as it stands."""
+        """Return the state of its worker."""
         return WorkerState(
             slot=self._number,
             name=self.name,
@@ -324,22 +322,22 @@ class WorkerSlot:
         )
 
     def terminate(self) -> None:
-        """Ask its worker to stop its job with a checkpoint and end."""
+        """Ask its worker to stop its job with a checkpoint and exit."""
         if self._child is not None:
             self._child.terminate()
 
     def end(self, deadline: float) -> bool:
-        """Wait for the end of its worker, and kill it, and its job with it, at the monotonic time `deadline`.
+        """Wait for the end of its worker; kill it with its job at the monotonic time `deadline`.
 
         Returns:
-            Whether it ended by itself.
+            Whether it exited without being killed.
         """
         in_order = True
         if self._child is not None:
             self._child.terminate()
             in_order = self._child.wait(max(0.0, deadline - time.monotonic()))
             if not in_order:
-                self._child.stop(0.0, 10.0)  # what hangs in the system is left to it
+                self._child.stop(0.0, 10.0)  # one that hangs in the system is left behind
             self._child.close()
             self._child = None
         self._lock.release()
@@ -347,7 +345,7 @@ class WorkerSlot:
 
 
 def slot_of(name: str) -> int | None:
-    """Return the slot that a worker's name says it has; None of a name that says none.
+    """Return the slot in a worker's name; None if the name has no slot.
 
     >>> slot_of("a-host-3-0f0f0f0f"), slot_of("by hand")
     (3, None)
@@ -361,7 +359,7 @@ def _slot_file(folder: StateFolder, number: int) -> Path:
 
 
 def remove_orphans(folder: StateFolder, jobs: Jobs) -> list[str]:
-    """Remove folders of jobs that were deleted; their ids."""
+    """Remove the folders of deleted jobs; return their ids."""
     removed: list[str] = []
     for path in sorted(folder.jobs.iterdir()):
         with suppress(OSError):
@@ -377,14 +375,14 @@ def _sole_service(folder: StateFolder) -> FileLock:
     lock = FileLock(folder.path / "service.lock")
     if not lock.acquire():
         raise ConfigError(
-            f"{folder.path} belongs to a service that runs now ({lock.holder()}): one service has a state "
-            "folder at a time. Stop it, or start this one with another folder"
+            f"{folder.path} is used by a running service ({lock.holder()}). Only one service uses a state "
+            "folder at a time: stop it, or start this one with another folder"
         )
     return lock
 
 
 def _identity(folder: StateFolder) -> str:
-    """What a state folder is known by, wherever it is moved to."""
+    """Return the id of a state folder, which stays the same when the folder is moved."""
     path = folder.path / "folder-id"
     if not path.exists():
         with replace_atomically(path) as temporary:

@@ -1,4 +1,4 @@
-"""What was asked and how long it took, counted for Prometheus."""
+"""Counts of answers and their times for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class RequestTraffic:
-    """Counts of one process; changed by its event loop alone."""
+    """Counts of one process; changed only by its event loop."""
 
     def __init__(self) -> None:
         self.answers = Counter[int]()
@@ -20,13 +20,13 @@ class RequestTraffic:
         self._seconds = 0.0
 
     def note(self, status: int, seconds: float) -> None:
-        """Count one answer; `seconds` until it began."""
+        """Count one answer that began after `seconds`."""
         self.answers[status] += 1
         self._buckets[bisect_left(BOUNDS_S, seconds)] += 1
         self._seconds += seconds
 
     def lines(self) -> Iterator[str]:
-        """In Prometheus' text format."""
+        """Yield the counts in Prometheus' text format."""
         yield from counts("stoker_answers_total", "counter", "status", self.answers)
         yield "# TYPE stoker_answer_seconds histogram"
         total = 0
@@ -40,7 +40,7 @@ class RequestTraffic:
 def counts(
     name: str, kind: str, label: str, found: Mapping[int, float] | Mapping[str, float]
 ) -> Iterator[str]:
-    """One metric with a label, as lines; none where there is nothing.
+    """Yield the lines of one metric with a label; no line without values.
 
     >>> list(counts("jobs", "gauge", "state", {"queued": 2}))
     ['# TYPE jobs gauge', 'jobs{state="queued"} 2']

@@ -1,7 +1,7 @@
-"""A worker process: one job after another until it is told to end.
+"""A worker process: runs one job after another until it is stopped.
 
-`stoker serve` starts some of them (`supervisor.py`), tells each its `WorkerSettings`, and watches its
-heartbeat. SIGTERM, also when the service dies, lets it stop its job with a checkpoint and give it back.
+`stoker serve` starts workers (`supervisor.py`), gives each its `WorkerSettings`, and watches its heartbeat.
+On SIGTERM, which it also gets when the service dies, it stops its job with a checkpoint and gives it back.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from stoker.service.executor import (
     NO_ROOM,
     STOPPED,
     Executor,
-    JobHold,
     JobLimits,
+    JobLock,
     JobProcess,
     JobProgram,
     LocalExecutor,
@@ -47,49 +47,49 @@ if TYPE_CHECKING:
     from stoker.service.folders import JobFolder
 
 # ----------------------------------------------------------------------------------------------------------
-# One attempt at a job: start its process, tell the database what it says, act on what is asked, end it.
+# One attempt at a job: start its process, store its events, carry out requests, end it.
 #
-# The process keeps running while the database does not answer: what it says waits in its file. It is ended
-# when the attempt is over for the database (nothing is written then), when someone asked for it, when it
-# passes a limit, or when the database has been silent for longer than anybody would wait.
+# The process keeps running while the database does not answer: its events wait in its file. It is ended when
+# the database says that the attempt is over (nothing is stored then), when a user asks for it, when it
+# exceeds a limit, or when the database does not answer for too long.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPace:
-    """How often a worker does what."""
+    """Intervals of a worker."""
 
     poll_s: float = 0.25
-    """Between two looks at a process and its file."""
+    """Seconds between two checks of the process and its file."""
     look_s: float = 1.0
-    """Between two looks at what is asked of the job, and at the queue when there is none."""
-    silence_s: float = 600.0
-    """How long the database may stay silent before the job is stopped with a checkpoint."""
+    """Seconds between two checks of the requests for the job, and of the queue without a job."""
+    database_timeout_s: float = 600.0
+    """How long the database may not answer before the job is stopped with a checkpoint."""
 
 
 class EndReason(Enum):
     """Why a process is asked to end before its time."""
 
-    ASKED = auto()
-    """Someone paused or cancelled the job."""
-    STOPPING = auto()
-    """The worker is to end."""
-    SILENCE = auto()
+    REQUEST = auto()
+    """A user paused or cancelled the job."""
+    SHUTDOWN = auto()
+    """The worker stops."""
+    DATABASE_TIMEOUT = auto()
     """The database does not answer."""
     LIMIT = auto()
-    """It used more than it may: the job fails."""
-    QUIET = auto()
-    """It says nothing, as one that hangs: another attempt is made."""
-    SAID = auto()
-    """It has said its last word and is only to end."""
+    """It exceeds a limit: the job fails."""
+    HANG = auto()
+    """It writes no events: another attempt is made."""
+    LAST_EVENT = auto()
+    """It has written its last event and only has to exit."""
 
 
 class AttemptRunner:
-    """Makes one attempt; `run` does all of it.
+    """Makes one attempt at a job with `run`.
 
     Args:
-        worker: Whose attempt it is: it has the database's side and the machine's side.
-        attempt: Which.
-        folder: Of the job.
+        worker: Has the queue and the executor.
+        attempt: The attempt.
+        folder: The job's folder.
     """
 
     def __init__(self, worker: JobWorker, attempt: JobAttempt, folder: JobFolder) -> None:
@@ -105,30 +105,30 @@ class AttemptRunner:
         self._asked = self._again = 0.0
 
     def run(self) -> None:
-        """Work until the job's process has ended and the database knows, or the job was taken away.
+        """Run until the process has ended and the outcome is stored, or the job was given to another worker.
 
         Raises:
-            Degraded: The worker is to end, and the database does not answer; the service gives the job back.
+            DegradedError: The worker stops, and the database does not answer; the service gives the job back.
         """
         try:
             with explain_disk_errors(self._folder.path):
-                hold = self._worker.executor.hold(self._folder)
+                lock = self._worker.executor.lock(self._folder)
                 try:
-                    self._run(hold)
+                    self._run(lock)
                 finally:
-                    hold.release()
-        except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no room
+                    lock.release()
+        except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no space
             self._give_back(str(error), lost=False, wait_s=self._queue.retry.room_wait_s)
         except LostAttemptError as error:
             _log.warning("%s", error)
 
-    def _run(self, hold: JobHold) -> None:
+    def _run(self, lock: JobLock) -> None:
         end_line(self._folder.events)
         self._drain()
         code = None
-        if self._said is None:  # else an earlier attempt came to its end unseen
-            self._worker.beat()
-            process = hold.start(self._settings.program, self._settings.limits)
+        if self._said is None:  # else an earlier attempt ended without being noticed
+            self._worker.heartbeat()
+            process = lock.start(self._settings.program, self._settings.limits)
             try:
                 code = self._watch(process)
             except BaseException:
@@ -138,9 +138,9 @@ class AttemptRunner:
         self._until_told(lambda: self._conclude(code))
 
     def _watch(self, process: JobProcess) -> int:
-        """Return the exit status of the process, which is asked to end as soon as there is a reason."""
+        """Return the exit status of the process, which is asked to end when there is a reason."""
         while (code := process.poll()) is None:
-            self._worker.beat()
+            self._worker.heartbeat()
             if not self._untold:
                 self._read()
             try:
@@ -161,26 +161,26 @@ class AttemptRunner:
         now, limits = time.monotonic(), self._settings.limits
         silent_s, quiet_s = now - self._heard, now - self._spoke
         if self._said is not None:
-            self._reason, self._asked = EndReason.SAID, now
+            self._reason, self._asked = EndReason.LAST_EVENT, now
             return
         if self._wanted is not State.RUNNING:
-            self._reason, self._why = EndReason.ASKED, "it was asked for"
+            self._reason, self._why = EndReason.REQUEST, "it was asked for"
         elif self._worker.stopping:
-            self._reason, self._why = EndReason.STOPPING, "the service was stopped"
-        elif silent_s > self._settings.pace.silence_s:
-            self._reason = EndReason.SILENCE
+            self._reason, self._why = EndReason.SHUTDOWN, "the service was stopped"
+        elif silent_s > self._settings.pace.database_timeout_s:
+            self._reason = EndReason.DATABASE_TIMEOUT
             self._why = f"the database did not answer for {format_seconds(silent_s)}"
         elif passed := process.exceeded():
             self._reason, self._why = EndReason.LIMIT, passed
-        elif limits.quiet_s is not None and quiet_s > limits.quiet_s:
-            self._reason, self._why = EndReason.QUIET, f"it has said nothing for {format_seconds(quiet_s)}"
+        elif limits.event_timeout_s is not None and quiet_s > limits.event_timeout_s:
+            self._reason, self._why = EndReason.HANG, f"it wrote no event for {format_seconds(quiet_s)}"
         else:
             return
         self._asked = now
         process.terminate()
 
     def _read(self) -> bool:
-        """Take the next lines of the process; whether there were any."""
+        """Read the next lines of the process; return whether there were any."""
         lines, position = read_lines(self._folder.events, self._position)
         if more := position > self._position:
             self._untold, self._position, self._spoke = lines, position, time.monotonic()
@@ -188,10 +188,10 @@ class AttemptRunner:
         return more
 
     def _drain(self) -> None:
-        """Read to the last word of the process, telling all but the lines around that word.
+        """Read to the last event of the process and store all but the last batch of lines.
 
-        Those are told with the end of the attempt, so that a worker that is killed between the two leaves
-        them for the next one to find.
+        That batch is stored together with the end of the attempt, so that the next worker finds it again when
+        this one is killed in between.
         """
         while self._said is None:
             if self._untold:
@@ -200,7 +200,7 @@ class AttemptRunner:
                 return
 
     def _tell(self) -> None:
-        """Report lines, or ask what is wanted of the job, as soon as it is due."""
+        """Store new lines, or check for requests, when that is due."""
         if self._untold and self._said is None:
             self._report()
         elif time.monotonic() - self._heard > self._settings.pace.look_s:
@@ -214,10 +214,10 @@ class AttemptRunner:
         self._untold = []
 
     def _until_told(self, tell: Callable[[], None]) -> None:
-        """Try until the database answers; a worker that is to end tries for a while and then leaves it."""
+        """Call `tell` until the database answers; a worker that stops gives up after a while."""
         deadline = float("inf")
         while True:
-            self._worker.beat()
+            self._worker.heartbeat()
             try:
                 tell()
             except DegradedError as error:
@@ -231,25 +231,25 @@ class AttemptRunner:
                 return
 
     def _conclude(self, code: int | None) -> None:
-        while True:  # at most twice again: from running to pausing to cancelling
+        while True:  # at most three times: a job goes from running to pausing to cancelling
             self._wanted = self._queue.look(self._attempt)
             if (outcome := self._outcome(code)) is None:
                 self._report()
-                lost = self._reason in (None, EndReason.QUIET) and code != NO_ROOM
+                lost = self._reason in (None, EndReason.HANG) and code != NO_ROOM
                 wait_s = self._queue.retry.room_wait_s if code == NO_ROOM else 0.0
                 self._give_back(self._why or _ended_by(code), lost=lost, wait_s=wait_s)
                 return
             try:
                 self._queue.finish(self._attempt, outcome, lines=self._untold, position=self._position)
-            except LostAttemptError:  # or asked for something else meanwhile, which the look tells
+            except LostAttemptError:  # or another request came meanwhile, which `look` returns
                 continue
             return
 
     def _outcome(self, code: int | None) -> Outcome | None:
-        """What the job comes to; None: it is to go on in another attempt.
+        """Return how the job ends; None: it continues in another attempt.
 
-        The last word of the process counts, not its status: one that has said that it is done may still
-        crash while it ends, and one that ends with 0 without a word was cut short.
+        The last event of the process counts, not its status: a process that reported its end may still crash
+        while it exits, and one that exits with 0 without an event was cut short.
         """
         said, exceeded = self._said, self._reason is EndReason.LIMIT
         data = {} if said is None else said.data
@@ -270,7 +270,7 @@ class AttemptRunner:
         return None
 
     def _last_words(self, code: int | None) -> str:
-        """The end of the log of a process that failed without a word."""
+        """Return the end of the log of a process that failed without an event."""
         try:
             with self._folder.log.open("rb") as file:
                 file.seek(-min(4000, self._folder.log.stat().st_size), 2)
@@ -290,7 +290,7 @@ class AttemptRunner:
 
 
 def _end_now(process: JobProcess) -> None:
-    """Kill it and see that it is gone."""
+    """Kill a process and wait for its end."""
     process.kill()
     deadline = time.monotonic() + END_S
     while process.poll() is None and time.monotonic() < deadline:
@@ -301,7 +301,7 @@ def _ended_by(code: int | None) -> str:
     if code == STOPPED:
         return "its process stopped with a checkpoint, though it was not asked to"
     if code == NO_ROOM:
-        return "its process found the disk full; it continues from its last checkpoint when there is room"
+        return "its process found the disk full; it continues from its last checkpoint when there is space"
     if code is None or code >= 0:
         return f"its process ended with status {code} and without a result"
     try:
@@ -313,17 +313,17 @@ def _ended_by(code: int | None) -> str:
 
 _log = logging.getLogger(__name__)
 MADE_LOOK_S = 2.0
-"""How long a job waits between looks at a data set that is being made."""
+"""Seconds between two checks of a data set that is being made."""
 Describe = Callable[[Database, list[str]], "list[dict[str, Json]]"]
 """The registered data sets of some ids, described so that a job can open them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is told at its start."""
+    """The settings of a worker."""
 
     name: str = ""
-    """No other worker ever had it."""
+    """Unique for all time."""
     url: str = ""
     """Of the database, with its password."""
     state: str = ""
@@ -342,11 +342,11 @@ class JobWorker:
     """Takes one job after another.
 
     Args:
-        settings: What it was told.
-        database: Where the jobs are.
+        settings: Its settings.
+        database: Has the jobs.
         executor: Runs their processes.
-        describe: What is said of data sets in `job.json`.
-        beat: Called all along, at least once in `AttemptPolicy.timeout_s`.
+        describe: Describes data sets for `job.json`.
+        heartbeat: Called regularly, at least once in `AttemptPolicy.timeout_s`.
     """
 
     def __init__(
@@ -355,33 +355,33 @@ class JobWorker:
         database: Database,
         executor: Executor,
         describe: Describe,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
         self.executor = executor
-        self.beat = beat
+        self.heartbeat = heartbeat
         self.queue = JobQueue(database, settings.retry)
         self.stopping = False
-        """Whether it is to end."""
+        """Whether it ends after the current job."""
         self._database = database
         self._describe = describe
         self._folders = StateFolder(Path(settings.state))
         self._room = DiskRoom(self._folders)
 
     def stop(self) -> None:
-        """End soon: the job at hand makes a checkpoint and goes back. Also from a signal handler."""
+        """End soon: the current job writes a checkpoint and is given back. Safe in a signal handler."""
         self.stopping = True
 
     def run(self) -> None:
-        """Work until `stop`; a database that does not answer is asked again and again."""
+        """Work until `stop`; retry a database that does not answer."""
         name, is_free = self.settings.name, True
         while not self.stopping:
-            self.beat()
+            self.heartbeat()
             try:
-                # Between attempts it has no job. One that it has by the database's word was taken without an
-                # answer, or could not be given back.
+                # Between attempts it has no job. If the database says otherwise, the answer to `take` was
+                # lost or the job could not be given back.
                 if not is_free:
-                    self.queue.release(name, "its worker lost sight of it")
+                    self.queue.release(name, "its worker lost track of it")
                     is_free = True
                 if self._room.lack() is None and (attempt := self.queue.take(name)):
                     is_free = False
@@ -396,7 +396,7 @@ class JobWorker:
         """Make one attempt at a job.
 
         Raises:
-            Degraded: The database does not answer; the service gives the job back when this worker ends.
+            DegradedError: The database does not answer; the service gives the job back when this worker ends.
         """
         job = attempt.job
         folder = self._folders.job(job.id)
@@ -411,10 +411,10 @@ class JobWorker:
             self._job_file(attempt, datasets).write(folder.job_file)
         except DegradedError:
             raise
-        except (ResourceError, OSError) as error:  # no room, or a folder that cannot be written: may pass
+        except (ResourceError, OSError) as error:  # no space, or a folder that cannot be written: may pass
             self.queue.give_back(attempt, str(error), lost=False, wait_s=self.settings.retry.room_wait_s)
             return
-        except StokerError as error:  # what it asks for is not there
+        except StokerError as error:  # something that it names does not exist
             outcome = Outcome(state=State.FAILED, message="failed", error=str(error))
             self.queue.finish(attempt, outcome, lines=[], position=attempt.position)
             return
@@ -444,11 +444,7 @@ class JobWorker:
 
 
 def _being_made(job: Job, datasets: list[dict[str, Json]]) -> str:
-    """Return the names of data sets that a job needs and another one still makes.
-
-    Raises:
-        ConfigError: One was to be made, and is not.
-    """
+    """Return the names of data sets that a job needs and another job still makes."""
     if job.kind == "generation":
         return ""
     return ", ".join(str(one["name"]) for one in datasets if one.get("health") == "making")
@@ -473,8 +469,8 @@ def serve(connection: Connection) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    beat = partial(connection.heartbeat.write, "wait")
-    beat()
+    heartbeat = partial(connection.heartbeat.write, "wait")
+    heartbeat()
     if settings.ray is None:
         preload(settings.program.modules)
     try:
@@ -482,7 +478,7 @@ def serve(connection: Connection) -> int:
     except StokerError as error:
         _log.error("%s", error)
         return 1
-    worker = worker_of(settings, database, beat)
+    worker = worker_of(settings, database, heartbeat)
     workers.append(worker)
     if stopped:
         worker.stop()
@@ -492,7 +488,7 @@ def serve(connection: Connection) -> int:
 
 
 def worker_of(
-    settings: WorkerSettings, database: Database, beat: Callable[[], None] = lambda: None
+    settings: WorkerSettings, database: Database, heartbeat: Callable[[], None] = lambda: None
 ) -> JobWorker:
     """Return a worker whose jobs run as processes, and read what `settings.access` allows."""
 
@@ -502,11 +498,11 @@ def worker_of(
             settings.access.check(cast("dict[str, Json]", one["spec"]))
         return found
 
-    return JobWorker(settings, database, _executor(settings), described, beat)
+    return JobWorker(settings, database, _executor(settings), described, heartbeat)
 
 
 def _executor(settings: WorkerSettings) -> Executor:
-    """Return what runs its jobs."""
+    """Return the executor of its jobs."""
     local = LocalExecutor()
     if settings.ray is None:
         return local
@@ -514,7 +510,7 @@ def _executor(settings: WorkerSettings) -> Executor:
 
 
 def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:
-    """See `stoker.service.datasets`, which a worker without such jobs need not load."""
+    """Call `datasets.describe`, which a worker without such jobs need not import."""
     if not ids:
         return []
     from stoker.service import datasets

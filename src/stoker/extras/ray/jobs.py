@@ -26,7 +26,7 @@ from stoker.runtime.files import replace_atomically
 from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
 from stoker.runtime.processes.child import Child, set_start_method
 from stoker.runtime.threads import Pool, is_exiting
-from stoker.service.executor import JobLimits, JobProgram, LocalExecutor, LocalHold, RayTarget, start_job
+from stoker.service.executor import JobLimits, JobProgram, LocalExecutor, LocalJobLock, RayTarget, start_job
 from stoker.service.folders import JobFile, JobFolder
 
 # ----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class RayJobs:
         """What the cluster says of a job: `status`, `driver_exit_code`, `message`.
 
         Raises:
-            NotFound: It knows none of that name.
+            NotFoundError: It knows none of that name.
             ResourceError, ConfigError: As `submit`.
         """
         return self._ask("GET", f"/api/jobs/{submission}")
@@ -162,13 +162,13 @@ class RayExecutor:
     def __init__(self, target: RayTarget, jobs: RayJobs, local: LocalExecutor) -> None:
         self._target, self._jobs, self._local = target, jobs, local
 
-    def hold(self, folder: JobFolder) -> RayHold:
-        """See `Executor.hold`; a submission that still runs is not ended, but taken over by `start`.
+    def lock(self, folder: JobFolder) -> RayJobLock:
+        """See `Executor.lock`; a submission that still runs is not ended, but taken over by `start`.
 
         Raises:
             StalledError: Whether an earlier submission still runs cannot be told, as the cluster is silent.
         """
-        lock = self._local.hold(folder)
+        lock = self._local.lock(folder)
         try:
             running = self._running(wanted(folder))
         except (ResourceError, ConfigError) as error:
@@ -180,7 +180,7 @@ class RayExecutor:
         except BaseException:
             lock.release()
             raise
-        return RayHold(lock, folder, self._jobs, self._target, running=running)
+        return RayJobLock(lock, folder, self._jobs, self._target, running=running)
 
     def _running(self, submission: str) -> str | None:
         if not submission:
@@ -206,12 +206,12 @@ def ray_executor(target: RayTarget, environment: Mapping[str, str], local: Local
     return RayExecutor(target, RayJobs(target.address, ray_token(environment)), local)
 
 
-class RayHold:
-    """The right to submit a job; `RayExecutor.hold` makes it. It lasts until `release`, after the end."""
+class RayJobLock:
+    """The right to submit a job; `RayExecutor.lock` makes it. It lasts until `release`, after the end."""
 
     def __init__(
         self,
-        lock: LocalHold,
+        lock: LocalJobLock,
         folder: JobFolder,
         jobs: RayJobs,
         target: RayTarget,
@@ -222,7 +222,7 @@ class RayHold:
         self._running = running
 
     def start(self, program: JobProgram, limits: JobLimits) -> RayProcess:
-        """See `JobHold.start`.
+        """See `JobLock.start`.
 
         Raises:
             ResourceError: The cluster does not answer, or refuses.
@@ -243,7 +243,7 @@ class RayHold:
         return RayProcess(self._jobs, self._folder, submission, limits)
 
     def release(self) -> None:
-        """See `JobHold.release`."""
+        """See `JobLock.release`."""
         self._lock.release()
 
 

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.service.training_config import (
+from stoker.service.job_config import (
     NOTHING_ON_DEVICE,
     SETTINGS,
-    USELESS,
+    UNUSED_FIELDS,
     WITHOUT_EFFECT,
-    TrainingConfig,
+    JobConfig,
     check,
     settings_of,
 )
@@ -31,8 +31,8 @@ HDF5 = {"id": ID, "name": "Burgers, 1D", "kind": "hdf5", "spec": {"path": "/data
 IMAGES = {"id": ID, "name": "cells", "kind": "images", "spec": {"path": "/data/cells"}}
 
 
-def config(**given: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"dataset_ids": [ID], **given})
+def config(**given: Any) -> JobConfig:
+    return JobConfig.model_validate({"dataset_ids": [ID], **given})
 
 
 def settings(dataset: dict[str, Any], **given: Any) -> Config:
@@ -40,7 +40,7 @@ def settings(dataset: dict[str, Any], **given: Any) -> Config:
 
 
 def test_the_guides_body_is_taken_as_it_is() -> None:
-    found = TrainingConfig.model_validate(GUIDE)
+    found = JobConfig.model_validate(GUIDE)
 
     assert found.model_dump(include=GUIDE.keys(), mode="json") == GUIDE
     assert check(found, [RADIO]) == "radio"
@@ -75,7 +75,7 @@ def test_defaults_and_ranges_are_the_documented_ones() -> None:
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
 def test_a_field_that_can_have_no_effect_is_refused_with_its_reason(name: str) -> None:
-    default = TrainingConfig.model_fields[name].default
+    default = JobConfig.model_fields[name].default
     other = {str: "x", bool: not default, int: 7}.get(type(default), "x")
     assert getattr(config(**{name: default}), name) == default
 
@@ -93,7 +93,7 @@ def test_unknown_fields_are_refused() -> None:
 
 
 def test_early_stopping_without_validation_is_refused() -> None:
-    with pytest.raises(ValidationError, match="early_stop_patience=20 has nothing to judge by"):
+    with pytest.raises(ValidationError, match="early_stop_patience=20 has no loss to watch"):
         config(validation_split=0.0)
     assert settings(RADIO, validation_split=0.0, early_stop_patience=0).data.splits == {"train": 1.0}
 
@@ -104,11 +104,11 @@ def test_what_a_kind_has_no_use_for_is_refused(dataset: dict[str, Any], kind: st
         "settings": {"model.width": 8}, "lr_scheduler": "constant", "dropout_rate": 0.5, "warmup_epochs": 1,
         "early_stop_delta": 0.0, "min_snr_db": 3.0, "max_gdop": 4.0, "max_receivers": 9,
     }  # fmt: skip
-    for name, why in USELESS[kind].items():
+    for name, why in UNUSED_FIELDS[kind].items():
         with pytest.raises(ConfigError, match=name) as refused:
             check(config(**{name: given[name]}), [dataset])
         assert why in str(refused.value)
-    for name in given.keys() - USELESS[kind].keys() - {"settings"}:
+    for name in given.keys() - UNUSED_FIELDS[kind].keys() - {"settings"}:
         check(config(**{name: given[name]}), [dataset])
 
 
@@ -120,7 +120,7 @@ def test_data_sets_have_to_go_together() -> None:
         ([RADIO, other], {}, "several databases"),
         ([HDF5, HDF5], {}, "2 data sets of kind hdf5"),
         ([HDF5], {"model_architecture": "triangulation"}, "takes 'operator'"),
-        ([HDF5], {"validation_split": 0.0, "early_stop_patience": 0}, "judged by its validation error"),
+        ([HDF5], {"validation_split": 0.0, "early_stop_patience": 0}, "validation_split=0"),
         ([own], {"validation_split": 0.3}, "the data itself says"),
         ([HDF5], {"settings": {"data.root": "/etc"}}, "'data.root' cannot be set"),
         ([HDF5], {"settings": {"model.widht": 64}}, r"Did you mean model\.width\?"),
@@ -186,7 +186,7 @@ def test_every_field_is_documented_with_its_default() -> None:
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     told = {name.strip("` "): cells[2] for cells in rows for name in cells[1].split(",")}
 
-    for name, field in TrainingConfig.model_fields.items():
+    for name, field in JobConfig.model_fields.items():
         assert name in told
         default = field.default
         if isinstance(default, int | float) and not isinstance(default, bool):

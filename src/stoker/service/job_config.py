@@ -1,8 +1,8 @@
-"""What a training job is asked for: the fields of the earlier service, each honoured or refused.
+"""The configuration of a training job: the fields of the earlier service, each used or refused.
 
-A field that can have no effect is refused unless it is left at its default, and the message says why; a wrong
-one is never taken and then ignored. `settings_of` says which field means what to which kind of data.
-docs/service-jobs.md lists them all.
+A field without an effect is refused unless it has its default value, and the message says why; no field is
+accepted and ignored. `settings_of` translates the fields for each kind of data. docs/service-jobs.md lists
+all fields.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from stoker.service.security import texts_in
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        "parent_model_id": "there is no registry of models; `continue` gives a finished job more epochs",
-        "pretrained": "the networks here begin from a seed; there are no weights to fetch",
+        "parent_model_id": "there is no model registry; `continue` gives a finished job more epochs",
+        "pretrained": "the networks here start from a seed; there are no pretrained weights",
         "freeze_backbone": "no network here has a backbone apart from its head",
-        "n_mels": "nothing here makes spectrograms; features come ready-made with the rows",
-        "n_fft": "nothing here makes spectrograms; features come ready-made with the rows",
-        "hop_length": "nothing here makes spectrograms; features come ready-made with the rows",
-        "devices": "a job has one GPU; several jobs run side by side",
-        "only_approved": "rows carry no mark of approval; register the sets that are wanted",
+        "n_mels": "this service makes no spectrograms; rows contain the features",
+        "n_fft": "this service makes no spectrograms; rows contain the features",
+        "hop_length": "this service makes no spectrograms; rows contain the features",
+        "devices": "a job has one GPU; several jobs run at the same time",
+        "only_approved": "rows have no approval mark; register only the sets to use",
     }
 )
-"""Fields of the earlier service that nothing here could honour, and why."""
+"""Fields of the earlier service without an effect here, and why."""
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
 
-class TrainingConfig(BaseModel):
-    """What to train on what, and how."""
+class JobConfig(BaseModel):
+    """The data, the network and the settings of a training job."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -72,13 +72,13 @@ class TrainingConfig(BaseModel):
     freeze_backbone: StrictBool = False
     """Refused unless false."""
     batch_size: Annotated[int, Field(ge=1, le=1024, strict=True)] = 128
-    """Rows, images or windows in a step."""
+    """Rows, images or windows per step."""
     num_workers: Annotated[int, Field(ge=0, le=32, strict=True)] = 0
-    """Processes that read the data while it is encoded; 0: as many as pay. Batches need none."""
+    """Processes that read the data while it is encoded; 0: automatic. Batches need none."""
     validation_split: Annotated[float, Field(ge=0, le=0.5, strict=True)] = 0.2
-    """Part of the data to validate on, by a hash of its keys; 0, for rows and images: none."""
+    """Part of the data for validation, by a hash of its keys; 0, only for rows and images: none."""
     preload_to_gpu: StrictBool = True
-    """Serve batches from the device if they fit, else from the best that does; false: from host memory."""
+    """Serve batches from the device if they fit, else from the next best tier; false: from host memory."""
     n_mels: StrictInt = 128
     """Refused unless at its default."""
     n_fft: StrictInt = 2048
@@ -90,40 +90,40 @@ class TrainingConfig(BaseModel):
     learning_rate: Positive = 1e-3
     """Peak rate of AdamW."""
     weight_decay: NotNegative = 1e-4
-    """Of AdamW, on matrices."""
+    """Weight decay of AdamW, on matrices."""
     dropout_rate: Annotated[float, Field(ge=0, le=0.9, strict=True)] = 0.2
-    """In the network of rows and of images."""
+    """Dropout of the networks for rows and images."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
-    """What the rate does after it has risen: fall to a hundredth, or stay."""
+    """The rate after the warmup: falls to a hundredth, or stays."""
     warmup_epochs: Count = 5
     """Epochs over which the rate rises; at most half of all."""
     early_stop_patience: Annotated[int, Field(ge=0, le=100, strict=True)] = 20
     """Epochs without a better validation loss before training ends; 0: never."""
     early_stop_delta: NotNegative = 1e-3
-    """How much lower a validation loss has to be to count as better."""
+    """How much lower a validation loss must be to count as better."""
     max_grad_norm: Positive = 1.0
     """Largest norm of the gradient."""
     accelerator: Literal["auto", "gpu", "cpu"] = "auto"
-    """Where to compute; `gpu` fails where there is none, `auto` takes one where there is."""
+    """Device; `gpu` fails without a GPU, `auto` uses one if it exists."""
     devices: StrictInt = 1
     """Refused unless 1."""
     min_snr_db: Annotated[float, Field(allow_inf_nan=False, strict=True)] | None = None
-    """Radio rows: only those with at least this mean signal to noise; null: all. What is dropped is told."""
+    """Radio rows: only those with at least this mean signal to noise; null: all. Dropped rows are told."""
     max_gdop: Positive | None = None
     """Radio rows: only those with at most this dilution of precision; null: all."""
     only_approved: StrictBool = True
     """Refused unless true."""
     max_receivers: Annotated[int, Field(ge=1, le=64, strict=True)] = 7
-    """Radio rows: room for receivers in a row; a row with more is set aside and listed."""
+    """Radio rows: most receivers of a row; a row with more is quarantined."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Decides the order of examples, the split and the first weights."""
     settings: dict[str, JsonValue] = {}
-    """Simulations and images: further settings of docs/config.md by name, as `{"model.width": 64}`."""
+    """Simulations and images: more settings of docs/config.md by name, as `{"model.width": 64}`."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_dataset(cls, given: Any) -> Any:
-        """An early form named one data set, as `dataset_id`."""
+        """Return an early form named one data set, as `dataset_id`."""
         if isinstance(given, dict) and "dataset_id" in given and "dataset_ids" not in given:
             named: dict[str, Any] = dict(given)
             return {"dataset_ids": [named.pop("dataset_id")], **named}
@@ -136,8 +136,8 @@ class TrainingConfig(BaseModel):
         default = cls.model_fields[name].default
         if value != default:
             raise ValueError(
-                f"{name}={value!r} can have no effect here: {WITHOUT_EFFECT[name]}. Leave it out, or give "
-                f"its default {default!r}"
+                f"{name}={value!r} has no effect here: {WITHOUT_EFFECT[name]}. Leave it out, or give its "
+                f"default {default!r}"
             )
         return value
 
@@ -149,11 +149,11 @@ class TrainingConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _judged_by_something(self) -> TrainingConfig:
+    def _has_validation(self) -> JobConfig:
         if self.validation_split == 0 and self.early_stop_patience:
             raise ValueError(
-                f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has nothing to "
-                "judge by. Give early_stop_patience=0, or a validation_split above 0"
+                f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has no loss "
+                "to watch. Give early_stop_patience=0, or a validation_split above 0"
             )
         return self
 
@@ -164,22 +164,22 @@ class TrainingConfig(BaseModel):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A job's configuration and data sets in the terms of docs/config.md: which field means what to which data.
+# A job's configuration and data sets as settings of docs/config.md, by kind of data.
 #
-# What a kind of data has no use for is refused unless it is left at its default. Texts that came over the
-# network are never filled in from elsewhere: `${...}`, by which a settings file may name another setting or
-# the environment, is refused.
+# A field without an effect on a kind of data is refused unless it has its default value. Strings from the
+# network are never interpolated: `${...}`, by which a settings file may name another setting or the
+# environment, is refused.
 
 
 NETWORKS: Mapping[str, str] = MappingProxyType(
     {"radio": "triangulation", "hdf5": "operator", "images": "classifier"}
 )
-"""What is trained on which kind of data set."""
+"""The network for each kind of data set."""
 
-_RADIO = "it is about radio rows"
-USELESS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_RADIO = "it applies to radio rows"
+UNUSED_FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "radio": {"settings": "all settings of radio rows have fields of their own"},
+        "radio": {"settings": "all settings of radio rows are fields of the configuration"},
         "hdf5": {
             "dropout_rate": "the operator has no dropout",
             "early_stop_delta": "the operator's early stop takes any improvement",
@@ -192,7 +192,7 @@ USELESS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "images": {"min_snr_db": _RADIO, "max_gdop": _RADIO, "max_receivers": _RADIO},
     }
 )
-"""By kind the fields that it has no use for, and why."""
+"""Fields without an effect on a kind of data, and why."""
 
 SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
@@ -212,18 +212,18 @@ SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By kind the names that `settings` may have: numbers and choices, no path and no code but the encoders that
-the operator allowed (`access.py`)."""
+"""Names allowed in `settings` by kind: numbers and choices, no paths, and no code except encoders that the
+operator allowed (`security.DataAccess`)."""
 
 
-def check(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
-    """The kind of a job's data, if its configuration and its data sets fit each other.
+def check(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
+    """Return the kind of a job's data, if its configuration and data sets fit each other.
 
     Args:
-        config: What was asked for.
-        datasets: Its data sets as `Datasets.described` gives them.
+        config: The configuration.
+        datasets: Its data sets in the form of `datasets.describe`.
     Raises:
-        ConfigError: They do not; every reason is a line.
+        ConfigError: They do not fit; has one line per reason.
     """
     kinds = sorted({str(one["kind"]) for one in datasets})
     if len(kinds) != 1:
@@ -241,17 +241,17 @@ def check(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
 
 
 def settings_of(
-    config: TrainingConfig, datasets: Sequence[Mapping[str, Any]], *, caches: str, run_dir: str, epochs: int
+    config: JobConfig, datasets: Sequence[Mapping[str, Any]], *, caches: str, run_dir: str, epochs: int
 ) -> Config:
-    """The settings under which the pipeline does the job.
+    """Return the settings of `stoker train` for a job.
 
     Args:
         config, datasets: As for `check`.
         caches: Folder of the caches of all jobs.
         run_dir: The job's folder.
-        epochs: Passes in all, more than `config.epochs` once a job was given more.
+        epochs: Epochs in total, more than `config.epochs` if the job was extended.
     Raises:
-        ConfigError: They do not fit each other, or a value is none that a setting takes.
+        ConfigError: They do not fit each other, or a value is invalid.
     """
     kind = check(config, datasets)
     spec: Mapping[str, Any] = datasets[0]["spec"]
@@ -269,12 +269,12 @@ def settings_of(
     return make_config(settings, where="the job")
 
 
-def splits_of(config: TrainingConfig) -> tuple[str, ...]:
-    """The splits that are encoded and trained on."""
+def splits_of(config: JobConfig) -> tuple[str, ...]:
+    """Return the splits that are encoded and trained on."""
     return ("train", "val") if config.validation_split else ("train",)
 
 
-def _of_training(config: TrainingConfig) -> dict[str, Any]:
+def _of_training(config: JobConfig) -> dict[str, Any]:
     own: dict[str, Any] = {
         "training.batch_size": config.batch_size,
         "training.lr": config.learning_rate,
@@ -296,10 +296,10 @@ def _of_training(config: TrainingConfig) -> dict[str, Any]:
 
 
 NOTHING_ON_DEVICE = 1 << 60
-"""Memory to leave free on a device so that no record finds room there."""
+"""Reserved device memory that leaves no space for records."""
 
 
-def _radio(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _radio(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     spec: Mapping[str, Any] = datasets[0]["spec"]
     sets = [str(one["spec"]["set"]) for one in datasets]
     radio = load_extension("service.radio")
@@ -314,12 +314,12 @@ def _radio(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dic
     }
 
 
-def _hdf5(_config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _hdf5(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     one = datasets[0]
     return {"data.task": _task(one), "data.files": one["spec"]["path"]}
 
 
-def _images(_config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _images(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     one = datasets[0]
     return {
         "data.kind": "images",
@@ -334,19 +334,19 @@ _OF_DATA = {"radio": _radio, "hdf5": _hdf5, "images": _images}
 
 
 def _task(dataset: Mapping[str, Any]) -> str:
-    """The caches' name: what a person called the data set, as far as a folder can be called so."""
+    """Return the name of the caches: the name of the data set, reduced to characters for a folder."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in str(dataset["name"]))
     return f"{plain[:40].strip('_-') or 'data'}-{str(dataset['id'])[:8]}"
 
 
-def _wrong_fields(config: TrainingConfig, kind: str) -> Iterator[str]:
+def _wrong_fields(config: JobConfig, kind: str) -> Iterator[str]:
     fields = type(config).model_fields
-    for name, why in USELESS[kind].items():
+    for name, why in UNUSED_FIELDS[kind].items():
         value, default = getattr(config, name), fields[name].default
         if value != default:
             yield (
-                f"{name}={value!r} can have no effect on {kind} data: {why}. Leave it out, or give its "
-                f"default {default!r}"
+                f"{name}={value!r} has no effect on {kind} data: {why}. Leave it out, or give its default "
+                f"{default!r}"
             )
     network = config.model_architecture
     if network not in (None, NETWORKS[kind]):
@@ -358,21 +358,20 @@ def _wrong_fields(config: TrainingConfig, kind: str) -> Iterator[str]:
     for name in config.settings if allowed else ():
         if name not in allowed:
             near = nearest(name, allowed)
-            hint = f"Did you mean {near}?" if near else f"What can be is {', '.join(allowed)}"
+            hint = f"Did you mean {near}?" if near else f"Allowed are {', '.join(allowed)}"
             yield f"settings: {name!r} cannot be set by a job. {hint}"
 
 
-def _wrong_sets(config: TrainingConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _wrong_sets(config: JobConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     specs: list[Mapping[str, Any]] = [one["spec"] for one in datasets]
     if kind != "radio" and len(datasets) > 1:
         yield f"{len(datasets)} data sets of kind {kind} are named. Expected one, of one folder"
     if kind == "radio" and len({(spec["url"], spec["table"]) for spec in specs}) > 1:
-        yield "the data sets lie in several databases. Expected one: register them from there"
+        yield "the data sets are in several databases. Expected one: register them from there"
     if kind == "hdf5" and not config.validation_split:
-        yield "validation_split=0: the operator is judged by its validation error. Give one above 0"
+        yield "validation_split=0: the operator needs a validation error. Give one above 0"
     usual = type(config).model_fields["validation_split"].default
     if specs[0].get("named_splits") and config.validation_split != usual:
         yield (
-            f"validation_split={config.validation_split}: the data itself says what is for validation. "
-            "Leave it out"
+            f"validation_split={config.validation_split}: the data names its validation part. Leave it out"
         )
