@@ -121,7 +121,7 @@ def test_data_sets_have_to_go_together() -> None:
         ([HDF5, HDF5], {}, "2 data sets of kind hdf5"),
         ([HDF5], {"model_architecture": "triangulation"}, "takes 'operator'"),
         ([HDF5], {"validation_split": 0.0, "early_stop_patience": 0}, "validation_split=0"),
-        ([own], {"validation_split": 0.3}, "the data itself says"),
+        ([own], {"validation_split": 0.3}, "validation_split=0.3"),
         ([HDF5], {"settings": {"data.root": "/etc"}}, "'data.root' cannot be set"),
         ([HDF5], {"settings": {"model.widht": 64}}, r"Did you mean model\.width\?"),
     ):
