@@ -17,7 +17,6 @@ NEEDED_BY = {
     "mfusepy": ["tests/chaos/away_fuse.py"],
     "ray": [
         "tests/scale/two_nodes.py",
-        "src/stoker/extras/ray/cluster.py",
         "src/stoker/extras/ray/engine.py",
     ],
     "triton": ["tests/loader/kernels/interpreted.py", "src/stoker/loader/triton_gather.py"],

@@ -79,7 +79,7 @@ def run(
     """Seconds of a whole call, and what came of it."""
     devices = ("cpu",) if on_ray else ("cpu",) * workers
     settings = PrecomputeSettings(devices=devices, progress=None)
-    engine = RayEngine(num_cpus=max(WORKERS) / workers, slice_s=slice_s) if on_ray else None
+    engine = RayEngine(num_cpus=max(WORKERS) / workers, slice=slice_s) if on_ray else None
     begin = time.perf_counter()
     report = run_precompute(
         Rows(count, WIDTH), Doubling(SLEEP_S[encoder]), folder, name="rows", settings=settings, engine=engine

@@ -103,17 +103,17 @@ def _npy_tensors(fields: Schema, settings: Any, count: int, lengths: Mapping[str
     return tensors_of(fields, settings, count, {}, {})
 
 
-def _write_npy(making: Any, fields: Schema, settings: Any, lengths: Mapping[str, Any]) -> list[Any]:
+def _write_npy(writer: Any, fields: Schema, settings: Any, lengths: Mapping[str, Any]) -> list[Any]:
     files: list[Any] = []
-    every = (0, making.records.count)
-    for tensor in _npy_tensors(fields, settings, making.records.count, lengths):
+    every = (0, writer.records.count)
+    for tensor in _npy_tensors(fields, settings, writer.records.count, lengths):
         head = io.BytesIO()
         descr = np.dtype(tensor.dtype).newbyteorder("<").str
         np.lib.format.write_array_header_1_0(
             head, {"descr": descr, "fortran_order": False, "shape": tensor.shape}
         )
-        pieces = (piece for part in ([head.getvalue()], making.values(tensor, every, None)) for piece in part)
-        files.append(making.file(f"{tensor.name}.npy", every, pieces))
+        pieces = (piece for part in ([head.getvalue()], writer.values(tensor, every, None)) for piece in part)
+        files.append(writer.file(f"{tensor.name}.npy", every, pieces))
     return files
 
 
@@ -123,14 +123,14 @@ NPY = Exporter(tensors=_npy_tensors, write=_write_npy)
 
 @dataclass(frozen=True)
 class Info:
-    """What `stoker csv-info` finds."""
+    """The result of `stoker csv-info`."""
 
     folder: str
     files: int
     shape: list[int]
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return what `--json` prints."""
         return asdict(self)
 
 

@@ -4,15 +4,15 @@ docs/export.md says what they hold, docs/plugins.md how another layout is added.
 """
 
 from stoker.extras.export.records import ExportSettings, ExportTensor, tensors_of
-from stoker.extras.export.run import ExportedFile, Exporter, ExportReport, Making, export_cache
+from stoker.extras.export.run import ExportedFile, Exporter, ExportReport, ExportWriter, export_cache
 
 __all__ = [
     "ExportReport",
     "ExportSettings",
     "ExportTensor",
+    "ExportWriter",
     "ExportedFile",
     "Exporter",
-    "Making",
     "export_cache",
     "tensors_of",
 ]

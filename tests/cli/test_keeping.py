@@ -302,7 +302,7 @@ def test_export_says_what_is_wrong(cache: Path) -> None:
         "Known: safetensors, tensordict" in run_json("export", CACHE, "o", "--to", "x", exit_code=3)["error"]
     )
     wrong = CliRunner().invoke(app, ["export", CACHE, "o", "--to", "tensordict", "--records", "5"])
-    assert (wrong.exit_code, "is no range" in wrong.stderr) == (2, True)
+    assert (wrong.exit_code, "is not a range" in wrong.stderr) == (2, True)
     damage(cache)
     assert "sample 7" in run_json("export", CACHE, "o", "--to", "tensordict", exit_code=4)["error"]
     assert not Path("o").exists()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stoker
-import stoker.extras.compat.images
+import stoker.extras.compat.settings
 from stoker.compat import (
     GPUCachedDataset,
     GPUDataLoader,
@@ -45,7 +45,7 @@ def config(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     """What a notebook has in its dictionary before the GPU keys are put into it."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stoker.extras.compat.images, "_said", set[str]())
+    monkeypatch.setattr(stoker.extras.compat.settings, "_said", set[str]())
     return {
         "batch_size": 8,
         "learning_rate": 1e-4,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import stoker.extras.compat.images
+import stoker.extras.compat.settings
 from stoker.compat import collate_gpu_cached
 from stoker.errors import ConfigError, ResourceError, SplitError
 from stoker.extras.compat.rows import COORDS, GPUCachedRows, GPUDataLoader, create_gpu_cached_dataloaders
@@ -38,7 +38,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(database: str, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The earlier call, with the folder of caches in addition."""
-    monkeypatch.setattr(stoker.extras.compat.images, "_said", set[str]())
+    monkeypatch.setattr(stoker.extras.compat.settings, "_said", set[str]())
 
     def made(split: str = "train", device: str = "cuda", **more: Any) -> GPUCachedRows:
         return GPUCachedRows(

@@ -92,7 +92,7 @@ def test_python_of_the_page_runs_as_it_is_printed() -> None:
     assert (known["complete"], known["count"], known["batch"]["z1"].shape) == (True, 6, (18, 16, 32))
 
 
-@pytest.mark.parametrize("name", stoker.compat.GONE)
+@pytest.mark.parametrize("name", stoker.compat.REMOVED)
 def test_a_name_that_is_gone_names_the_new_way(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"no {name}\. Instead: .*(precompute|loader)"):
         getattr(stoker.compat, name)

@@ -14,21 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from stoker.config.sections import FetchConfig
 from stoker.errors import ConfigError, ResourceError
-from stoker.extras.fetch.run import (
-    Fetched,
-    FetchReport,
-    FetchSettings,
-    alone,
-    fetch_files,
-)
-from stoker.extras.fetch.wanted import WantedFile, parse_wanted, read_manifest
+from stoker.extras.fetch.manifest import WantedFile, parse_wanted, read_manifest
+from stoker.extras.fetch.run import LOCK, FetchReport, FileResult, fetch_files
+from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import BLOCK_BYTES, paths_of
 from tests.fetch.servers import Files
 
 BODY = bytes(range(256)) * 64
 STAT = "case $* in *lsjson*) echo '{\"Size\": 16384}';;"
-QUICK = FetchSettings(stall_s=1.0, pause_s=0.02, tries=3, deadline_s=60.0)
+QUICK = FetchConfig(stall=1.0, tries=3, deadline=60.0)
 
 
 def sha256(content: bytes) -> str:
@@ -41,7 +37,7 @@ def wanted(name: str, source: str, content: bytes = BODY) -> WantedFile:
     )
 
 
-def of(report: FetchReport, name: str) -> Fetched:
+def of(report: FetchReport, name: str) -> FileResult:
     return next(file for file in report.files if file.name == name)
 
 
@@ -95,7 +91,7 @@ def test_one_of_three_that_fails_is_named_and_the_others_are_kept(
     files.content |= {"/a": BODY, "/b": BODY, "/c": BODY}
     files.faults["/b"] = faults
     want = [wanted(name, f"{files.url}/{name}") for name in "abc"]
-    settings = FetchSettings(stall_s=1.0, pause_s=0.02, tries=2, deadline_s=30.0)
+    settings = FetchConfig(stall=1.0, tries=2, deadline=30.0)
     begin = time.monotonic()
 
     report = fetch_files(want, tmp_path, settings)
@@ -112,9 +108,7 @@ def test_a_file_with_another_digest_is_fetched_once_more_and_not_again(files: Fi
     files.content["/a"] = BODY
     files.faults["/a"] = ["wrong"] * 9
 
-    report = fetch_files(
-        [wanted("a", f"{files.url}/a")], tmp_path, FetchSettings(stall_s=1.0, pause_s=0.02, tries=6)
-    )
+    report = fetch_files([wanted("a", f"{files.url}/a")], tmp_path, FetchConfig(stall=1.0, tries=6))
 
     assert report.failed[0].tries == 2
 
@@ -124,7 +118,7 @@ def test_what_a_server_says_cannot_pass_for_a_wrong_digest(files: Files, tmp_pat
     files.faults["/a"] = ["garbled"] * 4
     one = wanted("a", f"{files.url}/a")
 
-    report = fetch_files([one], tmp_path, FetchSettings(stall_s=1.0, pause_s=0.02, tries=6))
+    report = fetch_files([one], tmp_path, FetchConfig(stall=1.0, tries=6))
 
     assert report.exit_code == 0
     assert (tmp_path / "a").read_bytes() == BODY
@@ -148,9 +142,7 @@ def test_what_came_before_a_failure_is_kept(files: Files, tmp_path: Path, fault:
     one = wanted("a", f"{files.url}/a") if declared else WantedFile(name="a", source=f"{files.url}/a")
     said: list[object] = []
 
-    report = fetch_files(
-        [one], tmp_path, FetchSettings(stall_s=1.0, pause_s=0.02, tries=3), listen=said.append
-    )
+    report = fetch_files([one], tmp_path, FetchConfig(stall=1.0, tries=3), listen=said.append)
 
     assert report.exit_code == 0
     assert (tmp_path / "a").read_bytes() == BODY
@@ -206,12 +198,12 @@ def test_a_damaged_partial_file_is_kept_up_to_the_damage(
 def test_a_trickle_ends_at_the_deadline(files: Files, tmp_path: Path) -> None:
     files.content |= {"/a": BODY, "/b": BODY}
     files.faults["/a"] = ["503"] * 1000
-    settings = FetchSettings(stall_s=5, pause_s=0.05, tries=1000, deadline_s=0.6)
+    settings = FetchConfig(stall=5, tries=1000, deadline=0.6)
 
     report = fetch_files([wanted(n, f"{files.url}/{n}") for n in "ab"], tmp_path, settings)
 
     assert [file.name for file in report.failed] == ["a"]
-    assert "not there after 600 ms" in report.failed[0].why
+    assert "600 ms" in report.failed[0].why
     assert report.exit_code == 5
 
 
@@ -262,9 +254,9 @@ def test_a_manifest_is_read_strictly(tmp_path: Path) -> None:
         ('{"files": {"a": {"from": "x", "bytes": -1}}}', "bytes"),
         ('{"files": {"a": {"from": "x"}, "a/b": {"from": "x"}}}', "is a file, and the folder of"),
         ('{"files": {"a": 3}}', "not a mapping"),
-        ('{"files": []}', "no manifest"),
-        ("[" * 100_000, "no manifest"),
-        ("\xff", "no manifest"),
+        ('{"files": []}', "is not a manifest"),
+        ("[" * 100_000, "is not a manifest"),
+        ("\xff", "is not a manifest"),
     ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=why):
@@ -320,12 +312,14 @@ def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path) -> None:
     )
 
     assert [file.name for file in report.failed] == ["a", "b"]
-    assert all("no regular file" in file.why for file in report.failed)
+    assert all("regular file" in file.why for file in report.failed)
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(ResourceError, match=f"process {os.getpid()}"):
-        fetch_files([WantedFile(name="a", source="a")], tmp_path, QUICK)
+    with FileLock(tmp_path / LOCK) as lock:
+        assert lock.acquire()
+        with pytest.raises(ResourceError, match=f"process {os.getpid()}"):
+            fetch_files([WantedFile(name="a", source="a")], tmp_path, QUICK)
 
 
 def test_more_than_the_disk_holds_is_refused_before_anything_moves(files: Files, tmp_path: Path) -> None:
@@ -415,11 +409,14 @@ def test_an_rclone_that_fails_or_hangs(
     binary.write_text(f"#!/bin/bash\n{program}\n")
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
-    settings = FetchSettings(
-        stall_s=0.5, pause_s=0.02, tries=2, redact=lambda text: text.replace("abcdef123", "***")
-    )
+    settings = FetchConfig(stall=0.5, tries=2)
 
-    report = fetch_files([wanted("a", "far:a")], tmp_path / "out", settings)
+    report = fetch_files(
+        [wanted("a", "far:a")],
+        tmp_path / "out",
+        settings,
+        redact=lambda text: text.replace("abcdef123", "***"),
+    )
 
     assert why in report.failed[0].why
     assert report.failed[0].tries == 2

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from stoker.config.sections import FetchConfig
 from stoker.errors import ConfigError
-from stoker.extras.fetch.run import FetchReport, FetchSettings, fetch_files
-from stoker.extras.fetch.wanted import WantedFolder, parse_wanted, read_manifest
+from stoker.extras.fetch.manifest import WantedFolder, parse_wanted, read_manifest
+from stoker.extras.fetch.run import FetchReport, fetch_files
 
-QUICK = FetchSettings(stall_s=10.0, pause_s=0.02, tries=2, deadline_s=60.0)
+QUICK = FetchConfig(stall=10.0, tries=2, deadline=60.0)
 SHARDS = [f"burgers_train_{number:03d}.h5" for number in range(5)]
 
 
@@ -65,7 +66,7 @@ def test_a_pattern_and_a_count_say_what_has_to_be_there(far: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("none", "is no folder"), ("empty", "has 0 files, expected at least one"),
+        ("none", "is not a folder"), ("empty", "has 0 files, expected at least one"),
         ("https://host/folder/", "web servers list no folders"),
         (":s3,secret_access_key=hidden:bucket/a", "written out in full"), ("dangling", "No such file"),
     ],
@@ -85,7 +86,7 @@ def test_what_cannot_be_listed_is_named(tmp_path: Path, source: str, why: str) -
 def test_names_of_a_listing_are_not_trusted(far: Path, tmp_path: Path) -> None:
     (far / "a\nb.h5").touch()
 
-    with pytest.raises(ConfigError, match="character that no name"):
+    with pytest.raises(ConfigError, match="a character that"):
         fetch_files([WantedFolder(name="a/", source=str(far))], tmp_path / "out", QUICK)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stoker.extras.fetch.run import Fetched, FetchReport, FetchSettings, fetch_files
-from stoker.extras.fetch.wanted import WantedFile, WantedFolder
+from stoker.config.sections import FetchConfig
+from stoker.extras.fetch.manifest import WantedFile, WantedFolder
+from stoker.extras.fetch.run import FetchReport, FileResult, fetch_files
 from tests.fetch.s3 import LOST, SECRET_KEY, Bucket, a_bucket, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 BODY = os.urandom(300_000)
-QUICK = FetchSettings(stall_s=8.0, pause_s=0.05, tries=2, deadline_s=60.0, at_once=6)
+QUICK = FetchConfig(stall=8.0, tries=2, deadline=60.0, at_once=6)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def wanted(name: str) -> WantedFile:
     )
 
 
-def of(report: FetchReport, name: str) -> Fetched:
+def of(report: FetchReport, name: str) -> FileResult:
     return next(file for file in report.files if file.name == name)
 
 
@@ -67,9 +68,9 @@ def test_whatever_goes_wrong_with_one_file_is_named_and_the_others_arrive(
     assert sorted(path.name for path in tmp_path.glob("*.h5")) == ["fine.h5", "good.h5"]
     assert (tmp_path / "good.h5").read_bytes() == (tmp_path / "fine.h5").read_bytes() == BODY
     assert "sha256 is" in why.get("wrong.h5", "sha256 is")
-    assert "is a folder, or is not there" in why["none.h5"]
+    assert "is a folder" in why["none.h5"]
     assert "299,999 bytes, 300,000 were declared" in why["short.h5"]
-    assert all(file.seconds < 2 * QUICK.deadline_s for file in report.files)
+    assert all(file.seconds < 2 * QUICK.deadline for file in report.files)
     assert SECRET_KEY not in str(report) + str(said) + str(report.to_json())
     bucket.faults.clear()
     bucket.put("short.h5", BODY)

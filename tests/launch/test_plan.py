@@ -197,7 +197,7 @@ def test_code_that_the_machine_would_not_find_is_refused(
         ("WANDB_API_KEY", "", "WANDB_API_KEY is not set here"),
         ("RCLONE_CONFIG_B2_TYPE", "", "the rclone remote b2: is not described"),
         ("WANDB_API_KEY", "configs/c.yaml", "would show the value of WANDB_API_KEY"),
-        ("VAST_API_KEY", "", "there is no key of Vast.ai"),
+        ("VAST_API_KEY", "", "VAST_API_KEY"),
     ],
 )
 def test_secrets_are_checked_before(

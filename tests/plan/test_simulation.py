@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.extras.simulation.queues import RunTraffic, Visit, passed
+from stoker.extras.simulation.queues import RunTraffic, Visit, simulate_queues
 from stoker.extras.simulation.report import HEAD, cells, remarks
 from stoker.extras.simulation.result import encoding_with
 from stoker.extras.simulation.run import hit_share, simulate
@@ -31,7 +31,7 @@ def queue(load_s: float, step_s: float, *, inline_s: float = 0.0, **more: object
     traffic = RunTraffic(
         visits=[Visit(place="link", seconds=load_s)], inline_s=inline_s, step_s=step_s, **given
     )  # type: ignore[arg-type]
-    return passed(traffic, 200).period_s
+    return simulate_queues(traffic, 200).period_s
 
 
 @pytest.mark.parametrize(("load_s", "step_s"), [(0.07, 0.031), (0.01, 0.03), (0.02, 0.02)])
@@ -49,7 +49,7 @@ def test_ranks_of_a_node_share_its_link_and_nodes_the_store() -> None:
     )
 
     assert by_link == pytest.approx([0.015, 0.02, 0.04], rel=0.01)
-    assert passed(store, 200).period_s == pytest.approx(0.04, rel=0.05)
+    assert simulate_queues(store, 200).period_s == pytest.approx(0.04, rel=0.05)
     assert queue(0.01, 0.015, nodes=4) == pytest.approx(0.015, rel=0.01)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, SourceError
-from stoker.extras.import_pt.run import ImportSettings, PtReader, Refused, import_pt
+from stoker.extras.import_pt.run import ImportSettings, PtReader, RefusedFileError, import_pt
 from stoker.loader import Loader, Windows
 from stoker.run.precompute import repair_cache
 from stoker.units import MIB
@@ -196,7 +196,10 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pyt
     (file,) = make_old(tmp_path / "old", [0]).iterdir()
     monkeypatch.setattr("stoker.extras.import_pt.run.START_S", 0.0)
 
-    with PtReader(MIB, deadline_s=0.05) as reader, pytest.raises(Refused, match="took longer") as caught:
+    with (
+        PtReader(MIB, deadline_s=0.05) as reader,
+        pytest.raises(RefusedFileError, match="took longer") as caught,
+    ):
         reader.read(file)
 
     assert caught.value.transient
@@ -211,7 +214,7 @@ def test_the_reader_goes_on_after_its_process_was_killed(tmp_path: Path) -> None
         assert child is not None
         child.kill()
         child.wait(10)
-        with pytest.raises(Refused, match="SIGKILL"):
+        with pytest.raises(RefusedFileError, match="SIGKILL"):
             reader.read(files[0])
         assert torch.equal(reader.read(files[1]).tensors["latent"], sample(1)["latent"])
 

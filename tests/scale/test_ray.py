@@ -233,7 +233,7 @@ def test_both_nodes_work_and_no_record_depends_on_which(cluster, environment, tm
         sleep_s=0.1,
         faults={"50": "raise"},
         max_quarantined=0.1,
-        ray={"address": cluster.address, "slice_s": 1.0},
+        ray={"address": cluster.address, "slice": 1.0},
     )
 
     assert code == 0, said
@@ -378,7 +378,7 @@ def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, t
             sleep_s=0.1,
             url=url,
             mirror_dir=str(mirror),
-            ray={"address": cluster.address, "slice_s": 1.0},
+            ray={"address": cluster.address, "slice": 1.0},
         )
 
         assert code == 0, said
@@ -416,7 +416,7 @@ def test_a_cluster_of_our_own_ends_with_us_whatever_ends_us(tmp_path, end):
 @pytest.mark.parametrize(
     ("changed", "code", "words"),
     [
-        pytest.param({"num_gpus": 8, "wait_s": 1.0}, 6, "num_gpus=8", id="no-such-node"),
+        pytest.param({"num_gpus": 8, "wait": 1.0}, 6, "num_gpus=8", id="no-such-node"),
         pytest.param({"address": "127.0.0.1:9"}, 5, "no Ray cluster answers at 127.0.0.1:9", id="no-cluster"),
     ],
 )
@@ -432,7 +432,7 @@ def test_what_cannot_work_is_said_and_not_waited_for(cluster, environment, tmp_p
 def test_a_wrong_token_is_named(cluster, environment, tmp_path):
     wrong = {**environment, "RAY_AUTH_TOKEN": "another-token-0123456789abcdef012345"}
     code, _, said = run(
-        wrong, folder=str(tmp_path), samples=8, ray={"address": cluster.address, "connect_s": 5.0}
+        wrong, folder=str(tmp_path), samples=8, ray={"address": cluster.address, "connect": 5.0}
     )
 
     assert (code, "RAY_AUTH_TOKEN" in said) == (5, True), said

@@ -38,29 +38,29 @@ def mark_of(tmp_path):
 
 
 def test_a_node_finds_the_folder_of_the_driver_and_nothing_stays_behind(folder, tmp_path):
-    with ray_task.marked(folder, "driver") as told:
-        assert ray_task.find(told, "b") == folder.path.parent.parent
+    with ray_task.marked_folder(folder, "driver") as told:
+        assert ray_task.find_folder(told, "b") == folder.path.parent.parent
         mark_of(tmp_path)
 
     assert not [*tmp_path.rglob(".ray-*")]
 
 
 def test_a_node_that_sees_another_place_says_which_it_is(folder, tmp_path):
-    with ray_task.marked(folder, "driver") as told:
+    with ray_task.marked_folder(folder, "driver") as told:
         mark_of(tmp_path).write_text("of another driver")
         with pytest.raises(ConfigError, match=rf"node b does not find c/.* in .*{tmp_path}/there, where"):
-            ray_task.find(told, "b")
+            ray_task.find_folder(told, "b")
         shutil.rmtree(tmp_path / "there")
         with pytest.raises(ConfigError, match="where driver has just"):
-            ray_task.find(told, "b")
+            ray_task.find_folder(told, "b")
 
 
 def test_a_node_has_a_mirror_of_its_own_and_the_driver_sees_what_it_stores(tmp_path):
     """With the driver's limit; the disks are two."""
     source = FakeSource()
     driver = opened(attach_mirror(f"file://{tmp_path}/there", tmp_path / "one", 2**20))
-    with ray_task.marked(driver, "driver") as told:
-        cache_dir = ray_task.find({**told, "mirrors": str(tmp_path / "other")}, "b")
+    with ray_task.marked_folder(driver, "driver") as told:
+        cache_dir = ray_task.find_folder({**told, "mirrors": str(tmp_path / "other")}, "b")
     node = opened(cache_dir)
     fill(node, source, range(8))
 

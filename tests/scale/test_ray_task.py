@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.config import load_config
 from stoker.errors import ConfigError
 from stoker.extras.ray import board as ray_board
 from stoker.extras.ray import task as ray_task
-from stoker.extras.ray.settings import RaySettings
 from stoker.precompute import PrecomputeSettings
 from stoker.sources.files import confine_sources, confined_sources
 from stoker.sources.protocol import FileRef
@@ -43,7 +43,7 @@ def test_files_that_look_as_they_did_to_the_driver_are_not_read_again(tmp_path):
         (tmp_path / name).write_text(name)
     known = Digests().files(refs(tmp_path))
 
-    assert ray_task.Agreed(known, Unasked()).files(refs(tmp_path)) == known
+    assert ray_task.DriverDigests(known, Unasked()).files(refs(tmp_path)) == known
 
 
 @pytest.mark.parametrize("change", ["content", "copy", "more"])
@@ -63,7 +63,7 @@ def test_files_that_differ_are_digested_by_the_node_itself(tmp_path, change):
         (tmp_path / "c").write_text("c")
     os.utime(tmp_path / "b", ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    found = ray_task.Agreed(known, Digests()).files(refs(tmp_path))
+    found = ray_task.DriverDigests(known, Digests()).files(refs(tmp_path))
 
     assert found == Digests().files(refs(tmp_path))
     assert found != known
@@ -71,7 +71,7 @@ def test_files_that_differ_are_digested_by_the_node_itself(tmp_path, change):
 
 def test_a_task_reads_source_files_only_where_the_driver_may(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_task, "find", lambda told, node: tmp_path)
+    monkeypatch.setattr(ray_task, "find_folder", lambda told, node: tmp_path)
     confine_sources(["/data/x"])
     order = {
         "run": "a", "versions": ray_task.versions(), "folder": {}, "process": ray_task.process_state(),
@@ -94,14 +94,14 @@ def test_a_task_reads_source_files_only_where_the_driver_may(tmp_path, monkeypat
 
 
 def test_a_ray_client_address_is_refused():
-    with pytest.raises(ConfigError, match="far from the cache folder"):
-        RaySettings(address="ray://head:10001")
+    with pytest.raises(ConfigError, match=r"precompute\.ray\.address is .ray://head:10001"):
+        load_config(None, ["precompute.engine=ray", "precompute.ray.address=ray://head:10001"])
 
 
 @pytest.mark.parametrize("address", ["foo", "10.0.0.1", ":6379", "host:port", ""])
 def test_an_address_of_no_cluster_is_refused_with_the_form_of_one(address):
-    with pytest.raises(ConfigError, match=r"expected auto or HOST:PORT, as 10\.0\.0\.1:6379"):
-        RaySettings(address=address)
+    with pytest.raises(ConfigError, match=r"precompute\.ray\.address is .*10\.0\.0\.1:6379"):
+        load_config(None, ["precompute.engine=ray", f"precompute.ray.address='{address}'"])
 
 
 @pytest.mark.parametrize(("lasts_s", "stored"), [(1e-6, range(4)), (float("inf"), range(24))])
@@ -116,7 +116,7 @@ def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, 
         "numbers": numbers, "lasts_s": lasts_s,
     }  # fmt: skip
 
-    answer = ray_task._encode(order, ray_task._Kept(run="", load=load, folder=folder), None)
+    answer = ray_task._encode(order, ray_task._LoadedRun(run="", load=load, folder=folder), None)
 
     found = np.setdiff1d(numbers, folder.missing()).tolist()
     assert found == [n for n in numbers.tolist() if n in stored]
@@ -125,13 +125,13 @@ def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, 
 
 
 def test_the_board_has_the_latest_word_of_those_that_are_asked_for(monkeypatch):
-    monkeypatch.setattr(ray_board, "MOST_VIEWS", 2)
+    monkeypatch.setattr(ray_board, "MOST_REPORTS", 2)
     board = ray_board.Board()
     for place, encoded in (((0, 0), 1), ((1, 0), 1), ((0, 0), 2), ((2, 0), 1)):
-        board.tell(place, {"encoded": encoded})
+        board.report(place, {"encoded": encoded})
     board.note("said once")
 
-    words, notes = board.look([(0, 0), (1, 0)])
+    words, notes = board.read([(0, 0), (1, 0)])
 
     assert (words, notes) == ({(0, 0): (3, {"encoded": 2})}, ["said once"])
-    assert board.look([]) == ({}, [])
+    assert board.read([]) == ({}, [])

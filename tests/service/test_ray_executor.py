@@ -199,7 +199,7 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
     lock.release()
 
     assert run.poll() == ray.KILLED
-    with pytest.raises(StalledError, match="whether that still runs cannot be told"):
+    with pytest.raises(StalledError, match=r"names stoker-7-1-.*, which may still run"):
         executor(jobs).lock(folder)  # the process does run, out of our sight
     for process in node.processes.values():
         process.kill()
@@ -225,7 +225,7 @@ def test_a_node_that_does_not_see_the_folder_runs_nothing(
     assert "names nothing and not stoker-7-1" in capfd.readouterr().err
     run = RayProcess.__new__(RayProcess)
     run._folder = folder
-    assert run._judge({"status": "FAILED", "driver_exit_code": code}) == code
+    assert run._exit_status({"status": "FAILED", "driver_exit_code": code}) == code
     assert "storage that service and cluster share" in folder.log.read_text()
 
 
@@ -280,13 +280,13 @@ def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
 )
 def test_a_garbled_answer_of_the_cluster_is_one_that_did_not_come(answer: bytes) -> None:
     with answering(answer) as (address, _), pytest.raises(ResourceError, match=address):
-        RayJobs(address, TOKEN).look("job")
+        RayJobs(address, TOKEN).info("job")
 
 
 def test_the_token_does_not_follow_a_redirect() -> None:
     with answering(b"HTTP/1.1 200 OK\r\n\r\n{}") as (other, told):
         redirect = f"HTTP/1.1 302 Found\r\nLocation: {other}/api/jobs/job\r\nContent-Length: 0\r\n\r\n"
         with answering(redirect.encode()) as (address, _), pytest.raises(ResourceError):
-            RayJobs(address, TOKEN).look("job")
+            RayJobs(address, TOKEN).info("job")
 
         assert told == []

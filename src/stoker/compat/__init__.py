@@ -17,13 +17,17 @@ if TYPE_CHECKING:
         check_sufficient_ram,
         compute_cache_hash,
         estimate_cache_size_mb,
+        get_optimal_workers,
+        is_network_storage,
         save_cache_metadata,
         validate_cache,
         validate_ram_for_cache,
     )
-    from stoker.extras.compat.gpu_loader import GPUDataLoader
+    from stoker.extras.compat.encoder import EarlierGridEncoder as GridEncoder
+    from stoker.extras.compat.encoder import GridEncoderConfig
     from stoker.extras.compat.images import (
         GPUCachedDataset,
+        GPUDataLoader,
         create_gpu_cached_dataloaders,
         disable_compile_for_debug,
         disable_torch_compile,
@@ -31,18 +35,12 @@ if TYPE_CHECKING:
     )
     from stoker.extras.compat.latents import (
         LatentPair,
+        MultiTaskDistributedSampler,
         PreloadedCacheDataset,
         RawFieldDataset,
         build_latent_pair_loader,
         build_parallel_latent_loader,
         latent_pair_collate,
-    )
-    from stoker.extras.compat.pieces import EarlierGridEncoder as GridEncoder
-    from stoker.extras.compat.pieces import (
-        GridEncoderConfig,
-        MultiTaskDistributedSampler,
-        get_optimal_workers,
-        is_network_storage,
     )
     from stoker.extras.compat.rows import collate_gpu_cached
 
@@ -75,45 +73,22 @@ __all__ = [
     "validate_ram_for_cache",
 ]
 
-_HOMES = {
-    **dict.fromkeys(
-        (
-            "check_cache_complete",
-            "check_cache_valid",
-            "check_sufficient_ram",
-            "compute_cache_hash",
-            "estimate_cache_size_mb",
-            "save_cache_metadata",
-            "validate_cache",
-            "validate_ram_for_cache",
-        ),
-        "caches",
+_NAMES = {
+    "caches": (
+        "check_cache_complete", "check_cache_valid", "check_sufficient_ram", "compute_cache_hash",
+        "estimate_cache_size_mb", "get_optimal_workers", "is_network_storage", "save_cache_metadata",
+        "validate_cache", "validate_ram_for_cache",
     ),
-    **dict.fromkeys(
-        (
-            "GPUCachedDataset",
-            "create_gpu_cached_dataloaders",
-            "disable_compile_for_debug",
-            "disable_torch_compile",
-            "find_optimal_batch_size",
-        ),
-        "images",
+    "encoder": ("GridEncoder", "GridEncoderConfig"),
+    "images": (
+        "GPUCachedDataset", "GPUDataLoader", "create_gpu_cached_dataloaders", "disable_compile_for_debug",
+        "disable_torch_compile", "find_optimal_batch_size",
     ),
-    "GPUDataLoader": "gpu_loader",
-    "collate_gpu_cached": "rows",
-    **dict.fromkeys(
-        (
-            "GridEncoder",
-            "GridEncoderConfig",
-            "MultiTaskDistributedSampler",
-            "get_optimal_workers",
-            "is_network_storage",
-        ),
-        "pieces",
-    ),
-}
+    "rows": ("collate_gpu_cached",),
+}  # fmt: skip
+"""Names by the module of `stoker.extras.compat` that has them; all others are in `latents`."""
 
-GONE = {
+REMOVED = {
     "BatchedCacheWriter": "stoker.precompute writes the cache, in checksummed shards",
     "CollateFnWithEncoding": "a loader's workers must not encode: build_parallel_latent_loader, or "
     "stoker.precompute and stoker.Loader",
@@ -127,9 +102,10 @@ GONE = {
 
 def __getattr__(name: str) -> object:
     """Import a name when it is first asked for (PEP 562)."""
-    if name in GONE:
-        raise AttributeError(f"stoker.compat has no {name}. Instead: {GONE[name]} (docs/migration.md)")
+    if name in REMOVED:
+        raise AttributeError(f"stoker.compat has no {name}. Instead: {REMOVED[name]} (docs/migration.md)")
     if name not in __all__:
         raise AttributeError(f"module 'stoker.compat' has no attribute {name!r}. Names: {', '.join(__all__)}")
-    home = import_module(f"stoker.extras.compat.{_HOMES.get(name, 'latents')}")
-    return getattr(home, "EarlierGridEncoder" if name == "GridEncoder" else name)
+    home = next((module for module, names in _NAMES.items() if name in names), "latents")
+    module = import_module(f"stoker.extras.compat.{home}")
+    return getattr(module, "EarlierGridEncoder" if name == "GridEncoder" else name)

@@ -3,7 +3,7 @@
 Two earlier systems had a `GPUCachedDataset`. That of images is `stoker.compat.GPUCachedDataset`.
 """
 
-from stoker.extras.compat.gpu_loader import GPUDataLoader
+from stoker.extras.compat.images import GPUDataLoader
 from stoker.extras.compat.rows import GPUCachedRows as GPUCachedDataset
 from stoker.extras.compat.rows import collate_gpu_cached, create_gpu_cached_dataloaders
 

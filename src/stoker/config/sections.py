@@ -124,10 +124,14 @@ class TorchConfig(SettingsSection):
 # Settings of engines beyond this machine.
 
 
+_CLUSTER = r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$"
+"""Not `ray://`: a Ray client would be far from the cache folder. Run on a node, or submit a Ray job."""
+
+
 class RayConfig(SettingsSection):
     """Precompute on a Ray cluster, with `precompute.engine: ray` (docs/ray.md)."""
 
-    address: Annotated[str, Field(examples=["auto", "10.0.0.1:6379"])] | None = None
+    address: Annotated[str, Field(pattern=_CLUSTER, examples=["auto", "10.0.0.1:6379"])] | None = None
     """`auto` or `host:port` of a cluster that runs; null: one on this machine, while it is needed."""
     num_cpus: NonNegativeFloat | None = None
     """CPUs that a task takes; null: as many as torch has threads here, or a GPU's share of its node."""

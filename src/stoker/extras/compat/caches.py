@@ -24,8 +24,8 @@ from torch import Tensor
 from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, StokerError
 from stoker.extras.compat.settings import config_of
-from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, Refused
-from stoker.plan.resources import probe
+from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, RefusedFileError
+from stoker.plan.resources import probe, storage_of
 from stoker.run.caches import data_is_gone, find_without_source, locate, recipe_of
 from stoker.run.context import Run
 from stoker.run.validate import CheckRow
@@ -34,7 +34,7 @@ from stoker.schema import columns_of
 from stoker.store import Cache, open_cache
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.storage import open_storage
-from stoker.units import MIB, format_bytes
+from stoker.units import GIB, MIB, format_bytes
 
 log = logging.getLogger("stoker")
 METADATA_FILE = ".cache_metadata.json"
@@ -72,7 +72,7 @@ def estimate_cache_size_mb(cache_dir: str | Path, num_samples: int = 10) -> floa
     their mean counts for each.
 
     Raises:
-        StokerError: There is no cache, or a file is not one of the earlier cache.
+        StokerError: No cache was found, or a file is not one of the earlier cache.
     """
     files = sample_files(cache_dir)
     if not files or _cache_of(cache_dir) is not None:
@@ -100,7 +100,7 @@ def compute_cache_hash(cfg: Mapping[str, Any] | str | Path | Config) -> str:
     config = config_of(cfg)
     run = Run(config)
     if any(data_is_gone(part) for part in run.parts()):
-        log.info("the cache hash is of the settings alone: there is no raw data below %s", _place(config))
+        log.info("the cache hash is of the settings alone: no raw data was found below %s", _place(config))
         return settings_hash(config)
     return _digits([recipe_of(run.for_task(task), run.split).fingerprint for task in sorted(run.tasks)])
 
@@ -260,7 +260,7 @@ def _metadata_row(folder: Path, config: Config) -> CheckRow:
 
 
 def _caches(config: Config) -> list[tuple[str, Cache | None, str]]:
-    """Name and cache of each task and wanted split; None and why where there is none."""
+    """Return name and cache of each task and wanted split; without a cache: None, and why."""
     found: list[tuple[str, Cache | None, str]] = []
     for part in Run(config).parts():
         for split in part.splits:
@@ -283,7 +283,7 @@ def _place(config: Config) -> str:
 
 
 def sample_files(cache_dir: str | Path) -> dict[int, Path]:
-    """Return the `sample_00000.pt` files of a folder by number; none where it is no such folder."""
+    """Return the `sample_00000.pt` files of a folder by number; empty where it has none."""
     found: dict[int, Path] = {}
     with suppress(OSError):
         for path in Path(cache_dir).iterdir():
@@ -294,7 +294,7 @@ def sample_files(cache_dir: str | Path) -> dict[int, Path]:
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a file is an archive as of `torch.save`, complete to its end; nothing is loaded."""
+    """Return True if a file is an archive as of `torch.save`, complete to its end; nothing is loaded."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
@@ -327,7 +327,7 @@ class EarlierReader:
         for path in paths:
             try:
                 found.append(reader.read(path).tensors)
-            except Refused as refused:
+            except RefusedFileError as refused:
                 raise SourceError(
                     f"{path} is not a sample of the earlier cache: {refused}. Remove it and encode again, "
                     "or import the others with `stoker import-pt FOLDER --out CACHE_DIR --name NAME`"
@@ -375,3 +375,25 @@ def bytes_in_memory(cache: Cache) -> int:
         ragged[name] * field.row_bytes if name in ragged else field.size_bytes() * len(cache)
         for name, field in columns.items()
     )
+
+
+def get_optimal_workers(
+    requested: int | None = None, encoder_size_mb: float = 200, batch_size: int = 1
+) -> int:
+    """Return how many workers memory and processors allow, at most 8 and at most `requested`.
+
+    Counts what this process may use: its control group's limits and its processors, not the machine's. 0 asks
+    for none. `precompute.workers: null` finds a number by measuring.
+    """
+    if requested == 0:
+        return 0
+    found = probe()
+    each = (encoder_size_mb / 1000 + 0.1 * batch_size) * GIB
+    most = max(1, min(int(found.host_bytes / each), int(found.cpus), 8))
+    return most if requested is None else min(requested, most)
+
+
+def is_network_storage(path: str | Path) -> bool:
+    """Return whether a path is on a file system whose data is on another machine; `data.stage` copies it."""
+    where = storage_of(Path(path))
+    return where is not None and where.network

@@ -1,24 +1,12 @@
-"""Use the weights of the earlier grid encoder.
-
-The earlier encoder, on a grid of H x W points with patches of p x p points:
-
-    x = PixelUnshuffle(p)(fields)                  (C p p, H/p, W/p)
-    x = x + stem(x)                                two convolutions, the last one made as zeros
-    x = [x, sin(2 pi k c), cos(2 pi k c), ...]     Fourier features of the coordinates, for each k
-    z = projection(x)                              one linear layer for each patch: n = H W / p^2 tokens
-    latent = adaptive_avg_pool1d(z, L)             where n is not L
-
-With a stem that is zero this is linear on a patch, plus a number that depends on the place alone.
-`GridEncoder` computes that, if pooling takes equal rectangles of patches: then a rectangle is its patch. All
-else is refused.
-"""
+"""The earlier grid encoder: its call, with the encoder of today behind it, and the use of its weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +15,137 @@ from torch import Tensor, nn
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.weights import read_checkpoint, weights_to_bytes
 from stoker.errors import EncoderError
-from stoker.extras.compat.pieces import EarlierCall
 from stoker.runtime.files import replace_atomically
-from stoker.schema import Json
+from stoker.schema import JsonResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridEncoderConfig:
+    """Settings of `GridEncoder`, by their earlier names."""
+
+    latent_len: int
+    """Tokens of one time step."""
+    latent_dim: int
+    """Numbers in one token."""
+    field_channels: Mapping[str, int]
+    """Channels of each field, which are encoded together in this order."""
+    patch_size: int = 4
+    """Points of a patch along each axis; along x alone where the grid has one row."""
+    stem_width: int | None = None
+    """Has no effect: the encoder is a projection."""
+    use_fourier_features: bool = True
+    """Add the place of a patch to its token."""
+    fourier_frequencies: tuple[int, ...] = (1, 2)
+    """Waves across the domain."""
+    seed: int = 0
+    """Decides the weights; in the earlier system each process drew its own."""
+
+
+class EarlierGridEncoder(nn.Module):
+    """Frozen encoder of grids with the earlier call; `stoker.GridEncoder` does the work.
+
+    Its weights follow from the settings and the seed, so that every process encodes alike. Weights that an
+    earlier version trained or drew are others.
+
+    Example:
+        >>> config = GridEncoderConfig(latent_len=4, latent_dim=8, field_channels={"u": 1})
+        >>> encoder = EarlierGridEncoder(config)
+        >>> encoder({"u": torch.zeros(2, 32, 1)}, meta={"grid_shape": (1, 32)}).shape
+        torch.Size([2, 4, 8])
+    """
+
+    def __init__(self, config: GridEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._made: dict[tuple[int, int], GridEncoder] = {}
+
+    def for_grid(self, grid_shape: Sequence[int], field: str = "data") -> GridEncoder:
+        """Return the encoder of today for a grid `(H, W)` and a field `(T, H, W, C)`."""
+        own, (height, width) = self.config, grid_shape
+        patch = (1 if height == 1 else own.patch_size, own.patch_size)
+        return GridEncoder(
+            channels=sum(own.field_channels.values()),
+            grid=(height, width),
+            patch=patch,
+            tokens=own.latent_len,
+            dim=own.latent_dim,
+            fourier=tuple(own.fourier_frequencies) if own.use_fourier_features else (),
+            seed=own.seed,
+            field=field,
+        )
+
+    def forward(
+        self,
+        fields: Mapping[str, Tensor],
+        coords: Tensor | None = None,
+        *,
+        params: object = None,
+        bc: object = None,
+        geom: object = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Return latents `(B, L, D)` float32 of fields `(B, H * W, C)` on the grid `meta["grid_shape"]`.
+
+        `coords`, `params`, `bc` and `geom` have no effect, as before: positions follow from the grid.
+
+        Raises:
+            EncoderError: A field or the grid is missing, or they do not fit together.
+        """
+        names = [*self.config.field_channels]
+        if missing := [name for name in names if name not in fields]:
+            raise EncoderError(f"fields has {sorted(fields)}, and lacks {', '.join(missing)}")
+        if meta is None or "grid_shape" not in meta:
+            raise EncoderError('meta lacks grid_shape. Give meta={"grid_shape": (H, W)}')
+        height, width = (int(size) for size in meta["grid_shape"])
+        values = torch.cat([fields[name] for name in names], -1)
+        if values.dim() != 3 or values.shape[1] != height * width:
+            raise EncoderError(f"fields are {tuple(values.shape)}, expected (B, {height * width}, C)")
+        made = self._made.get((height, width))
+        if made is None:
+            made = self._made[height, width] = self.for_grid((height, width))
+        grid = values.reshape(1, len(values), height, width, -1)
+        return made.encode({"data": grid.to(torch.float32)})["latent"][0]
+
+
+class EarlierCall(nn.Module):
+    """A module of the earlier form, `encoder(fields, coords, meta=...)`, called with steps of a field."""
+
+    def __init__(self, encoder: nn.Module, coords: Tensor | None, grid: Sequence[int], field: str) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.grid, self.field = tuple(grid), field
+        self.register_buffer("coords", grid_coords(grid) if coords is None else coords.reshape(1, -1, 2))
+
+    def forward(self, steps: Tensor) -> Tensor:
+        """Return latents `(n, L, D)` of `(n, *step)`."""
+        points = math.prod(self.grid)
+        coords = self.get_buffer("coords").expand(len(steps), points, 2)
+        fields = {self.field: steps.reshape(len(steps), points, -1)}
+        return self.encoder(fields, coords, meta={"grid_shape": self.grid})
+
+
+def grid_coords(grid: Sequence[int]) -> Tensor:
+    """Return the places of all points of a grid `(H, W)` as `(1, H * W, 2)` float32: x and y from 0 to 1."""
+    height, width = grid
+    y, x = (torch.linspace(0, 1, n, device="cpu") for n in (height, width))
+    return torch.stack([x.expand(height, width), y[:, None].expand(height, width)], -1).reshape(1, -1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Use the weights of the earlier grid encoder.
+#
+# The earlier encoder, on a grid of H x W points with patches of p x p points:
+#
+#     x = PixelUnshuffle(p)(fields)                  (C p p, H/p, W/p)
+#     x = x + stem(x)                                two convolutions, the last one made as zeros
+#     x = [x, sin(2 pi k c), cos(2 pi k c), ...]     Fourier features of the coordinates, for each k
+#     z = projection(x)                              one linear layer for each patch: n = H W / p^2 tokens
+#     latent = adaptive_avg_pool1d(z, L)             where n is not L
+#
+# With a stem that is zero this is linear on a patch, plus a number that depends on the place alone.
+# `GridEncoder` computes that, if pooling takes equal rectangles of patches: a rectangle is its patch
+# then. All else is refused.
+
 
 Forward: TypeAlias = "Callable[[Tensor], Tensor]"
 """From fields `(n, H, W, C)` to latents `(n, L, D)`."""
@@ -44,8 +160,13 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedEncoder:
+class ConvertedEncoder(JsonResult):
     """Weights of a `GridEncoder` that gives the latents of an earlier one."""
+
+    json_keys = (
+        "out", "grid", "channels", "patch", "tokens", "dim", "checked_against", "max_difference",
+        "max_latent", "settings",
+    )  # fmt: skip
 
     out: Path
     grid: tuple[int, int]
@@ -71,21 +192,6 @@ class ConvertedEncoder:
             f"latent.dim={self.dim}",
             "data.normalize=false",
         ]
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "out": str(self.out),
-            "grid": list(self.grid),
-            "channels": self.channels,
-            "patch": list(self.patch),
-            "tokens": self.tokens,
-            "dim": self.dim,
-            "checked_against": self.checked_against,
-            "max_difference": self.max_difference,
-            "max_latent": self.max_latent,
-            "settings": [*self.settings],
-        }
 
 
 def convert_encoder(  # noqa: PLR0913  what the earlier class was made with, by name
@@ -251,7 +357,7 @@ def _require_zero_stem(weights: Mapping[str, Tensor]) -> None:
 
 
 def _projection(weights: Mapping[str, Tensor], shape: _Shape) -> tuple[Tensor, Tensor]:
-    """Matrix `(D, features)` and bias `(D,)`, float64; the identity where there was none."""
+    """Return matrix `(D, features)` and bias `(D,)`, float64; the identity where there was none."""
     found = [name for name, tensor in weights.items() if tensor.ndim == 2]
     if not found:
         return torch.eye(shape.values, dtype=torch.float64), torch.zeros(shape.values, dtype=torch.float64)
@@ -271,7 +377,7 @@ def _projection(weights: Mapping[str, Tensor], shape: _Shape) -> tuple[Tensor, T
 
 
 def _formula(shape: _Shape, project: Tensor, bias: Tensor, fourier: tuple[int, ...]) -> Forward:
-    """The earlier forward pass in float64, its stem left out.
+    """Return the earlier forward pass in float64, its stem left out.
 
     Raises:
         EncoderError: The projection has another number of columns than there are features.
@@ -319,7 +425,7 @@ def _cell_rows(shape: _Shape) -> Tensor:
 
 
 def _compare(shape: _Shape, checkpoint: Path, dim: int, forward: Forward) -> tuple[float, float]:
-    """Largest difference of latents of random fields, and the largest latent."""
+    """Return largest difference of latents of random fields, and the largest latent."""
     encoder = GridEncoder(
         channels=shape.channels, grid=shape.grid, patch=shape.cell, tokens=shape.tokens, dim=dim,
         checkpoint=checkpoint,

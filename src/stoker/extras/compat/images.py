@@ -1,6 +1,6 @@
 """A set of images in the memory of a GPU, as the earlier system named it.
 
-Stored once, as bytes and with every field in its own dtype; normalized while it is served. The whole set is
+Stored once, as bytes and with every field in its own dtype; normalized while it is served. The set is
 on the device where it fits; where it does not, the rest comes from host memory and disk, and a line says so.
 """
 
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,64 +21,15 @@ from stoker.cached import name_of
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
-from stoker.extras.compat.gpu_loader import GPUDataLoader
+from stoker.extras.compat.settings import device_or_cpu
 from stoker.loader import Loader
 from stoker.loader.conversion import Normalise
-from stoker.plan.resources import device_name, resolve_device
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import Cache
 from stoker.store.format import record_bytes
 from stoker.train.batch_size import disable_torch_compile, find_batch_size, out_of_memory
-
-# ----------------------------------------------------------------------------------------------------------
-# Choose the device as the earlier systems did: a GPU, or the CPU with one line in the log.
-
-
-_said: set[str] = set()
-"""Lines that this process has logged: it makes a set for each split, and one line is enough."""
-NO_GPU = "CUDA requested but not available; falling back to CPU"
-
-
-def device_or_cpu(wanted: object, what: str) -> torch.device:
-    """Return the device to serve from; the CPU, with one line in a process, where torch sees no GPU at all.
-
-    If torch sees other GPUs, a GPU that is not there is an error, as is a wrong name.
-
-    Args:
-        wanted: `auto`, `gpu`, `cpu`, `cuda`, `cuda:1` or a `torch.device`.
-        what: What is served, for the line.
-
-    Raises:
-        ConfigError: It is neither the CPU nor a CUDA device.
-        ResourceError: There are GPUs, but not this one.
-    """
-    name = "cuda" if str(wanted) == "gpu" else device_name(wanted)
-    if name == "cpu" or torch.cuda.device_count():
-        return resolve_device(name)
-    line = (
-        f"no GPU: torch {torch.__version__} sees no CUDA device, so {what} are served from this machine's "
-        "memory (device cpu)"
-    )
-    if line not in _said:
-        _said.add(line)
-        log.warning("%s", line)
-    return torch.device("cpu")
-
-
-def available_device(wanted: object) -> str:
-    """Return the name of a device; the CPU, with the earlier system's line, for a GPU where torch sees none.
-
-    >>> available_device("cpu")
-    'cpu'
-    """
-    name = str(wanted)
-    if name.startswith("cuda") and not torch.cuda.device_count():
-        log.warning(NO_GPU)
-        return "cpu"
-    return name
-
 
 disable_compile_for_debug = disable_torch_compile
 """The same: the earlier system kept `disable_torch_compile` in a module of this name."""
@@ -94,6 +45,60 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, for bytes divided by 255, which the earlier system used."""
 
 log = logging.getLogger("stoker")
+
+
+class CachedSet(Protocol):
+    """What a `GPUDataLoader` serves: a `GPUCachedDataset` of images or of rows."""
+
+    shuffles: bool
+    """Whether the earlier system shuffled where it was not told."""
+
+    def __len__(self) -> int: ...
+
+    def loader(self, batch_size: int, shuffle: bool = True, drop_last: bool = False, **loader: Any) -> Loader:
+        """Return a loader of the set."""
+        ...
+
+    def shaped(self, batch: Any) -> dict[str, Any]:
+        """Return a batch of that loader under the earlier names."""
+        ...
+
+
+Set = TypeVar("Set", bound=CachedSet)
+
+
+class GPUDataLoader(Generic[Set]):
+    """Batches of a `GPUCachedDataset`; further arguments are those of `Loader`, or of a DataLoader.
+
+    Args:
+        dataset: What to serve.
+        batch_size, drop_last: As in a DataLoader.
+        shuffle: As in a DataLoader; None: as the earlier systems did, images yes, rows no.
+    """
+
+    def __init__(
+        self,
+        dataset: Set,
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        **loader: Any,
+    ) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        shuffle = dataset.shuffles if shuffle is None else shuffle
+        self.loader = dataset.loader(batch_size, shuffle=shuffle, drop_last=drop_last, **loader)
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        # A generator would keep each batch, and its memory, until the next one is there.
+        return map(self.dataset.shaped, self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that decides the order, as `Loader.set_epoch`."""
+        self.loader.set_epoch(epoch)
 
 
 class GPUCachedDataset:
@@ -164,7 +169,7 @@ class GPUCachedDataset:
         return len(self.cache)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One image with its fields, as it is served.
+        """Return one image with its fields, as it is served.
 
         Raises:
             IndexError: No such image.
@@ -181,11 +186,11 @@ class GPUCachedDataset:
         return len(self)
 
     def loader(self, batch_size: int, shuffle: bool = True, drop_last: bool = False, **loader: Any) -> Loader:
-        """Batches of the set, from the device where it fits."""
+        """Return batches of the set, from the device where it fits."""
         bytes_ = self.cache.schema[IMAGE].dtype == "uint8"
         how = {IMAGE: Normalise(mean=MEAN if self.normalize else 0.0, std=STD if self.normalize else 1.0,
                                 divisor=255.0 if bytes_ else 1.0)}  # fmt: skip
-        cast = [] if self.dtype == torch.float32 else [_Cast(self.dtype)]
+        cast = [] if self.dtype == torch.float32 else [_ImageCast(self.dtype)]
         own: dict[str, Any] = {
             "device": str(self.device),
             "order": "full" if shuffle else "sequential",
@@ -199,7 +204,7 @@ class GPUCachedDataset:
     def get_batch_generator(
         self, batch_size: int, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """The batches of one epoch; each call is the next epoch's order."""
+        """Return the batches of one epoch; each call is the next epoch's order."""
         if not hasattr(self, "_generators"):
             self._generators: dict[tuple[int, bool, bool], Loader] = {}
         key = (batch_size, shuffle, drop_last)
@@ -216,7 +221,7 @@ class GPUCachedDataset:
         return record_bytes(self.cache.schema) * len(self) / 1e9
 
 
-class _Cast:
+class _ImageCast:
     """Images in another dtype; everything else as it is."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -312,7 +317,7 @@ def find_optimal_batch_size(
     Raises:
         ConfigError: A number is out of range, or the model returned nothing that has a gradient.
         ResourceError: Not even one image fits.
-        Exception: Whatever the model raises that is no shortage of memory, at once.
+        Exception: Whatever the model raises that is not a shortage of memory, at once.
     """
     run, said = step or _mean_step, set[int]()
 
@@ -358,7 +363,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _local_dinov2() -> str:
-    """The folder that an earlier download of the model left on this machine."""
+    """Return the folder that an earlier download of the model left on this machine."""
     try:
         hub = import_module("huggingface_hub")
         return str(hub.snapshot_download(DINOV2, local_files_only=True))

@@ -7,6 +7,7 @@ read, and this process encodes: never a DataLoader's worker.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.module import ModuleEncoder
@@ -26,9 +28,8 @@ from stoker.extras.compat.caches import (
     check_sufficient_ram,
     stored_in,
 )
-from stoker.extras.compat.images import available_device
-from stoker.extras.compat.pieces import EarlierCall, EarlierGridEncoder, grid_coords
-from stoker.extras.compat.settings import config_of
+from stoker.extras.compat.encoder import EarlierCall, EarlierGridEncoder, grid_coords
+from stoker.extras.compat.settings import available_device, config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.windows import time_field
@@ -124,7 +125,7 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         return self._count
 
     def __getitem__(self, index: int) -> LatentPair:
-        """The pairs of one trajectory.
+        """Return the pairs of one trajectory.
 
         Raises:
             IndexError: No such trajectory.
@@ -159,7 +160,7 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         return value.reshape(1, -1).expand(base, -1)
 
     def loader(self, batch_size: int, **loader: Any) -> LatentPairLoader:
-        """The pairs in batches of so many trajectories.
+        """Return the pairs in batches of so many trajectories.
 
         Raises:
             ConfigError: This is a folder of `.pt` files, which have to be imported for that.
@@ -193,7 +194,7 @@ def _bytes_needed(stored: Cache | Mapping[int, Path]) -> int:
 
 
 def _in_memory(cache: Cache) -> dict[str, Any]:
-    """Every field of all records, stacked; of varying length: a list."""
+    """Return every field of all records, stacked; of varying length: a list."""
     found: dict[str, list[Any]] = {name: [] for name in cache.schema}
     for batch in Loader(cache, batch_size=256, order="sequential", tier="disk"):
         for name, values in found.items():
@@ -204,7 +205,7 @@ def _in_memory(cache: Cache) -> dict[str, Any]:
 
 
 def _of_files(paths: Sequence[Path]) -> tuple[Schema, dict[str, Any]]:
-    """Fields and values of earlier files, by field a list with an entry for each."""
+    """Return fields and values of earlier files, by field a list with an entry for each."""
     samples = EarlierReader().read(paths)
     names = samples[0].keys()
     for path, sample in zip(paths, samples, strict=True):
@@ -245,11 +246,11 @@ class LatentPairLoader:
         self._kept = {n for cache in caches.values() for n, field in cache.schema.items() if field.kept}
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The batches of the next epoch."""
+        """Yield the batches of the next epoch."""
         for batch in self.loader:
             yield self._earlier(batch)
 
@@ -293,11 +294,11 @@ class RawFieldDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._samples = EarlierReader()
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """`idx`, `cached`, `latent` or `fields`, `params`, `bc` and `cache_path`.
+        """Return `idx`, `cached`, `latent` or `fields`, `params`, `bc` and `cache_path`.
 
         Raises:
             SourceError: The sample's file is not one of the earlier cache. It stays where it is.
@@ -431,7 +432,7 @@ def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) 
 
 
 def latent_pair_collate(pairs: Sequence[LatentPair]) -> dict[str, Any]:
-    """Pairs of several trajectories as one batch, one after another.
+    """Return pairs of several trajectories as one batch, one after another.
 
     Raises:
         ConfigError: They differ in conditions, horizon, raw fields or grid, so nothing could be told apart.
@@ -465,3 +466,66 @@ def _as_source(dataset: Any, field_name: str) -> Source:
     if isinstance(dataset, RawFieldDataset):
         return dataset.source
     return dataset if isinstance(dataset, Source) else TorchSource(dataset, time=(field_name,))
+
+
+class MultiTaskDistributedSampler(Sampler[int]):
+    """Indices into a `ConcatDataset` of several tasks for one rank; every rank has equally many of each task.
+
+    `stoker.Mixture(caches, rank=..., world_size=...)` needs no sampler, and never repeats a sample.
+
+    Args:
+        task_sizes: Samples of each dataset, in their order.
+        num_replicas, rank: Ranks in all, and this one; None: as `torch.distributed` says, or 1 and 0.
+        shuffle: Other orders in each epoch, see `set_epoch`.
+        seed: Decides them, and must be the same on all ranks.
+        drop_last: Leave out what does not divide among the ranks; else the first samples come twice.
+
+    Raises:
+        ConfigError: The rank does not exist, or `drop_last` would leave nothing of a task.
+    """
+
+    def __init__(
+        self,
+        task_sizes: Sequence[int],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.num_replicas = num_replicas or (torch.distributed.get_world_size() if ready else 1)
+        self.rank = (torch.distributed.get_rank() if ready else 0) if rank is None else rank
+        self.task_sizes, self.shuffle, self.seed, self.epoch = tuple(task_sizes), shuffle, seed, 0
+        if not 0 <= self.rank < self.num_replicas:
+            raise ConfigError(f"rank is {self.rank}, expected 0 to {self.num_replicas - 1}")
+        if min(self.task_sizes, default=0) < 1:
+            raise ConfigError(f"task_sizes is {list(task_sizes)}. Give each task at least one sample")
+        of = math.floor if drop_last else math.ceil
+        self._counts = [of(size / self.num_replicas) for size in self.task_sizes]
+        if not all(self._counts):
+            raise ConfigError(
+                f"task_sizes is {list(task_sizes)}, and drop_last leaves nothing of a task of fewer samples "
+                f"than {self.num_replicas} ranks. Leave drop_last out"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of this epoch from now on; give all ranks the same."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Indices of this rank, as many as every other's."""
+        return sum(self._counts)
+
+    def __iter__(self) -> Iterator[int]:
+        """Indices of this rank."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        found: list[Tensor] = []
+        first = 0
+        for size, count in zip(self.task_sizes, self._counts, strict=True):
+            order = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
+            places = torch.arange(count) * self.num_replicas + self.rank
+            found.append(order[places % size] + first)
+            first += size
+        own = torch.cat(found)
+        return iter((own[torch.randperm(len(own), generator=generator)] if self.shuffle else own).tolist())

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.extras.compat.caches import check_sufficient_ram
-from stoker.extras.compat.gpu_loader import GPUDataLoader
-from stoker.extras.compat.images import device_or_cpu
+from stoker.extras.compat.images import GPUDataLoader
+from stoker.extras.compat.settings import device_or_cpu
 from stoker.loader import Loader
 from stoker.precompute import precompute as fill_cache
 from stoker.sources.sql.source import SQLSource
@@ -66,8 +66,8 @@ class GPUCachedRows:
         precompute: How to fill the cache, as for `stoker.cached`.
 
     Raises:
-        ConfigError: An id is no UUID, `db_session` has no address, or a number is out of range.
-        ResourceError: There are GPUs, and `device` is none of them; nothing was read yet.
+        ConfigError: An id is not a UUID, `db_session` has no address, or a number is out of range.
+        ResourceError: There are GPUs, but not the one that `device` names; nothing was read yet.
         StokerError: As `SQLSource` and `precompute`; no rows left is one.
     """
 
@@ -116,11 +116,11 @@ class GPUCachedRows:
         self._in_memory: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
-        """Rows of the split."""
+        """Return the number of rows of the split."""
         return len(self.cache)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The fields of one row.
+        """Return the fields of one row.
 
         Raises:
             IndexError: No such row.
@@ -129,7 +129,7 @@ class GPUCachedRows:
             raise IndexError(f"row {index} does not exist: this split has {len(self)}")
         return self.__getitems__([index % len(self)])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> PickedRows:
+    def __getitems__(self, indices: Sequence[int]) -> RowBatch:
         """Several rows at once, which is what a `DataLoader` asks for: one gather for each field."""
         fields = self._rows()
         if fields is None:
@@ -138,7 +138,7 @@ class GPUCachedRows:
         else:
             at = torch.as_tensor(indices, device=next(iter(fields.values())).device)
             picked = {name: values.index_select(0, at) for name, values in fields.items()}
-        return PickedRows(self.shaped({name: values.to(self.device) for name, values in picked.items()}))
+        return RowBatch(self.shaped({name: values.to(self.device) for name, values in picked.items()}))
 
     def shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch of cached rows under the earlier names; of fields of your own as it is."""
@@ -159,7 +159,7 @@ class GPUCachedRows:
         }
 
     def loader(self, batch_size: int, shuffle: bool = True, drop_last: bool = False, **loader: Any) -> Loader:
-        """Batches of the split under the names of the cache, gathered where they are."""
+        """Return batches of the split under the names of the cache, gathered where they are."""
         own: dict[str, Any] = {
             "device": str(self.device),
             "order": "full" if shuffle else "sequential",
@@ -170,7 +170,7 @@ class GPUCachedRows:
         return Loader(self.cache, batch_size=batch_size, **own)
 
     def _rows(self) -> dict[str, Tensor] | None:
-        """All rows in memory, made when the first is asked for; None where there is no room."""
+        """Return all rows in memory, made when the first is asked for; None where there is no room."""
         if self._in_memory is None:
             size = record_bytes(self.cache.schema) * len(self)
             if not check_sufficient_ram(size / 2**20):
@@ -190,8 +190,8 @@ class GPUCachedRows:
         return self._in_memory
 
 
-class PickedRows(Sequence[dict[str, Any]]):
-    """Rows that were gathered together: a batch for `collate_gpu_cached`, rows for everybody else."""
+class RowBatch(Sequence[dict[str, Any]]):
+    """Rows that were gathered together: a batch for `collate_gpu_cached`, rows for others."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self.batch = dict(batch)
@@ -201,7 +201,7 @@ class PickedRows(Sequence[dict[str, Any]]):
         return self._count
 
     def __getitem__(self, place: int) -> dict[str, Any]:  # type: ignore[override]
-        """One row; its metadata are numbers, as they were."""
+        """Return one row; its metadata are numbers, as they were."""
         if not 0 <= place < self._count:
             raise IndexError(f"row {place} of {self._count}")
         row: dict[str, Any] = {
@@ -226,7 +226,7 @@ def collate_gpu_cached(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     For a `DataLoader` over a `GPUCachedRows`, with `num_workers=0`. Rows come to it gathered already, so
     nothing is stacked; a list of single rows is.
     """
-    if isinstance(batch, PickedRows):
+    if isinstance(batch, RowBatch):
         return batch.batch
     rows = [*batch]
     whole = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "metadata"}
@@ -295,7 +295,7 @@ def _splits(validation: float | None, splits: Mapping[str, float] | None) -> Map
 
 
 def _address(db_session: Any) -> str | Path:
-    """The address behind whatever the earlier service passed around."""
+    """Return the address behind whatever the earlier service passed around."""
     if isinstance(db_session, str | Path):
         return db_session
     bind = db_session.get_bind() if hasattr(db_session, "get_bind") else db_session

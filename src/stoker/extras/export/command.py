@@ -15,14 +15,14 @@ from stoker.units import format_bytes, format_count, format_seconds
 
 
 def numbers_between(text: str) -> range:
-    """`A:B` as numbers.
+    """Return `A:B` as numbers.
 
     >>> numbers_between("10:20")
     range(10, 20)
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
-        raise typer.BadParameter(f"{text!r} is no range. Write two numbers, as 0:1000")
+        raise typer.BadParameter(f"{text!r} is not a range. Write two numbers, as 0:1000")
     return range(int(first), int(last))
 
 
@@ -56,8 +56,8 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """Write a cache as files of other libraries.
 
     Plain safetensors, or the memory-mapped layout that TensorDict.load_memmap reads; records in order of
-    number, every byte verified on the way, DIR there as a whole or not at all. Exit code 4 when a record is
-    damaged, 6 when there is no room.
+    number, every byte verified on the way, DIR appears complete or not at all. Exit code 4 when a record is
+    damaged, 6 when the disk has no room.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def render_export(report: Any, console: Console) -> None:
-    """What there is now, and what is not in it."""
+    """Print what was written, and what is missing from it."""
     files = format_count(len(report.files), "file")
     rows = [
         ("records", format_count(report.records)),

@@ -44,10 +44,10 @@ class Records:
     """The records to export."""
 
     def __init__(self, cache: Cache, between: tuple[int, int] | None) -> None:
-        """Those of the sample numbers `between`, which may be quarantined ones in part.
+        """Take the records of the sample numbers `between`, without those that are quarantined.
 
         Raises:
-            IncompleteError: There is none.
+            IncompleteError: No record is in that range.
         """
         self.cache = cache
         low, high = between or (0, cache.recipe.count)
@@ -70,7 +70,7 @@ class Records:
             )
 
     def between(self, begin: int, end: int) -> Iterator[RecordRun]:
-        """The runs of the records at these places."""
+        """Yield the runs of the records at these places."""
         for run in self.runs:
             low, high = max(begin, run.first), min(end, run.first + run.count)
             if low < high:
@@ -80,12 +80,12 @@ class Records:
                 )
 
     def numbers(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample numbers of the records at these places."""
+        """Return sample numbers of the records at these places."""
         found = [np.arange(run.number, run.number + run.count) for run in self.between(begin, end)]
         return np.concatenate([np.empty(0, np.int64), *found])
 
     def lengths(self, field: str) -> NDArray[np.int64]:
-        """Steps of each record in a ragged field."""
+        """Return steps of each record in a ragged field."""
 
         def of_run(run: RecordRun) -> NDArray[np.int64]:
             return np.diff(self.cache.shard(run.shard).offsets(field)[run.row : run.row + run.count + 1])
@@ -96,7 +96,7 @@ class Records:
     def pieces(
         self, name: str, dtype: str, begin: int, end: int, padded_to: int | None = None
     ) -> Iterator[NDArray[np.uint8]]:
-        """The values of a field of the records at these places, as bytes, piece by piece.
+        """Yield the values of a field of the records at these places, as bytes, piece by piece.
 
         Args:
             name: The field.
@@ -137,7 +137,7 @@ class Records:
                 at += some
 
     def _fitting(self, name: str, f: Field, run: RecordRun, at: int) -> int:
-        """Records from `at` on of a ragged field that are a piece."""
+        """Return how many records of a ragged field, from `at` on, make one piece."""
         offsets = self.cache.shard(run.shard).offsets(name)
         first = run.row + at
         most = int(offsets[first]) + PIECE_BYTES // max(1, f.row_bytes)
@@ -162,7 +162,7 @@ def _values(shard: Shard, name: str, f: Field, run: RecordRun, dtype: str) -> tu
 
 
 def _rows(shard: Shard, name: str, run: RecordRun) -> NDArray[np.uint8]:
-    """The bytes of one column of consecutive rows, verified."""
+    """Return the bytes of one column of consecutive rows, verified."""
     step = shard.columns[name].field.row_bytes
     sizes = [shard.length(name, run.row + k) * step for k in range(run.count)]
     ends = np.cumsum([0, *sizes]).tolist()
@@ -180,7 +180,7 @@ def _shaped(values: Tensor, f: Field) -> Tensor:
 
 
 def _pad(values: Tensor, lengths: list[int], to: int) -> Tensor:
-    """`(records, to, *shape)`: each record's steps, then zeros."""
+    """Return `(records, to, *shape)`: each record's steps, then zeros."""
     out = values.new_zeros((len(lengths), to, *values.shape[1:]))
     for own, steps in zip(out, values.split(lengths), strict=True):
         own[: len(steps)] = steps
@@ -207,7 +207,7 @@ FILE_BYTES = 4 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings:
-    """What to export, and how what other libraries have no word for is written.
+    """What to export, and in which form fields of varying length and quantized ones are written.
 
     Raises:
         ConfigError: A value is not one of those that are known.
@@ -237,7 +237,7 @@ class ExportSettings:
             raise ConfigError(f"export: file_bytes is {self.file_bytes}, expected 1 at least")
         if self.records is not None and not 0 <= self.records[0] < self.records[1]:
             raise ConfigError(
-                f"export: records {self.records[0]}:{self.records[1]} are none. Expected A:B with 0 <= A < B"
+                f"export: records is {self.records[0]}:{self.records[1]}. Expected A:B with 0 <= A < B"
             )
 
 
@@ -264,7 +264,7 @@ class ExportTensor:
 
 
 def chosen_fields(schema: Schema, settings: ExportSettings) -> Schema:
-    """The fields to export, in the order of their names.
+    """Return the fields to export, in the order of their names.
 
     Raises:
         ConfigError: One is unknown, cannot be written as asked, or has a name that the export needs.
@@ -314,7 +314,7 @@ def check_ragged(fields: Schema, settings: ExportSettings, lengths: Mapping[str,
 
 
 def value_dtype(f: Field, settings: ExportSettings) -> str:
-    """The dtype that a field is exported as."""
+    """Return the dtype that a field is exported as."""
     return settings.packed if f.packed else f.dtype
 
 
@@ -325,7 +325,7 @@ def tensors_of(
     lengths: Mapping[str, NDArray[np.int64]],
     longest: Mapping[str, int],
 ) -> list[ExportTensor]:
-    """The tensors over `count` records.
+    """Return the tensors over `count` records.
 
     Args:
         fields, settings: What to export.

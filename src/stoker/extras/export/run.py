@@ -1,4 +1,4 @@
-"""Export a cache: check first, make everything in a temporary folder, and give it its name at the end."""
+"""Export a cache: check first, write everything to a temporary folder, and rename it at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stoker.plugins import find_plugin
 from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
-from stoker.schema import DTYPE_BYTES, Json, Schema
+from stoker.schema import DTYPE_BYTES, Json, JsonResult, Schema
 from stoker.store import Cache, open_cache
 from stoker.store.format import FINGERPRINT, RECIPE_FILE, TENSOR_DTYPES
 from stoker.store.remote import local_path
@@ -43,7 +43,7 @@ from stoker.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedFile:
+class ExportedFile(JsonResult):
     """One file of an export."""
 
     file: str
@@ -57,22 +57,19 @@ class ExportedFile:
     last: int
     """Sample number of the last."""
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Making:
-    """What the files of an export are made of and in."""
+class ExportWriter:
+    """Writes the files of an export; a plugin's `write` gets one."""
 
     folder: Path
+    """The temporary folder, which gets its name at the end."""
     records: Records
-    wrote: Callable[[int], None]
-    """Told of bytes as they are written."""
+    on_write: Callable[[int], None]
+    """Called with the number of bytes of each write."""
 
     def file(self, name: str, between: tuple[int, int], pieces: Iterator[Any]) -> ExportedFile:
-        """Write one file; `between`: the places of the records in it.
+        """Write one file from pieces of bytes; `between`: the places of its first record and after its last.
 
         Raises:
             ResourceError: No space left.
@@ -86,7 +83,7 @@ class Making:
                     at += file.write(data[at:])
                 digest.update(data)
                 size += len(data)
-                self.wrote(len(data))
+                self.on_write(len(data))
         numbers = self.records.numbers(*between)
         return ExportedFile(
             file=name,
@@ -125,11 +122,11 @@ class Exporter:
     Raises:
         ConfigError: The layout cannot hold a field.
     """
-    write: Callable[[Making, Schema, ExportSettings, Lengths], list[ExportedFile]]
-    """Write all files with `Making.file`; the manifest is added.
+    write: Callable[[ExportWriter, Schema, ExportSettings, Lengths], list[ExportedFile]]
+    """Write all files with `ExportWriter.file`; the manifest is added.
 
     Raises:
-        StokerError: As `Records.pieces`; or there is no room.
+        StokerError: As `Records.pieces`; or the disk has no room.
     """
 
 
@@ -138,7 +135,7 @@ SPARE_BYTES = 16 * MIB
 """Room for headers, manifest and what the file system keeps of files."""
 
 Progress = Callable[[int, int], None]
-"""Told of bytes written so far, and in all."""
+"""Called with the bytes written so far, and in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +158,7 @@ class ExportReport:
     seconds: float
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             **self.manifest(),
             "path": self.path,
@@ -170,7 +167,7 @@ class ExportReport:
         }
 
     def manifest(self) -> dict[str, Json]:
-        """What the folder says of itself, the same wherever it and its cache lie."""
+        """Return the content of the manifest, which names no place of this machine."""
         return {
             "to": self.to,
             "fingerprint": self.fingerprint,
@@ -192,23 +189,22 @@ def export_cache(
 ) -> ExportReport:
     """Write the records of a cache as files of another library, in order of their sample numbers.
 
-    Every byte is verified as it is read. `out` appears whole or not at all; stopped at any moment, the same
-    call begins anew and clears away what was left.
+    Every byte is verified as it is read. `out` appears complete or not at all. After a stop at any moment,
+    the same call starts again and removes what was left.
 
     Args:
         cache: A complete one, or the path of one.
         out: A folder that does not exist yet, or is empty.
         settings: What to export, and as what.
-        progress: Told how far it is.
+        progress: Called with the bytes written so far, and in all.
     Raises:
-        ConfigError: `settings` do not fit the cache; or `out` is an address, a file, holds something or lies
-            in a cache.
+        ConfigError: `settings` do not fit the cache; or `out` is a URL, a file, not empty, or inside a cache.
         ReadOnlyError: `out` cannot be made.
-        IncompleteError: Records are missing, or there is none in the range.
+        IncompleteError: Records are missing, or the range has none.
         CorruptError: A record is damaged; names it.
         RecordError: A packed value is beyond what its new dtype holds.
-        ResourceError: There is no room for it.
-        StalledError: Somebody else is exporting there, or storage does not answer.
+        ResourceError: The disk has no room.
+        StalledError: Another process exports to the same folder, or storage does not answer.
     """
     begun, out = time.monotonic(), local_path(out, "export: the folder to write to")
     _check_place(out)
@@ -226,9 +222,9 @@ def export_cache(
     check_ragged(fields, settings, lengths)
     exporter: Exporter = find_plugin("stoker.exporters", settings.to, "export: to").load()
     total = sum(tensor.nbytes for tensor in exporter.tensors(fields, settings, records.count, lengths))
-    with _made(out, total) as folder:
-        making = Making(folder=folder, records=records, wrote=_teller(progress, total))
-        files = exporter.write(making, fields, settings, lengths)
+    with _new_folder(out, total) as folder:
+        writer = ExportWriter(folder=folder, records=records, on_write=_counter(progress, total))
+        files = exporter.write(writer, fields, settings, lengths)
         report = ExportReport(
             path=str(out),
             to=settings.to,
@@ -237,7 +233,7 @@ def export_cache(
             generation=cache.index.generation,
             records=records.count,
             bytes=sum(file.bytes for file in files),
-            fields=_described(fields, settings),
+            fields=_describe(fields, settings),
             files=tuple(files),
             quarantined=tuple(_quarantined(cache, settings.records)),
             seconds=round(time.monotonic() - begun, 3),
@@ -246,7 +242,7 @@ def export_cache(
     return report
 
 
-def _described(fields: Schema, settings: ExportSettings) -> dict[str, dict[str, Json]]:
+def _describe(fields: Schema, settings: ExportSettings) -> dict[str, dict[str, Json]]:
     return {
         name: {
             "stored": f.dtype,
@@ -267,7 +263,7 @@ def _quarantined(cache: Cache, between: tuple[int, int] | None) -> list[dict[str
     ]
 
 
-def _teller(progress: Progress | None, total: int) -> Callable[[int], None]:
+def _counter(progress: Progress | None, total: int) -> Callable[[int], None]:
     done = 0
 
     def wrote(count: int) -> None:
@@ -280,10 +276,10 @@ def _teller(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a folder that cannot become the export, or in which it would lie among a cache's own files.
+    """Check that the folder does not exist or is empty, and is outside of every cache.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: It is not so.
     """
     if os.path.lexists(out) and not out.is_dir():
         raise ConfigError(f"export: {out} is a file. Choose a folder that does not exist, or is empty")
@@ -292,7 +288,7 @@ def _check_place(out: Path) -> None:
         recipes = (folder / RECIPE_FILE, *folder.glob(f"{'[0-9a-f]' * 16}/{RECIPE_FILE}"))
         if any(FINGERPRINT.fullmatch(recipe.parent.name) and recipe.exists() for recipe in recipes):
             raise ConfigError(
-                f"export: {out} lies in {folder}, which is a cache: its files are Stoker's own. Choose a "
+                f"export: {out} is in {folder}, which is a cache: its files are Stoker's own. Choose a "
                 "folder outside of it"
             )
     if out.exists() and any(out.iterdir()):
@@ -300,8 +296,8 @@ def _check_place(out: Path) -> None:
 
 
 @contextmanager
-def _made(out: Path, size_bytes: int) -> Generator[Path]:
-    """A folder to make the export in, which becomes `out` when the block ends well."""
+def _new_folder(out: Path, size_bytes: int) -> Generator[Path]:
+    """Yield a temporary folder, which becomes `out` when the block ends without an error."""
     make_folder(out.parent)
     _check_room(out, size_bytes)
     temporary = make_folder(out.with_name(f".{out.name}.export"))
@@ -322,7 +318,9 @@ def _made(out: Path, size_bytes: int) -> Generator[Path]:
             with suppress(OSError):
                 shutil.rmtree(temporary)
             raise
-        with suppress(OSError):  # once it has its name, so that nobody takes the folder for one left behind
+        with suppress(
+            OSError
+        ):  # only now: without it the folder could be taken for one left by a killed export
             (out / ".claim-export").unlink()
 
 
@@ -346,22 +344,24 @@ def _check_room(out: Path, size_bytes: int) -> None:
 
 NAME = "records"
 ALIGN = 8
-"""Tensors of the widest items come first, after a header of a multiple of this: all of them lie aligned."""
+"""Tensors of the widest items come first, after a header of a multiple of this: so all are aligned."""
 
 
-def stretches(
+def tensors_by_file(
     fields: Schema, settings: ExportSettings, count: int, lengths: Lengths
 ) -> list[list[ExportTensor]]:
-    """The tensors of each file; `lengths`: of all records, per ragged field."""
+    """Return the tensors of each file; `lengths`: of all records, per ragged field."""
     longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
     return [
         tensors_of(fields, settings, end - begin, _between(lengths, begin, end), longest)
-        for begin, end in bounds(fields, settings, count, lengths)
+        for begin, end in file_bounds(fields, settings, count, lengths)
     ]
 
 
-def bounds(fields: Schema, settings: ExportSettings, count: int, lengths: Lengths) -> list[tuple[int, int]]:
-    """The places of the records in each file."""
+def file_bounds(
+    fields: Schema, settings: ExportSettings, count: int, lengths: Lengths
+) -> list[tuple[int, int]]:
+    """Return the places of the records in each file."""
     longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
     nothing = {name: np.zeros(1, np.int64) for name in lengths}
     one = sum(tensor.nbytes for tensor in tensors_of(fields, settings, 1, nothing, longest))
@@ -375,27 +375,27 @@ def bounds(fields: Schema, settings: ExportSettings, count: int, lengths: Length
 
 
 def write_safetensors(
-    making: Making, fields: Schema, settings: ExportSettings, lengths: Lengths
+    writer: ExportWriter, fields: Schema, settings: ExportSettings, lengths: Lengths
 ) -> list[ExportedFile]:
     """Write all files; returns what they are, the index apart.
 
     Raises:
-        StokerError: As `Records.pieces`; or there is no room.
+        StokerError: As `Records.pieces`; or the disk has no room.
     """
-    cuts = bounds(fields, settings, making.records.count, lengths)
-    of_each = stretches(fields, settings, making.records.count, lengths)
+    cuts = file_bounds(fields, settings, writer.records.count, lengths)
+    of_each = tensors_by_file(fields, settings, writer.records.count, lengths)
     found: list[ExportedFile] = []
     weight_map: dict[str, str] = {}
     for i, (between, tensors) in enumerate(zip(cuts, of_each, strict=True), 1):
         name = f"{NAME}-{i:05d}-of-{len(cuts):05d}.safetensors" if len(cuts) > 1 else f"{NAME}.safetensors"
         suffix = f".{i:05d}" if len(cuts) > 1 else ""
         own = _between(lengths, *between)
-        found.append(making.file(name, between, _pieces(making, tensors, between, own, suffix)))
+        found.append(writer.file(name, between, _pieces(writer, tensors, between, own, suffix)))
         weight_map |= {tensor.name + suffix: name for tensor in tensors}
     if len(cuts) > 1:
         total = sum(tensor.nbytes for tensors in of_each for tensor in tensors)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (making.folder / f"{NAME}.safetensors.index.json").write_text(text + "\n")
+        (writer.folder / f"{NAME}.safetensors.index.json").write_text(text + "\n")
     return found
 
 
@@ -404,13 +404,13 @@ def _between(lengths: Lengths, begin: int, end: int) -> dict[str, NDArray[np.int
 
 
 def _pieces(
-    making: Making,
+    writer: ExportWriter,
     tensors: list[ExportTensor],
     between: tuple[int, int],
     lengths: Lengths,
     suffix: str,
 ) -> Iterator[Any]:
-    """The bytes of one file."""
+    """Yield the bytes of one file."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -425,13 +425,13 @@ def _pieces(
     text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
     yield len(text).to_bytes(8, "little") + text
     for tensor in ordered:
-        yield from making.values(tensor, between, lengths.get(tensor.field))
+        yield from writer.values(tensor, between, lengths.get(tensor.field))
 
 
 def _tensors_of_all_files(
     fields: Schema, settings: ExportSettings, count: int, lengths: Lengths
 ) -> list[ExportTensor]:
-    files = stretches(fields, settings, count, lengths)
+    files = tensors_by_file(fields, settings, count, lengths)
     return [tensor for tensors in files for tensor in tensors]
 
 
@@ -446,11 +446,11 @@ SAFETENSORS = Exporter(tensors=_tensors_of_all_files, write=write_safetensors)
 
 META = "meta.json"
 TAKEN = ("shape", "device")
-"""What `meta.json` says of the whole, beside the names of tensors. Others of its own begin with `_`."""
+"""Keys of `meta.json` in addition to the names of tensors. Its other own keys begin with `_`."""
 
 
 def tensors(fields: Schema, settings: ExportSettings, count: int, lengths: Lengths) -> list[ExportTensor]:
-    """The tensors; `lengths`: of all records, per ragged field.
+    """Return the tensors; `lengths`: of all records, per ragged field.
 
     Raises:
         ConfigError: A name cannot be one of a file, or means something else in `meta.json`.
@@ -467,14 +467,14 @@ def tensors(fields: Schema, settings: ExportSettings, count: int, lengths: Lengt
 
 
 def write_tensordict(
-    making: Making, fields: Schema, settings: ExportSettings, lengths: Lengths
+    writer: ExportWriter, fields: Schema, settings: ExportSettings, lengths: Lengths
 ) -> list[ExportedFile]:
     """Write a file for each tensor, then `meta.json`.
 
     Raises:
-        StokerError: As `Records.pieces`; or there is no room.
+        StokerError: As `Records.pieces`; or the disk has no room.
     """
-    count = making.records.count
+    count = writer.records.count
     meta: dict[str, Any] = {}
     found: list[ExportedFile] = []
     for tensor in tensors(fields, settings, count, lengths):
@@ -485,16 +485,16 @@ def write_tensordict(
             "is_nested": False,
         }
         if tensor.nbytes:  # a file of no bytes cannot be mapped: the shape says it all
-            pieces = making.values(tensor, (0, count), lengths.get(tensor.field))
-            found.append(making.file(f"{tensor.name}.memmap", (0, count), pieces))
-    # Steps of nested records are not as many as records: then the whole has no batch dimension.
+            pieces = writer.values(tensor, (0, count), lengths.get(tensor.field))
+            found.append(writer.file(f"{tensor.name}.memmap", (0, count), pieces))
+    # Steps of nested records are not as many as records: then the set has no batch dimension.
     nested = bool(lengths) and settings.ragged == "nested"
     meta |= {
         "shape": [] if nested else [count],
         "device": "cpu",
         "_type": "<class 'tensordict._td.TensorDict'>",
     }
-    (making.folder / META).write_text(json.dumps(meta) + "\n")
+    (writer.folder / META).write_text(json.dumps(meta) + "\n")
     return found
 
 

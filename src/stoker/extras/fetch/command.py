@@ -1,4 +1,4 @@
-"""The command that brings files here."""
+"""The command `stoker fetch`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.cli.flags import Debug, Json, Overrides
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.extras.fetch.run import Fetched, FetchProgress, FetchReport, Listener
+    from stoker.extras.fetch.run import FetchProgress, FetchReport, FileResult, Listener
 
 
 def fetch(
@@ -37,7 +37,7 @@ def fetch(
     """Bring files here, checked and resumed.
 
     From rclone remotes, http(s) and folders, several at once, each verified before it gets its name. A file
-    that fails is named and leaves the others alone; the exit code is then not 0.
+    that fails is named and does not stop the others; the exit code is then not 0.
 
     \b
     Example:
@@ -45,7 +45,7 @@ def fetch(
       stoker fetch files.json --to data/pdebench
     """
     with command_output(as_json=as_json, debug=debug) as out:
-        from stoker.extras.fetch.config import fetch as fetch_all
+        from stoker.extras.fetch.run import fetch as fetch_all
         from stoker.extras.launch.script import without_secrets
 
         with listening(out) as listen:
@@ -57,15 +57,15 @@ def fetch(
 
 @contextmanager
 def listening(out: CommandOutput) -> Generator[Listener]:
-    """Tell what becomes of files, each when it is done, and how far the others are."""
-    from stoker.extras.fetch.run import Fetched
+    """Print the result of each file when it is done, and how far the others are."""
+    from stoker.extras.fetch.run import FileResult
 
     with ProgressLine(out) as progress:
 
-        def listen(what: FetchProgress | Fetched | str) -> None:
+        def listen(what: FetchProgress | FileResult | str) -> None:
             if isinstance(what, str):
                 out.note(what)
-            elif isinstance(what, Fetched):
+            elif isinstance(what, FileResult):
                 out.note(_line(what))
             else:
                 progress.tell(*_progress(what))
@@ -82,7 +82,7 @@ def _progress(now: FetchProgress) -> list[str]:
     return lines
 
 
-def _line(file: Fetched) -> str:
+def _line(file: FileResult) -> str:
     if file.status == "failed":
         return f"{file.name}: failed: {file.why} (from {file.source}, {file.tries} tries)"
     if file.status == "present":
@@ -93,7 +93,7 @@ def _line(file: Fetched) -> str:
 
 
 def render(report: FetchReport, console: Console) -> None:
-    """What is there, and what is not."""
+    """Print how many files were fetched, and which failed."""
     there = len(report.files) - len(report.failed)
     size = format_bytes(sum(file.bytes for file in report.files if file.status != "failed"))
     came = format_bytes(sum(file.received for file in report.files))

@@ -1,4 +1,4 @@
-"""What a place to fetch from has to offer: the bytes of a file from an offset on, and of which version."""
+"""Places to fetch from: each gives the bytes of a file from an offset on, and says of which version."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import stat
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.client import responses
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError, StalledError, StokerError, TransferError
-from stoker.extras.fetch.wanted import ALGORITHMS, WantedFile, WantedFolder, check_names
+from stoker.extras.fetch.manifest import ALGORITHMS, WantedFile, WantedFolder, check_names
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
 from stoker.runtime.partial import Algorithm
 from stoker.runtime.processes.program import OutputStream, run_program
@@ -28,21 +29,21 @@ _REMOTE = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_ +@.-]*:(?!//)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """Which content a place has now."""
+class ContentVersion:
+    """The content that a place has now."""
 
     bytes: int | None
-    """Its size; None: not said."""
+    """Its size; None: unknown."""
     tag: str
-    """Changes with the content; empty: the place says nothing of the kind."""
+    """Changes with the content; empty: the place gives nothing of this kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class ListedFile:
     """A file as a place lists it."""
 
     name: str
-    """Below the folder that was listed."""
+    """Its path below the folder that was listed."""
     bytes: int | None = None
     algorithm: Algorithm | None = None
     digest: str = ""
@@ -52,19 +53,19 @@ class Stream(Protocol):
     """The bytes of one file. `read` is called in one thread; `stop` may be called in another."""
 
     offset: int
-    """Where it begins: what was asked for, or 0 where the content is another than before."""
-    version: Version
+    """Where it begins: at the requested offset, or at 0 where the content has changed."""
+    version: ContentVersion
 
     def read(self) -> bytes:
-        """The next piece, as soon as there is one; empty at the end.
+        """Return the next piece, as soon as there is one; empty at the end.
 
         Raises:
-            TransferError: It broke off.
+            TransferError: The transfer broke off.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it; called once, in the thread that reads."""
+        """Close it; called once, in the thread that reads."""
         ...
 
     def stop(self) -> None:
@@ -73,43 +74,42 @@ class Stream(Protocol):
 
 
 class Origin(Protocol):
-    """Where a file comes from."""
+    """A file at the place where it comes from."""
 
     def open(self, offset: int, tag: str, *, stall_s: float) -> Stream:
-        """The file from `offset` on, if it is still the content of `tag`; else from its begin.
+        """Open the file at `offset`, if its content is still that of `tag`; else at its begin.
 
         Args:
-            tag: Empty: whatever there is, since a digest decides in the end.
+            tag: Empty: any content, since a digest decides in the end.
             stall_s: Seconds without an answer after which it gives up, as far as it can.
 
         Raises:
-            TransferError: It is not there, is refused, or does not answer.
+            TransferError: The file does not exist, is refused, or the place does not answer.
         """
         ...
 
 
 def is_remote(source: str) -> bool:
-    """Whether an address is one of rclone: `remote:path`."""
+    """Return True if a source is one of rclone: `remote:path`."""
     return _REMOTE.match(source) is not None
 
 
 def origin_of(source: str, base: Path) -> Origin:
-    """The place that an address means.
+    """Return the place that a source names.
 
     Args:
         base: Folder that paths are relative to.
 
     Raises:
-        ConfigError: It is none, or it carries a secret.
+        ConfigError: Its kind is unknown, or it carries a secret.
     """
-
     scheme = source.partition("://")[0].lower() if "://" in source else ""
     if scheme in ("http", "https"):
         parts = urlsplit(source)
         if not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
-                f"{shown_source(source)} names no host, or carries a user name. Secrets belong into an "
-                "rclone remote, or into the query of an address that ends soon"
+                f"{shown_source(source)} names no host, or carries a user name. Put secrets into an "
+                "rclone remote, or into the query of a URL that expires soon"
             )
         return HttpOrigin(source)
     if scheme == "file":
@@ -121,7 +121,7 @@ def origin_of(source: str, base: Path) -> Origin:
         )
     if source.startswith(":"):
         raise ConfigError(
-            "an rclone remote written out in full (:s3,...:) would show its settings to everybody. Give it a "
+            "an rclone remote written out in full (:s3,...:) would show its settings to everyone. Give it a "
             "name: `rclone config`, or RCLONE_CONFIG_<NAME>_TYPE and so on in the environment"
         )
     if is_remote(source):
@@ -130,7 +130,7 @@ def origin_of(source: str, base: Path) -> Origin:
 
 
 def shown_source(source: str) -> str:
-    """An address as messages may show it: without user name, password and query.
+    """Return a source as messages may show it: without user name, password and query.
 
     >>> shown_source("https://me:secret@host/a.h5?token=1"), shown_source("b2:bucket/a.h5")
     ('https://host/a.h5?...', 'b2:bucket/a.h5')
@@ -144,7 +144,7 @@ def shown_source(source: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Files that lie in folders: of this machine, or of what is mounted.
+# Files in folders of this machine, or of what is mounted.
 
 
 class FolderOrigin:
@@ -162,15 +162,17 @@ class FolderOrigin:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             os.close(fd)
-            raise TransferError(f"{self._path} is no regular file")
-        version = Version(bytes=found.st_size, tag=f"{found.st_size} {found.st_mtime_ns} {found.st_ino}")
+            raise TransferError(f"{self._path} is not a regular file")
+        version = ContentVersion(
+            bytes=found.st_size, tag=f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+        )
         return FileStream(fd, offset if tag in ("", version.tag) else 0, version, self._path)
 
 
 class FileStream:
     """An open file."""
 
-    def __init__(self, fd: int, offset: int, version: Version, path: Path) -> None:
+    def __init__(self, fd: int, offset: int, version: ContentVersion, path: Path) -> None:
         self._fd, self._at, self._path = fd, offset, path
         self.offset, self.version = offset, version
 
@@ -184,25 +186,25 @@ class FileStream:
         return piece
 
     def stop(self) -> None:
-        """Nothing ends a read of a file; its thread is left behind."""
+        """Do nothing: a read of a file cannot be ended; its thread is left behind."""
 
     def close(self) -> None:
-        """Close it; in the thread that reads."""
+        """See `Stream`."""
         os.close(self._fd)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Files of web servers: a range only where the server promises the same content, and answers with it.
+# Files of web servers: a range is used only where the server promises the same content, and sends it.
 
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that may be gone the next time."""
+"""Statuses that may pass: another try may succeed."""
 RANGE_NOT_SATISFIABLE = 416
 _RANGE = re.compile(r"^bytes (\d+)-(\d+)/(\d+|\*)$")
 
 
 class HttpOrigin:
-    """A URL. Proxies are those of the system; nothing but http and https is followed."""
+    """A URL. Proxies are those of the system; redirects are followed to http and https only."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -239,11 +241,11 @@ class HttpOrigin:
         return file
 
     def broken(self, error: HttpFailure) -> TransferError:
-        """Return the error for a failure of the connection."""
+        """Return the error for a rclone_error of the connection."""
         if error.kind is FailureKind.ENCODED:
             return TransferError(
                 f"{self._shown} sends the file {error.reason}-encoded although identity was asked for. Fetch "
-                "it from another address, or by hand"
+                "it from another URL, or by hand"
             )
         return TransferError(
             f"{self._shown}: {error.reason}", transient=error.kind is not FailureKind.REFUSED
@@ -266,7 +268,7 @@ class HttpFile:
         if etag.startswith("W/"):  # two different contents may share it
             etag = ""
         self.offset, size = _placed(answer, offset)
-        self.version = Version(bytes=size, tag=etag or answer.headers.get("Last-Modified") or "")
+        self.version = ContentVersion(bytes=size, tag=etag or answer.headers.get("Last-Modified") or "")
 
     def read(self) -> bytes:
         """See `Stream`."""
@@ -280,11 +282,11 @@ class HttpFile:
         self._answer.close()
 
     def stop(self) -> None:
-        """Nothing: each wait for the network ends after `stall_s`."""
+        """Do nothing: each wait for the network ends after `stall_s`."""
 
 
 def _placed(answer: HttpStream, offset: int) -> tuple[int, int | None]:
-    """Where an answer begins, and the size of the whole file."""
+    """Return where an answer begins, and the size of the complete file."""
     if answer.status == 206:
         found = _RANGE.match(answer.headers.get("Content-Range") or "")
         if found is None or int(found[1]) != offset:
@@ -299,18 +301,18 @@ def _placed(answer: HttpStream, offset: int) -> tuple[int, int | None]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Remotes of the rclone binary. What it needs to know is in its configuration or environment, not here.
+# Remotes of the rclone program. Its settings are in its own configuration or environment, not here.
 
 
 MISSING = (3, 4)
-"""Exit codes of rclone: a folder or a file is not there."""
+"""Exit codes of rclone: a folder or a file does not exist."""
 FATAL = 7
 UNKNOWN_REMOTE = "didn't find section"
 _TIME = re.compile(r"^\d{4}/\d\d/\d\d \d\d:\d\d:\d\d ")
 
 
 class RcloneOrigin:
-    """`remote:path`; one process that writes the file to us, killed where it stalls."""
+    """`remote:path`; a process writes the file to us, and is killed where it stalls."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -319,16 +321,16 @@ class RcloneOrigin:
         """See `Origin`."""
         found = self._look(stall_s)
         if found.get("IsDir"):
-            raise TransferError(f"{self._source} is a folder, or is not there. Name a file")
+            raise TransferError(f"{self._source} is a folder, or does not exist. Name a file")
         size = int(found["Size"])
-        version = Version(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
+        version = ContentVersion(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
         offset = offset if tag in ("", version.tag) else 0
         words = [*_base(stall_s), "cat", "--offset", str(offset), "--", self._source]
         return RcloneStream(words, offset, version, self._source, stall_s)
 
     def _look(self, stall_s: float) -> dict[str, Any]:
         words = [*_base(stall_s), "lsjson", "--stat", "--", self._source]
-        output = _answer(words, self._source, stall_s)
+        output = _run_rclone(words, self._source, stall_s)
         try:
             found = json.loads(output)
             return found if isinstance(found, dict) and isinstance(found.get("Size"), int) else {}["Size"]
@@ -336,39 +338,45 @@ class RcloneOrigin:
             raise TransferError(f"{self._source}: rclone's answer cannot be read", transient=True) from None
 
 
-def list_remote(source: str, deadline_s: float) -> list[Listed]:
-    """All files below a folder of a remote, with the digests that it keeps."""
+def list_remote(source: str, deadline_s: float) -> list[ListedFile]:
+    """Return all files below a folder of a remote, with the digests that it keeps."""
     kinds = [word for algorithm in ALGORITHMS for word in ("--hash-type", algorithm)]
     words = [*_base(min(60.0, deadline_s)), "lsjson", "-R", "--files-only", "--hash", *kinds, "--", source]
-    output = _answer(words, source, deadline_s)
+    output = _run_rclone(words, source, deadline_s)
     try:
         return [_listed(one) for one in json.loads(output)]
     except (ValueError, KeyError, TypeError):
         raise TransferError(f"{source}: rclone's list cannot be read", transient=True) from None
 
 
-def _listed(entry: dict[str, Any]) -> Listed:
+def _listed(entry: dict[str, Any]) -> ListedFile:
     size, digests = int(entry["Size"]), entry.get("Hashes") or {}
     for algorithm, digits in ALGORITHMS.items():
         digest = digests.get(algorithm)
         if isinstance(digest, str) and len(digest) == digits:
-            return Listed(name=str(entry["Path"]), bytes=size, algorithm=algorithm, digest=digest.lower())
-    return Listed(name=str(entry["Path"]), bytes=None if size < 0 else size)
+            return ListedFile(name=str(entry["Path"]), bytes=size, algorithm=algorithm, digest=digest.lower())
+    return ListedFile(name=str(entry["Path"]), bytes=None if size < 0 else size)
 
 
-def _answer(words: list[str], source: str, timeout_s: float) -> bytes:
-    """Return what a call of rclone prints."""
+def _run_rclone(words: list[str], source: str, timeout_s: float) -> bytes:
+    """Return what a call of rclone prints.
+
+    Raises:
+        TransferError: It failed, or did not end in time.
+    """
     with _rclone_errors(source):
         result = run_program(words, timeout_s=timeout_s)
     if result.code:
-        raise failure(source, result.code, result.errors)
+        raise rclone_error(source, result.code, result.errors)
     return result.output
 
 
 class RcloneStream:
     """The output of a running `rclone cat`."""
 
-    def __init__(self, words: list[str], offset: int, version: Version, source: str, stall_s: float) -> None:
+    def __init__(
+        self, words: list[str], offset: int, version: ContentVersion, source: str, stall_s: float
+    ) -> None:
         self._source = source
         self.offset, self.version = offset, version
         with _rclone_errors(source):
@@ -381,7 +389,7 @@ class RcloneStream:
                 return piece
             code = self._output.finish()
         if code:
-            raise failure(self._source, code, self._output.errors)
+            raise rclone_error(self._source, code, self._output.errors)
         return b""
 
     def close(self) -> None:
@@ -393,8 +401,8 @@ class RcloneStream:
         self._output.kill()
 
 
-def failure(source: str, code: int, said: bytes) -> TransferError:
-    """What rclone's exit code and last words mean."""
+def rclone_error(source: str, code: int, said: bytes) -> TransferError:
+    """Return the error for rclone's exit code and its last line."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     last = _TIME.sub("", lines[-1].strip()) if lines else "it said nothing"
     transient = code not in (*MISSING, FATAL) and UNKNOWN_REMOTE not in last
@@ -402,7 +410,7 @@ def failure(source: str, code: int, said: bytes) -> TransferError:
 
 
 def _base(stall_s: float) -> list[str]:
-    """One try of its own: how often and when to try again is decided here."""
+    """Return the command's first words: without its own retries, since they are decided here."""
     limit = f"{max(1, round(stall_s))}s"
     once = ["--retries", "1", "--low-level-retries", "1"]
     return ["rclone", *once, "--contimeout", limit, "--timeout", limit, "--log-level", "ERROR"]
@@ -410,7 +418,7 @@ def _base(stall_s: float) -> list[str]:
 
 @contextmanager
 def _rclone_errors(source: str) -> Generator[None]:
-    """Turn what goes wrong with the program itself into a `TransferError`."""
+    """Turn failures of the program itself into a `TransferError`."""
     try:
         yield
     except FileNotFoundError:
@@ -424,24 +432,26 @@ def _rclone_errors(source: str) -> Generator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a wanted folder holds, as the place itself lists it: each file with its size and, where known,
-# digest.
+# The files of a wanted folder, as the place lists them: each with its size and, where known, digest.
 #
-# Names of a listing are trusted no more than those of a manifest. Hidden files are passed over.
+# Names of a listing are trusted no more than those of a manifest. Hidden files are left out.
 
 
 LIST_S = 600.0
-"""For one listing; that of a remote may ask for each file."""
-Tell = Callable[[str], None]
+"""Timeout of one listing; that of a remote may ask for each file."""
 
 
-def expand(
-    wanted: Sequence[WantedFile | WantedFolder], base: Path, *, tries: int, pause_s: float, tell: Tell
+def list_folders(
+    wanted: Sequence[WantedFile | WantedFolder],
+    base: Path,
+    policy: RetryPolicy,
+    tell: Callable[[str], None],
 ) -> tuple[list[WantedFile], dict[WantedFolder, StokerError]]:
-    """All files that are wanted, folders listed; and why a folder could not be.
+    """Return all wanted files, with those of folders; and the errors of folders that could not be listed.
 
     Args:
         base: Folder that paths are relative to.
+        policy: How listing is retried.
         tell: Gets a line for each try that failed.
     """
     files: list[WantedFile] = []
@@ -451,20 +461,16 @@ def expand(
             files.append(one)
             continue
         try:
-            files += _listed_files(one, base, tries, pause_s, tell)
+            files += retry(
+                partial(_files_of, one, base),
+                is_transient,
+                policy,
+                on_retry=lambda failure, one=one: tell(f"{one.name}: {failure.error}; trying again"),
+            )
         except StokerError as error:
             failed[one] = error
     check_names(files)
     return files, failed
-
-
-def _listed_files(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[WantedFile]:
-    return retry(
-        lambda: _checked(one, _list(one.source, base)),
-        is_transient,
-        RetryPolicy(first_s=pause_s, attempts=tries),
-        on_retry=lambda failure: tell(f"{one.name}: {failure.error}; trying again"),
-    )
 
 
 def is_transient(error: Exception) -> bool:
@@ -472,12 +478,13 @@ def is_transient(error: Exception) -> bool:
     return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.transient)
 
 
-def _checked(one: WantedFolder, found: list[Listed]) -> list[WantedFile]:
-    """The files that are meant, by name.
+def _files_of(one: WantedFolder, base: Path) -> list[WantedFile]:
+    """Return the files of a folder that match, by name.
 
     Raises:
-        TransferError: There are none, or another number than was declared.
+        TransferError: No file matches, or another number than was declared; or listing failed.
     """
+    found = _list(one.source, base)
     meant = [
         file
         for file in found
@@ -495,7 +502,7 @@ def _checked(one: WantedFolder, found: list[Listed]) -> list[WantedFile]:
     return [
         WantedFile(
             name=prefix + file.name,
-            source=_below(one.source, file.name),
+            source=one.source + ("" if one.source.endswith(("/", ":")) else "/") + file.name,
             bytes=file.bytes,
             algorithm=file.algorithm,
             digest=file.digest,
@@ -504,11 +511,7 @@ def _checked(one: WantedFolder, found: list[Listed]) -> list[WantedFile]:
     ]
 
 
-def _below(source: str, name: str) -> str:
-    return source + name if source.endswith(("/", ":")) else f"{source}/{name}"
-
-
-def _list(source: str, base: Path) -> list[Listed]:
+def _list(source: str, base: Path) -> list[ListedFile]:
     origin_of(source, base)  # refuses what carries a secret
     if is_remote(source):
         return list_remote(source, LIST_S)
@@ -528,10 +531,10 @@ def _list(source: str, base: Path) -> list[Listed]:
     )
 
 
-def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[Listed]:
-    """Regular files below a folder; links to files count, links to folders are not followed."""
+def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[ListedFile]:
+    """Yield the regular files below a folder; links to files count, links to folders are not followed."""
     if not top.is_dir():
-        raise TransferError(f"{top} is no folder")
+        raise TransferError(f"{top} is not a folder")
 
     def fail(error: OSError) -> None:
         raise TransferError(f"{error.filename}: {error.strerror}", transient=True) from error
@@ -545,4 +548,4 @@ def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[Listed]:
             except OSError as error:
                 raise TransferError(f"{path}: {error.strerror}. Remove it, or fix it") from error
             if stat.S_ISREG(found.st_mode):
-                yield Listed(name=path.relative_to(top).as_posix(), bytes=found.st_size)
+                yield ListedFile(name=path.relative_to(top).as_posix(), bytes=found.st_size)

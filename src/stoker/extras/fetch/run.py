@@ -1,7 +1,7 @@
-"""All files of a list: several at once, each under its timeouts, tried again where that may help.
+"""Fetch all files of a list: several at once, each with its timeouts, tried again where that may help.
 
 The thread that calls `fetch_files` only watches. A try that makes no progress is left behind and another is
-started, so that nothing below (a name server, a mount, a program) can hold up the others, or the end.
+started, so that nothing below it (a name server, a mount, a program) can block the others, or the end.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Literal, TypeAlias
 
+from stoker.config import load_config
+from stoker.config.sections import FetchConfig
 from stoker.errors import (
     ConfigError,
     DigestError,
@@ -27,8 +29,8 @@ from stoker.errors import (
     StokerError,
     TransferError,
 )
-from stoker.extras.fetch.origins import Origin, Stream, expand, is_transient, origin_of, shown_source
-from stoker.extras.fetch.wanted import WantedFile, WantedFolder
+from stoker.extras.fetch.manifest import WantedFile, WantedFolder, wanted_files
+from stoker.extras.fetch.origins import Origin, Stream, is_transient, list_folders, origin_of, shown_source
 from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.runtime.jsonio import as_object, read_object
@@ -39,10 +41,10 @@ from stoker.schema import Json
 from stoker.units import MIB, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
-# What was fetched into a folder before, so that a file that is there need not be read to be known.
+# The record of what was fetched into a folder before, so that an existing file need not be read again.
 #
-# `.stoker-fetch.json` has size, time and digest of each file as it was when it got its name. A file that
-# was touched since is compared in full again.
+# `.stoker-fetch.json` has size, time and digest of each file as it was when it got its name. A file that was
+# changed since then is compared in full.
 
 
 RECORD = ".stoker-fetch.json"
@@ -62,7 +64,7 @@ class KnownFile:
     tag: str
 
 
-class Record:
+class FetchRecord:
     """The record of one folder; only the thread that made it may write."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,21 +74,21 @@ class Record:
             self._files = as_object(read_object(self._path).get("files")) or {}
 
     def of(self, name: str) -> KnownFile | None:
-        """What is known of a file."""
+        """Return the record of a file, if there is one."""
         try:
             return KnownFile(**self._files[name])
         except (KeyError, TypeError):
             return None
 
     def put(self, name: str, known: KnownFile) -> None:
-        """Remember a file."""
+        """Record a file."""
         self._files[name] = asdict(known)
         with replace_atomically(self._path) as temporary:
             temporary.write_text(json.dumps({"files": self._files}, indent=1, sort_keys=True))
 
 
-def look(target: Path) -> os.stat_result | None:
-    """The regular file at a path, not followed; None where there is none."""
+def stat_regular(target: Path) -> os.stat_result | None:
+    """Return the status of a regular file; None for links and everything else."""
     with suppress(OSError):
         found = target.lstat()
         if stat.S_ISREG(found.st_mode):
@@ -95,7 +97,7 @@ def look(target: Path) -> os.stat_result | None:
 
 
 def is_known(wanted: WantedFile, found: os.stat_result, known: KnownFile | None) -> bool:
-    """Whether the file is the wanted one as far as the record says, without reading it."""
+    """Return True if the file is the wanted one by the record, without reading it."""
     if known is None or (found.st_size, found.st_mtime_ns) != (known.bytes, known.mtime_ns):
         return False
     if wanted.bytes is not None and wanted.bytes != known.bytes:
@@ -105,8 +107,8 @@ def is_known(wanted: WantedFile, found: os.stat_result, known: KnownFile | None)
     return wanted.source == known.source
 
 
-def is_same(wanted: WantedFile, target: Path, found: os.stat_result, beat: Callable[[int], None]) -> bool:
-    """Whether the file at a path has the declared digest; reads it."""
+def is_same(wanted: WantedFile, target: Path, found: os.stat_result, on_read: Callable[[int], None]) -> bool:
+    """Return True if the file at a path has the declared digest; reads it."""
     if wanted.algorithm is None or wanted.bytes not in (None, found.st_size):
         return False
     digest, at = new_digest(wanted.algorithm), 0
@@ -114,38 +116,23 @@ def is_same(wanted: WantedFile, target: Path, found: os.stat_result, beat: Calla
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
             at += len(piece)
-            beat(at)
+            on_read(at)
     return digest.hexdigest() == wanted.digest
 
 
-@contextmanager
-def alone(folder: Path) -> Generator[None]:
-    """Be the only one that fetches into a folder; a lock of a dead process holds nobody up.
-
-    Raises:
-        ResourceError: Another process is at it.
-    """
-    with FileLock(folder / LOCK, mode=0o666) as lock:
-        if not lock.acquire():
-            raise ResourceError(
-                f"{folder}: another stoker fetch ({lock.holder()}) is at it. Wait for it, then run again"
-            )
-        yield
-
-
 # ----------------------------------------------------------------------------------------------------------
-# One try at one file, in a thread of its own, which whoever started it may leave behind.
+# One try at one file, in a thread of its own, which may be left behind.
 
 
 RESERVE_BYTES = 64 * MIB
-"""Room that is left on the disk."""
+"""Space that stays free on the disk."""
 Stage: TypeAlias = Literal["checking", "asking", "receiving", "naming", "done"]
 LOCAL_STAGES = ("checking", "naming")
 """Stages that wait for our own disk alone: trying again would wait for it once more."""
 
 
 class FetchAttempt:
-    """The thread and what it came to. Fields are written by the thread and read by whoever watches it."""
+    """A thread and its result. The thread writes the public fields, `_FetchLoop` reads them."""
 
     def __init__(
         self, wanted: WantedFile, target: Path, origin: Origin, known: KnownFile | None, *, stall_s: float
@@ -157,33 +144,33 @@ class FetchAttempt:
         self._given_up = False
         self.stage: Stage = "checking"
         self.since = time.monotonic()
-        """When something last moved."""
+        """When a byte last came, or the stage changed."""
         self.at = 0
-        """Bytes that are there."""
+        """Bytes that are on disk."""
         self.total = wanted.bytes
         self.received = 0
         """Bytes that came in this try."""
-        self.present = False
-        """The file was there already."""
+        self.is_present = False
+        """The file existed already."""
         self.result: KnownFile | None = None
         self.error: BaseException | None = None
         self._thread = Thread(target=self._run, name=f"stoker-fetch {wanted.name}", daemon=True)
 
     def start(self, woken: Callable[[], None]) -> None:
-        """Begin; `woken` is called in the thread once it ended."""
+        """Start; `woken` is called in the thread at its end."""
         self._woken = woken
         self.since = time.monotonic()
         self._thread.start()
 
     def give_up(self) -> bool:
-        """Let it write nothing more, whether or not its thread ever ends; False: it hangs while writing."""
+        """Let it write nothing more, even if its thread never ends; False: it hangs while writing."""
         self._given_up = True
         partial, stream = self._partial, self._stream
         if stream is not None:
             stream.stop()
         return partial is None or partial.abandon()
 
-    def _beat(self, at: int) -> None:
+    def _moved(self, at: int) -> None:
         self.at, self.since = at, time.monotonic()
 
     def _enter(self, stage: Stage) -> None:
@@ -194,26 +181,26 @@ class FetchAttempt:
     def _run(self) -> None:
         try:
             self._do()
-        except BaseException as error:  # noqa: BLE001 - a thread's edge: looked at by whoever watches
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: the loop that watches handles it
             self.error = error
         self.stage = "done"
         self._woken()
 
     def _do(self) -> None:
-        found = look(self.target)
+        found = stat_regular(self.target)
         if found is not None and (
-            is_known(self.wanted, found, self._known) or is_same(self.wanted, self.target, found, self._beat)
+            is_known(self.wanted, found, self._known) or is_same(self.wanted, self.target, found, self._moved)
         ):
-            self.present, self.at, self.total = True, found.st_size, found.st_size
+            self.is_present, self.at, self.total = True, found.st_size, found.st_size
             tag = self._known.tag if self._known is not None else ""
             self.result = self._as_known(tag)
             return
         own = self.wanted
         partial = self._partial = PartialFile(
-            self.target, self._beat, bytes=own.bytes, algorithm=own.algorithm, digest=own.digest
+            self.target, self._moved, bytes=own.bytes, algorithm=own.algorithm, digest=own.digest
         )
         try:
-            self._beat(partial.at)
+            self._moved(partial.at)
             self._receive(partial)
             self._enter("naming")
             partial.finish()
@@ -222,7 +209,7 @@ class FetchAttempt:
         self.result = self._as_known(partial.tag)
 
     def _receive(self, partial: PartialFile) -> None:
-        """Fill the partial file up to what there is."""
+        """Fetch the rest of the file into the partial one."""
         self._enter("asking")
         declared = self.wanted.algorithm is not None
         trusted = declared or bool(partial.tag)
@@ -236,13 +223,13 @@ class FetchAttempt:
         )
         try:
             self._enter("receiving")
-            self._agree(stream, partial)
+            self._check_size(stream, partial)
             partial.begin(stream.offset, stream.version.tag)
-            self._beat(partial.at)
+            self._moved(partial.at)
             while piece := stream.read():
                 partial.write(piece)
                 self.received += len(piece)
-                self._beat(partial.at)
+                self._moved(partial.at)
                 self._enter("receiving")
         finally:
             stream.close()
@@ -251,12 +238,12 @@ class FetchAttempt:
                 f"ended after {partial.at:,} of {self.total:,} bytes", transient=partial.at < self.total
             )
 
-    def _agree(self, stream: Stream, partial: PartialFile) -> None:
-        """Compare what there is with what was declared, and with the room for it.
+    def _check_size(self, stream: Stream, partial: PartialFile) -> None:
+        """Compare the size with the declared one, and with the free space.
 
         Raises:
             TransferError: Another size was declared.
-            ResourceError: There is no room.
+            ResourceError: The disk has no room.
         """
         size, declared = stream.version.bytes, self.wanted.bytes
         if size is not None and declared is not None and size != declared:
@@ -286,31 +273,17 @@ class FetchAttempt:
 
 LOOK_S = 0.1
 OWN_END_S = 2.0
-"""Beyond `stall_s`, in which a try whose waits have that limit ends by itself, and keeps what came."""
+"""Beyond `fetch.stall`: a try whose waits have that limit ends on its own, and keeps what came."""
+DEFAULTS = FetchConfig()
+PAUSE_S = 1.0
+"""Before the second try; doubles up to a minute."""
 TELL_S = 0.5
 Status: TypeAlias = Literal["present", "fetched", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchSettings:
-    """How much at once, and how long."""
-
-    at_once: int = 4
-    tries: int = 5
-    """Tries in a row that bring nothing new, after which a file has failed."""
-    deadline_s: float = 4 * 3600.0
-    """For one file, pauses included."""
-    stall_s: float = 60.0
-    """Without a byte, or an answer."""
-    pause_s: float = 1.0
-    """Before the second try; doubles up to a minute."""
-    redact: Callable[[str], str] = str
-    """Takes secrets out of messages of other programs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """What became of one file."""
+class FileResult:
+    """The result of one file."""
 
     name: str
     source: str
@@ -318,19 +291,19 @@ class Fetched:
     status: Status
     bytes: int
     received: int
-    """Bytes that came over the wire now, those of tries that failed included."""
+    """Bytes that were transferred now, including those of tries that failed."""
     resumed: int
     """Bytes that an earlier run had left, and that were kept."""
     tries: int
     seconds: float
     verified: str
-    """What its content was compared with: a digest's name, `size`, or nothing."""
+    """What its content was compared with: a digest's name, `size`, or empty."""
     why: str = ""
     """Why it failed."""
     exit_code: int = 0
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "name": self.name, "from": self.source, "status": self.status, "bytes": self.bytes,
             "received": self.received, "resumed": self.resumed, "tries": self.tries,
@@ -340,24 +313,24 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """What became of all files."""
+    """The results of all files."""
 
     folder: Path
-    files: tuple[Fetched, ...]
+    files: tuple[FileResult, ...]
     seconds: float
 
     @property
-    def failed(self) -> tuple[Fetched, ...]:
-        """Those that are not there."""
+    def failed(self) -> tuple[FileResult, ...]:
+        """The files that could not be fetched."""
         return tuple(file for file in self.files if file.status == "failed")
 
     @property
     def exit_code(self) -> int:
-        """0 when all files are there; else that of the first that is not."""
+        """0 when no file failed; else that of the first that did."""
         return self.failed[0].exit_code if self.failed else 0
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "folder": str(self.folder),
             "files": [file.to_json() for file in self.files],
@@ -371,94 +344,134 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far it is."""
+    """How far all files are."""
 
     bytes: int
-    """Of all files, as far as they are there."""
+    """Bytes on disk, of all files."""
     total: int | None
-    """Of all files; None: of some nobody said."""
+    """Size of all files; None: that of some is unknown."""
     done: int
     count: int
     running: tuple[tuple[str, int, int | None], ...]
-    """Name, bytes there, size of each file that is being fetched."""
+    """Name, bytes on disk, and size of each file that is being fetched."""
     seconds: float
 
 
-Listener: TypeAlias = Callable[[FetchProgress | Fetched | str], None]
+Listener: TypeAlias = Callable[[FetchProgress | FileResult | str], None]
 """Gets progress twice a second, each file that is done, and a line for each try that failed."""
 
 
 @dataclass(slots=True)
-class _Job:
+class _FileJob:
     wanted: WantedFile
     target: Path
     origin: Origin
     begun: float = 0.0
     """When its first try began."""
     due: float = 0.0
-    """When the next one may."""
+    """When the next one may begin."""
     tries: int = 0
     idle: int = 0
     """Tries in a row that brought nothing new."""
     wrong: int = 0
-    """Times that the whole file had another digest."""
+    """Times that the complete file had another digest."""
     best: int = 0
     received: int = 0
     resumed: int | None = None
     attempt: FetchAttempt | None = None
-    done: Fetched | None = field(default=None)
+    done: FileResult | None = field(default=None)
+
+
+def fetch(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    folder: Path | None = None,
+    redact: Callable[[str], str] = str,
+    listen: Listener = lambda _: None,
+) -> FetchReport:
+    """Fetch the files of a configuration, or of a JSON manifest.
+
+    Args:
+        path: The settings file. One that ends in `.json` is a manifest, and the settings are the defaults.
+        folder: In place of `fetch.folder`; a manifest's files go into the manifest's folder by default.
+        redact, listen: As for `fetch_files`.
+
+    Raises:
+        ConfigError: No file is named, or an entry is wrong.
+        ResourceError: The disk has no room, or another process fetches into the folder.
+    """
+    if path.suffix == ".json":
+        config = load_config(None, [*overrides, f"fetch.manifest={path}"])
+        default = str(path.parent)
+    else:
+        config = load_config(path, overrides)
+        default = config.data.root
+    wanted = wanted_files(config)
+    if not wanted:
+        raise ConfigError(
+            f"{config.where}: neither fetch.files nor fetch.manifest names a file. Give one of them "
+            "(docs/fetch.md)"
+        )
+    folder = folder or Path(config.fetch.folder or default)
+    return fetch_files(wanted, folder, config.fetch, redact=redact, listen=listen)
 
 
 def fetch_files(
     wanted: Sequence[WantedFile | WantedFolder],
     folder: Path,
-    settings: FetchSettings = FetchSettings(),
+    settings: FetchConfig = DEFAULTS,
     *,
     base: Path = Path(),
+    redact: Callable[[str], str] = str,
     listen: Listener = lambda _: None,
 ) -> FetchReport:
-    """Bring all files into a folder; one that fails leaves the others alone.
+    """Fetch all files into a folder; one that fails does not stop the others.
 
     Args:
+        settings: Timeouts, tries, and how many files are fetched at once; files and folders in it are unused.
         base: Folder that paths to fetch from are relative to.
+        redact: Takes secrets out of messages of other programs.
 
     Raises:
-        ConfigError: A name leads out of the folder, or an address is none.
-        ResourceError: There is no room for what is missing, or another process fetches into the folder.
+        ConfigError: A name leads out of the folder, or a source cannot be fetched from.
+        ResourceError: The disk has no room for what is missing, or another process fetches into the folder.
     """
     begin = time.monotonic()
     make_folder(folder)
 
-    def tell(text: str) -> None:
-        listen(settings.redact(text))
+    def listen_redacted(event: FetchProgress | FileResult | str) -> None:
+        listen(redact(event) if isinstance(event, str) else event)
 
-    every, unlisted = expand(wanted, base, tries=settings.tries, pause_s=settings.pause_s, tell=tell)
+    policy = RetryPolicy(first_s=PAUSE_S, attempts=settings.tries)
+    every, unlisted = list_folders(wanted, base, policy, listen_redacted)
     jobs = [
-        _Job(wanted=one, target=_target(folder, one.name), origin=origin_of(one.source, base))
+        _FileJob(wanted=one, target=_target(folder, one.name), origin=origin_of(one.source, base))
         for one in every
     ]
-    with alone(folder):
+    with FileLock(folder / LOCK, mode=0o666) as lock:
+        if not lock.acquire():
+            raise ResourceError(
+                f"{folder}: another stoker fetch ({lock.holder()}) is running. Wait for it, then run again"
+            )
         _check_room(jobs, folder)
-        _Run(jobs, Record(folder), settings, listen).run()
-    files = tuple(job.done for job in jobs if job.done is not None)
-    files += tuple(_unlisted(one, error, settings) for one, error in unlisted.items())
-    return FetchReport(folder=folder, files=files, seconds=time.monotonic() - begin)
-
-
-def _unlisted(one: WantedFolder, error: StokerError, settings: FetchSettings) -> Fetched:
-    """A folder that could not be listed."""
-    return Fetched(
-        name=one.name, source=shown_source(one.source), status="failed", bytes=0, received=0, resumed=0,
-        tries=settings.tries, seconds=0.0, verified="", why=settings.redact(str(error)),
-        exit_code=error.exit_code,
-    )  # fmt: skip
+        _FetchLoop(jobs, FetchRecord(folder), settings, redact, listen_redacted).run()
+    files = [job.done for job in jobs if job.done is not None]
+    files += [
+        FileResult(
+            name=one.name, source=shown_source(one.source), status="failed", bytes=0, received=0, resumed=0,
+            tries=settings.tries, seconds=0.0, verified="", why=redact(str(error)), exit_code=error.exit_code,
+        )
+        for one, error in unlisted.items()
+    ]  # fmt: skip
+    return FetchReport(folder=folder, files=tuple(files), seconds=time.monotonic() - begin)
 
 
 def _target(folder: Path, name: str) -> Path:
-    """Where a file goes, its folder made; links below `folder` lead nowhere else.
+    """Return where a file goes, and make its folder.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: A link below `folder` would lead elsewhere, or something else is in the way.
     """
     target = folder / name
     with explain_disk_errors(folder):
@@ -473,12 +486,12 @@ def _target(folder: Path, name: str) -> Path:
     return target
 
 
-def _check_room(jobs: Sequence[_Job], folder: Path) -> None:
-    """Compare what is missing, as far as sizes are declared, with what is free."""
+def _check_room(jobs: Sequence[_FileJob], folder: Path) -> None:
+    """Compare what is missing, as far as sizes are declared, with the free space."""
     missing = 0
     for job in jobs:
-        found = look(job.target)
-        part = look(job.target.with_name(f".{job.target.name}.part"))
+        found = stat_regular(job.target)
+        part = stat_regular(job.target.with_name(f".{job.target.name}.part"))
         if job.wanted.bytes is not None and (found is None or found.st_size != job.wanted.bytes):
             missing += max(0, job.wanted.bytes - (0 if part is None else part.st_size))
     if missing:
@@ -487,18 +500,24 @@ def _check_room(jobs: Sequence[_Job], folder: Path) -> None:
         free_space(folder).require(folder, missing, need, reserve_bytes=RESERVE_BYTES, advice=advice)
 
 
-class _Run:
-    """The loop that watches."""
+class _FetchLoop:
+    """Starts tries, watches them, and decides what follows."""
 
     def __init__(
-        self, jobs: Sequence[_Job], record: Record, settings: FetchSettings, listen: Listener
+        self,
+        jobs: Sequence[_FileJob],
+        record: FetchRecord,
+        settings: FetchConfig,
+        redact: Callable[[str], str],
+        listen: Listener,
     ) -> None:
-        self._jobs, self._record, self._settings, self._listen = jobs, record, settings, listen
+        self._jobs, self._record, self._settings = jobs, record, settings
+        self._redact, self._listen = redact, listen
         self._woken = Event()
         self._begin = self._told = time.monotonic()
 
     def run(self) -> None:
-        """Until each job is done."""
+        """Run until each job is done."""
         try:
             while any(job.done is None for job in self._jobs):
                 self._start_due()
@@ -506,12 +525,12 @@ class _Run:
                 self._woken.clear()
                 for job in self._jobs:
                     if job.attempt is not None:
-                        self._look_at(job, job.attempt)
+                        self._check(job, job.attempt)
                     elif job.done is None and job.begun and self._late(job):
                         self._fail(job, self._overdue(job))
                 self._tell()
         finally:
-            for job in self._jobs:  # interrupted: what is there stays for the next run
+            for job in self._jobs:  # interrupted: what came stays for the next run
                 if job.attempt is not None:
                     job.attempt.give_up()
 
@@ -526,12 +545,12 @@ class _Run:
                 job.tries += 1
                 known = self._record.of(job.wanted.name)
                 job.attempt = FetchAttempt(
-                    job.wanted, job.target, job.origin, known, stall_s=self._settings.stall_s
+                    job.wanted, job.target, job.origin, known, stall_s=self._settings.stall
                 )
                 job.attempt.start(self._woken.set)
                 running += 1
 
-    def _look_at(self, job: _Job, attempt: FetchAttempt) -> None:
+    def _check(self, job: _FileJob, attempt: FetchAttempt) -> None:
         """End a try that is done, or that takes too long."""
         if attempt.stage == "done":
             job.attempt = None
@@ -539,56 +558,56 @@ class _Run:
             if attempt.result is not None:
                 self._succeed(job, attempt)
             else:
-                self._again(job, _as_stoker(attempt.error), free=True)
+                self._retry(job, _as_stoker_error(attempt.error), may_retry=True)
         elif self._late(job):
             attempt.give_up()
             job.attempt = None
             self._count(job, attempt)
             self._fail(job, self._overdue(job))
-        elif time.monotonic() - attempt.since > self._settings.stall_s + OWN_END_S:
-            free = attempt.stage not in LOCAL_STAGES and attempt.give_up()
+        elif time.monotonic() - attempt.since > self._settings.stall + OWN_END_S:
+            may_retry = attempt.stage not in LOCAL_STAGES and attempt.give_up()
             job.attempt = None
             self._count(job, attempt)
             stalled = StalledError(
-                f"nothing moved for {format_seconds(self._settings.stall_s)} while {attempt.stage}, at "
+                f"nothing moved for {format_seconds(self._settings.stall)} while {attempt.stage}, at "
                 f"{attempt.at:,} bytes"
             )
-            self._again(job, stalled, free=free)
+            self._retry(job, stalled, may_retry=may_retry)
 
-    def _count(self, job: _Job, attempt: FetchAttempt) -> None:
+    def _count(self, job: _FileJob, attempt: FetchAttempt) -> None:
         job.received += attempt.received
         if job.resumed is None:
-            job.resumed = 0 if attempt.present else max(0, attempt.at - attempt.received)
+            job.resumed = 0 if attempt.is_present else max(0, attempt.at - attempt.received)
         job.idle = 0 if attempt.at > job.best and attempt.received else job.idle + 1
         job.best = max(job.best, attempt.at)
 
-    def _again(self, job: _Job, error: StokerError, *, free: bool) -> None:
-        """Try a file again, unless that is of no use."""
+    def _retry(self, job: _FileJob, error: StokerError, *, may_retry: bool) -> None:
+        """Try a file again, unless that cannot help."""
         job.wrong += isinstance(error, DigestError)
-        if not is_transient(error) or not free or job.wrong > 1 or job.idle >= self._settings.tries:
+        if not is_transient(error) or not may_retry or job.wrong > 1 or job.idle >= self._settings.tries:
             self._fail(job, error)
             return
-        policy = RetryPolicy(first_s=self._settings.pause_s, jitter=0.5)
-        pause = policy.pause_s(max(1, job.idle), _draw(job))
+        # The same draw each time, per file: a run can be repeated, and files do not all retry at once.
+        draw = hashlib.sha256(f"{job.wanted.name}\0{job.tries}".encode()).digest()[0] / 255
+        pause = RetryPolicy(first_s=PAUSE_S, jitter=0.5).pause_s(max(1, job.idle), draw)
         if isinstance(error, TransferError):
             pause = max(pause, error.wait_s)
         job.due = time.monotonic() + pause
-        said = self._settings.redact(str(error))
-        self._listen(f"{job.wanted.name}: {said}; trying again in {format_seconds(pause)}")
+        self._listen(f"{job.wanted.name}: {error}; trying again in {format_seconds(pause)}")
 
-    def _succeed(self, job: _Job, attempt: FetchAttempt) -> None:
+    def _succeed(self, job: _FileJob, attempt: FetchAttempt) -> None:
         assert attempt.result is not None
-        if not attempt.present or self._record.of(job.wanted.name) != attempt.result:
+        if not attempt.is_present or self._record.of(job.wanted.name) != attempt.result:
             self._record.put(job.wanted.name, attempt.result)
-        self._end(job, "present" if attempt.present else "fetched", attempt.result.bytes)
+        self._end(job, "present" if attempt.is_present else "fetched", attempt.result.bytes)
 
-    def _fail(self, job: _Job, error: StokerError) -> None:
-        self._end(job, "failed", job.best, self._settings.redact(str(error)), error.exit_code)
+    def _fail(self, job: _FileJob, error: StokerError) -> None:
+        self._end(job, "failed", job.best, self._redact(str(error)), error.exit_code)
 
-    def _end(self, job: _Job, status: Status, size: int, why: str = "", exit_code: int = 0) -> None:
+    def _end(self, job: _FileJob, status: Status, size: int, why: str = "", exit_code: int = 0) -> None:
         wanted = job.wanted
         verified = wanted.algorithm or ("size" if wanted.bytes is not None else "")
-        job.done = Fetched(
+        job.done = FileResult(
             name=wanted.name,
             source=shown_source(wanted.source),
             status=status,
@@ -603,12 +622,12 @@ class _Run:
         )
         self._listen(job.done)
 
-    def _late(self, job: _Job) -> bool:
-        return time.monotonic() - job.begun > self._settings.deadline_s
+    def _late(self, job: _FileJob) -> bool:
+        return time.monotonic() - job.begun > self._settings.deadline
 
-    def _overdue(self, job: _Job) -> StalledError:
+    def _overdue(self, job: _FileJob) -> StalledError:
         return StalledError(
-            f"not there after {format_seconds(self._settings.deadline_s)}, at {job.best:,} bytes. Raise "
+            f"not complete after {format_seconds(self._settings.deadline)}, at {job.best:,} bytes. Raise "
             "fetch.deadline, or run again: what came is kept"
         )
 
@@ -636,13 +655,8 @@ class _Run:
         )
 
 
-def _draw(job: _Job) -> float:
-    """Return a number between 0 and 1 for the pause after a try: the same each time, and per file."""
-    return hashlib.sha256(f"{job.wanted.name}\0{job.tries}".encode()).digest()[0] / 255
-
-
-def _as_stoker(error: BaseException | None) -> StokerError:
-    """What a thread ended with, as an error of ours."""
+def _as_stoker_error(error: BaseException | None) -> StokerError:
+    """Return the exception that a thread ended with, as a `StokerError`."""
     if isinstance(error, StokerError):
         return error
     if isinstance(error, OSError):

@@ -1,6 +1,6 @@
 """COCO: one JSON file with the boxes and keypoints of all images.
 
-`annotations/*.json`, one for each split (`instances_train2017.json`) or a single one; images lie in a
+`annotations/*.json`, one for each split (`instances_train2017.json`) or a single one; images are in a
 folder of the split's name (`train2017`), in `images/<split>`, in `images`, or at the root. Segmentations are
 not read.
 """
@@ -36,7 +36,7 @@ class _Image:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
+class _Annotations:
     """All annotation files, read."""
 
     listing: Listing
@@ -60,7 +60,7 @@ class Coco:
         self._root = root
         self._wanted = None if classes is None else tuple(classes)
         self._rules = rules
-        self._kept: _Read | None = None
+        self._kept: _Annotations | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -72,11 +72,11 @@ class Coco:
         return self._read().listing
 
     def schema(self) -> Schema:
-        """Boxes, labels, `crowd`, keypoints where there are some, and `image_id`."""
+        """Return boxes, labels, `crowd`, keypoints where there are some, and `image_id`."""
         return {**object_schema(self._read().rules), "image_id": Field(shape=(), dtype="int64")}
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
-        """The objects of one image."""
+        """Return the objects of one image."""
         read = self._read()
         image, where = read.images[entry.key], f"{entry.image} in the annotations of {self._root}"
         if image.size is not None and image.size != fit.before:
@@ -94,13 +94,13 @@ class Coco:
         return ()
 
     def digest(self, entries: Sequence[Entry]) -> str | None:
-        """Of all that is written of these images."""
+        """Return the digest of all annotations of these images."""
         images = self._read().images
         told = [[e.key, images[e.key].number, images[e.key].size, *images[e.key].objects] for e in entries]
         return digest_json(told)
 
     def settings(self) -> dict[str, Json]:
-        """Classes, keypoints and room for objects."""
+        """Return classes, keypoints and room for objects."""
         rules = self._read().rules
         return {
             "classes": list(self.classes),
@@ -109,7 +109,7 @@ class Coco:
             "strict": rules.strict,
         }
 
-    def _objects(self, image: _Image, read: _Read, where: str) -> Objects:
+    def _objects(self, image: _Image, read: _Annotations, where: str) -> Objects:
         names, classes = dict(read.categories), self.classes
         count = read.rules.keypoints
         boxes: list[list[float]] = []
@@ -141,12 +141,12 @@ class Coco:
             labelled=table[..., 2] > 0,
         )
 
-    def _read(self) -> _Read:
+    def _read(self) -> _Annotations:
         if self._kept is None:
             self._kept = self._loaded()
         return self._kept
 
-    def _loaded(self) -> _Read:
+    def _loaded(self) -> _Annotations:
         folder = require_folder(
             self._root / "annotations", "a folder in COCO's layout with annotations/*.json"
         )
@@ -183,7 +183,7 @@ class Coco:
             )
         most = max((len(image.objects) for image in images.values()), default=0)
         room = max(1, most) if self._rules.limit == 0 else self._rules.limit
-        return _Read(
+        return _Annotations(
             listing=Listing(every=sorted(every, key=lambda e: natural_key(e.key)), splits=splits),
             images=images,
             categories=tuple(sorted(categories.items())),
@@ -191,7 +191,7 @@ class Coco:
         )
 
     def _folder_of(self, path: Path, content: Mapping[str, Any]) -> str:
-        """Where the images of one annotation file lie, relative to the root."""
+        """Return where the images of one annotation file are, relative to the root."""
         first = next((str(image["file_name"]) for image in content["images"]), "")
         stem = path.stem.rpartition("_")[2]
         tried = (stem, f"images/{stem}", "images", "")
@@ -200,7 +200,7 @@ class Coco:
 
 
 def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[str, _Image]) -> list[Entry]:
-    """The images of one file, which are added to `images`."""
+    """Return the images of one file, which are added to `images`."""
     objects: dict[int, list[Mapping[str, Any]]] = {}
     for entry in content["annotations"]:
         objects.setdefault(int(entry["image_id"]), []).append(_kept(entry))
@@ -235,7 +235,7 @@ def _kept(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """One annotation file.
+    """Read one annotation file.
 
     Raises:
         SourceError: It cannot be read, or is not of COCO's form: all of its images would be without labels.
@@ -258,7 +258,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that the last word of a file's name begins with: `instances_val2017.json` is `val`."""
+    """Return the split that the last word of a file's name begins with: `instances_val2017.json` is `val`."""
     word = path.stem.rpartition("_")[2].lower()
     letters = word[: next((i for i, letter in enumerate(word) if letter not in _WORD), len(word))]
     split = canonical_split(letters)

@@ -1,7 +1,7 @@
 """DexYCB: hands holding objects, eight cameras, a folder for each subject, sequence and camera.
 
 `<subject>/<date_time>/<serial>/{color_%06d.jpg, labels_%06d.npz, aligned_depth_to_color_%06d.png}`, with
-`<subject>/<date_time>/meta.yml` and `calibration/`. What labels mark with -1 is zero here, beside a mask.
+`<subject>/<date_time>/meta.yml` and `calibration/`. What labels mark with -1 is zero here, with a mask.
 
 Source: layout and the four setups from the toolkit of Chao et al., "DexYCB", CVPR 2021.
 """
@@ -82,7 +82,7 @@ class DexYcb:
         self._metas: dict[str, Mapping[str, Any]] = {}
 
     def for_size(self, size: tuple[int, int] | None) -> DexYcb:
-        """The same for stored images of (height, width), which maps share; None: of various sizes."""
+        """Return the same for stored images of (height, width), which maps share; None: of various sizes."""
         self._size = size
         if size is None and self._extras:
             raise ConfigError(f"depth and segmentation need images of one size. Give {arg('fit', 'stretch')}")
@@ -134,7 +134,7 @@ class DexYcb:
         return schema
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
-        """All labels of one frame."""
+        """Return all labels of one frame."""
         found = _labels(self._root / _labels_file(entry))
         meta, where = self._meta(entry), str(self._root / _labels_file(entry))
         sample = {**_hand(found, fit), **_objects(found, meta, where)}
@@ -175,21 +175,21 @@ class DexYcb:
         return maps
 
     def files(self, entry: Entry) -> Iterable[str]:
-        """Labels, the sequence's and the cameras' descriptions, and depth where it was asked for."""
+        """Yield labels, the sequence's and the cameras' descriptions, and depth where it was asked for."""
         yield _labels_file(entry)
         yield _meta_file(entry)
         yield _camera_file(entry)
         if "depth" in self._extras:
             yield _depth_file(entry)
-        with suppress(SourceError):  # then the samples of this sequence are set aside when they are read
+        with suppress(SourceError):  # then the samples of this sequence are quarantined when they are read
             yield _mano_file(self._meta(entry))
 
     def digest(self, entries: Sequence[Entry]) -> str | None:
-        """None: labels come from files."""
+        """Return None: labels come from files."""
         return None
 
     def settings(self) -> dict[str, Json]:
-        """The extras; which samples there are, the rule of the split says."""
+        """Return setup and extras; the rule of the split decides which samples exist."""
         return {"setup": self._setup, "extras": list(self._extras), "max_objects": MAX_OBJECTS}
 
     def _meta(self, entry: Entry) -> Mapping[str, Any]:
@@ -214,7 +214,7 @@ class DexYcb:
 
 
 def _numbered(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterable[tuple[int, Path]]:
-    """Folders below one, with their places in natural order."""
+    """Return folders below one, with their places in natural order."""
     found = sorted(
         (child for child in folder.iterdir() if child.is_dir() and wanted(child.name)),
         key=lambda child: natural_key(child.name),
@@ -251,7 +251,7 @@ def _mano_file(meta: Mapping[str, Any]) -> str:
 
 
 def _labels(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of one labels file; nothing in it is unpickled."""
+    """Return the arrays of one labels file; nothing in it is unpickled."""
     try:
         with np.load(io.BytesIO(read_file(path, _FILE_BYTES)), allow_pickle=False) as file:
             found = {name: file[name] for name in ("seg", "pose_y", "pose_m", "joint_3d", "joint_2d")}
@@ -266,7 +266,7 @@ def _labels(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _hand(found: Mapping[str, NDArray[Any]], fit: Fit) -> Sample:
-    """Joints and pose, zero where the labels say -1; there is a hand when any joint is labelled."""
+    """Return joints and pose, zero where the labels say -1; there is a hand when any joint is labelled."""
     joints, flat = found["joint_3d"], found["joint_2d"]
     valid = ~((joints == -1).all(-1) | (flat == -1).all(-1))
     pose = found["pose_m"]

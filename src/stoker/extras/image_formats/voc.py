@@ -85,11 +85,11 @@ class Voc:
         return Listing(every=every, splits=splits)
 
     def schema(self) -> Schema:
-        """Boxes, labels, `difficult`."""
+        """Return boxes, labels, `difficult`."""
         return object_schema(self._scan()[1])
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
-        """The objects of one image."""
+        """Return the objects of one image."""
         classes, rules = self._scan()
         path = self._root / f"{ANNOTATIONS}/{entry.key}.xml"
         found = read_annotation(path)
@@ -112,20 +112,20 @@ class Voc:
         return object_fields(objects, fit, rules, where=str(path))
 
     def files(self, entry: Entry) -> Iterable[str]:
-        """The image's XML file."""
+        """Return the image's XML file."""
         return (f"{ANNOTATIONS}/{entry.key}.xml",)
 
     def digest(self, entries: Sequence[Entry]) -> str | None:
-        """None: labels come from files."""
+        """Return None: labels come from files."""
         return None
 
     def settings(self) -> dict[str, Json]:
-        """Classes, and room for objects."""
+        """Return classes, and room for objects."""
         classes, rules = self._scan()
         return {"classes": list(classes), "max_objects": rules.limit, "strict": rules.strict}
 
     def _scan(self) -> tuple[tuple[str, ...], ObjectRules]:
-        """Classes and room, from all annotations where they were not given."""
+        """Return classes and room, from all annotations where they were not given."""
         if self._scanned is None:
             rules = self._rules
             if self._classes is not None and rules.limit != 0:
@@ -154,7 +154,7 @@ class Voc:
         return self._classes or tuple(sorted(names, key=natural_key)), kept
 
     def _readable(self) -> Iterator[tuple[Path, Annotation]]:
-        """All annotations but the damaged ones, whose samples are set aside when they are read."""
+        """Yield all annotations but the damaged ones, whose samples are quarantined when they are read."""
         for path in sorted((self._root / ANNOTATIONS).glob("*.xml")):
             try:
                 yield path, read_annotation(path)
@@ -163,7 +163,7 @@ class Voc:
 
 
 def _without_image(name: str) -> Entry:
-    """An entry for which there is no file: it is set aside by this name when it is read."""
+    """Return an entry without a file: it is quarantined by this name when it is read."""
     return Entry(key=name, image=f"{IMAGES}/{name}.jpg")
 
 
@@ -183,11 +183,11 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def read_annotation(path: Path) -> Annotation:
-    """One XML file.
+    """Read one XML file.
 
     Raises:
         SourceError: It is missing or cannot be read.
-        DecodeError: It is no annotation; says what is wrong, and where.
+        DecodeError: It is not an annotation; says what is wrong, and where.
     """
     data = read_file(path, MAX_XML_BYTES)
     if b"<!DOCTYPE" in data or b"<!ENTITY" in data:  # entities can grow without bound; labels need none
@@ -223,7 +223,7 @@ def read_annotation(path: Path) -> Annotation:
 
 
 def _repeated(node: Xml.Element | None, names: Sequence[str]) -> str | None:
-    """The first of some entries that comes more than once."""
+    """Return the first of some entries that comes more than once."""
     return next((name for name in names if node is not None and len(node.findall(name)) > 1), None)
 
 

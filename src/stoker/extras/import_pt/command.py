@@ -37,7 +37,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 ) -> None:
     """Import an earlier cache of .pt files.
 
-    Each file is read in a limited process of its own. Stopped at any moment, the same command goes on. Exit
+    Each file is read in a limited process of its own. Stopped at any moment, the same command resumes. Exit
     code 4 when a sample is missing or broken.
 
     \b

@@ -1,7 +1,7 @@
 """Import the earlier caches, one `sample_00000.pt` per sample, into shards.
 
 The files are a source like any other: their digests are in the recipe, so importing a folder again finds the
-cache that is there, and an import that was cut short goes on. The first file that can be read says which
+existing cache, and an import that was interrupted is resumed. The first file that can be read says which
 fields a record has. Files that are missing, broken or different are quarantined by number, in stage `import`.
 """
 
@@ -43,7 +43,7 @@ from stoker.store.format import RECIPE_FILE
 from stoker.units import GIB, MIB, format_bytes, format_count
 
 # ----------------------------------------------------------------------------------------------------------
-# Read `.pt` files through a limited child: whatever a file does, the caller goes on in bounded time.
+# Read `.pt` files through a limited child: whatever a file does, the caller continues in bounded time.
 #
 # A request is a path; the answer is what the file holds, as safetensors, or why it is refused. Whatever a
 # file makes torch do, the child takes no more memory, processor time or disk than its limits allow, and
@@ -62,7 +62,7 @@ PREFIXES = {"params": "param_", "bc": "bc_"}
 """What the names of the earlier conditions begin with, by the entry that holds them."""
 
 
-class Refused(Exception):  # noqa: N818 -- an answer about one file, turned into a failure of its sample
+class RefusedFileError(Exception):
     """A file was not read; `transient` if another try may help."""
 
     def __init__(self, why: str, *, transient: bool = False) -> None:
@@ -103,10 +103,10 @@ class PtReader:
         self.close()
 
     def read(self, path: Path) -> PtContent:
-        """The tensors of a file.
+        """Read the tensors of a file.
 
         Raises:
-            Refused: It is not what an earlier cache holds, or the child did not survive it.
+            RefusedFileError: It is not what an earlier cache holds, or the child did not survive it.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load
@@ -122,11 +122,11 @@ class PtReader:
         except TimeoutError:
             self.close()
             spent_s = time.monotonic() - began
-            raise Refused(f"reading it took longer than {spent_s:.0f} s", transient=True) from None
+            raise RefusedFileError(f"reading it took longer than {spent_s:.0f} s", transient=True) from None
         except (EOFError, OSError, ValueError) as error:
             raise self._death(error) from None
         if "error" in head:
-            raise Refused(str(head["error"]), transient=head.get("transient") is True)
+            raise RefusedFileError(str(head["error"]), transient=head.get("transient") is True)
         try:
             tensors = load(bytes(payload))
         except SafetensorError as error:
@@ -154,15 +154,15 @@ class PtReader:
             self._fresh = True
         return self._child
 
-    def _death(self, error: Exception) -> Refused:
-        """What to say of a file that the child did not survive."""
+    def _death(self, error: Exception) -> RefusedFileError:
+        """Return the refusal of a file that the child did not survive."""
         child = self._child
         code = child.exit.code if child is not None and child.wait(END_S) and child.exit else None
         self.close()
         if code == -signal.SIGXCPU:
-            return Refused(f"reading it took more than {self._cpu_s} s of processor time")
+            return RefusedFileError(f"reading it took more than {self._cpu_s} s of processor time")
         how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended: {error}"
-        return Refused(
+        return RefusedFileError(
             f"the process that read it {how} (it may use {format_bytes(4 * self._limit_bytes)})",
             transient=code == -signal.SIGKILL,
         )
@@ -173,7 +173,7 @@ class ForeignFileError(Exception):
 
 
 def send(sock: socket.socket, head: dict[str, Any], payload: bytes = b"") -> None:
-    """One message: length, JSON, payload."""
+    """Send one message: length, JSON, payload."""
     text = json.dumps({**head, "bytes": len(payload)}).encode()
     sock.sendall(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     sock.sendall(payload)
@@ -182,7 +182,7 @@ def send(sock: socket.socket, head: dict[str, Any], payload: bytes = b"") -> Non
 def receive(
     sock: socket.socket, limit_bytes: int, until: float | None = None
 ) -> tuple[dict[str, Any], bytearray]:
-    """The counterpart of `send`.
+    """Receive one message that `send` sent, as head and payload.
 
     Args:
         sock: The connection.
@@ -191,7 +191,7 @@ def receive(
     Raises:
         EOFError: The other side is gone.
         TimeoutError: `until` passed.
-        ValueError: The message is larger than `limit_bytes`, or is none.
+        ValueError: The message is larger than `limit_bytes`, or malformed.
     """
     size = int.from_bytes(_exactly(sock, LENGTH_BYTES, until), "little")
     if size > MIB:
@@ -241,7 +241,7 @@ def serve(connection: Connection) -> None:
 
 
 def _unpicklable(message: str) -> str:
-    """Why a pickle was refused. What torch says of it begins with how to run its code nevertheless."""
+    """Return why a pickle was refused. The message of torch begins with how to run its code nevertheless."""
     named = re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", message)
     what = f"it asks for {named[1] or named[2]}" if named else "its pickle is damaged or holds objects"
     return f"{what}; only tensors, numbers, text and containers of them are read"
@@ -256,17 +256,17 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _limit_cpu(cpu_s: int) -> None:
-    """So many seconds more than were used so far; then SIGXCPU."""
+    """Limit the processor time to so many seconds more than were used so far; then SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + cpu_s, hard))
 
 
 def load(path: str, limit_bytes: int) -> tuple[dict[str, Any], bytes]:
-    """What a file holds: its sha256, what was left out of it, and its tensors as safetensors.
+    """Return the sha256 of a file, the names of what was left out of it, and its tensors as safetensors.
 
     Raises:
-        ForeignFileError: It is no file of an earlier cache.
+        ForeignFileError: It is not a file of an earlier cache.
     """
     from safetensors.torch import save
 
@@ -315,10 +315,10 @@ def _check_zip(data: bytes) -> None:
 
 
 def flatten(value: object) -> tuple[dict[str, Any], list[str]]:
-    """Tensors by field name, and the names of entries that no field can hold (text, lists, nothing).
+    """Return tensors by field name, and the names of entries that no field can hold (text, lists, nothing).
 
     Raises:
-        ForeignFileError: There is no latent `(T, L, D)`, or an entry is no plain tensor.
+        ForeignFileError: No latent `(T, L, D)` was found, or an entry is not a plain tensor.
     """
     if not isinstance(value, dict):
         raise ForeignFileError(f"it holds a {type(value).__name__}, expected a dict with 'latent'")
@@ -352,7 +352,7 @@ def _entries(value: dict[object, object]) -> list[tuple[str, object]]:
 
 
 def _tensor(key: str, value: object) -> Any:
-    """A plain tensor, from a number too; None for what no field can hold."""
+    """Return a plain tensor, from a number too; None for what no field can hold."""
     if isinstance(value, bool | int | float):
         dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
         return torch.tensor(value, dtype=dtype, device="cpu")
@@ -413,7 +413,7 @@ class ImportResult:
         return list_quarantined(self.cache)
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         missing = {*self.missing}
         return {
             "name": self.cache.name,
@@ -440,12 +440,12 @@ class PtFolder:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Not how these files are read: `import_pt` does it, in a limited process."""
-        raise SourceError(f"sample {number} of {self._path} is read by import-pt alone")
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Refuse: `import_pt` reads these files, in a limited process."""
+        raise SourceError(f"sample {index} of {self._path} is read by import-pt alone")
 
     def runs(self) -> Sequence[range]:
-        """All of them."""
+        """Return all of them."""
         return [range(self._count)]
 
     def keys(self) -> Sequence[str]:
@@ -453,11 +453,11 @@ class PtFolder:
         return [f"sample_{number:05d}.pt" for number in range(self._count)]
 
     def schema(self) -> Schema:
-        """Fields of the first file that could be read."""
+        """Return fields of the first file that could be read."""
         return self._schema
 
     def identity(self) -> SourceIdentity:
-        """Names and contents of the files; which numbers have one follows from the names."""
+        """Return names and contents of the files; which numbers have one follows from the names."""
         files = tuple(FileRef(name=path.name, path=path) for _, path in sorted(self._files.items()))
         return SourceIdentity(
             kind=f"{IMPORTED}1", parts=(Part(name="samples", count=self._count, files=files),)
@@ -465,7 +465,7 @@ class PtFolder:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
+class _FolderContents:
     """What a folder holds."""
 
     files: dict[int, Path] = field(default_factory=dict[int, Path])
@@ -476,7 +476,7 @@ class _Found:
     """Bytes of the largest file."""
 
     def count(self, wanted: int | None, path: Path) -> int:
-        """Samples in all.
+        """Return the number of samples.
 
         Raises:
             SourceError: There are no files, or far too few for their numbers.
@@ -518,7 +518,7 @@ def import_pt(
         source = PtFolder(path, _first_schema(reader, found, path), found.files, count)
         recipe = make_recipe(source, None, dtype=settings.dtype, digests=Digests(cache_dir, "full"))
         folder = open_folder(cache_dir, name, recipe)
-        importing = _Import(folder, found, reader, settings)
+        importing = _ImportRun(folder, found, reader, settings)
         cache = folder.complete()
         _say_others(folder)
         if cache is None or len(folder.missing()):
@@ -556,8 +556,8 @@ def _say_others(folder: Folder) -> None:
         )
 
 
-def _scan(path: Path, settings: ImportSettings) -> _Found:
-    found = _Found()
+def _scan(path: Path, settings: ImportSettings) -> _FolderContents:
+    found = _FolderContents()
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
@@ -579,12 +579,12 @@ def _scan(path: Path, settings: ImportSettings) -> _Found:
     return found
 
 
-def _first_schema(reader: PtReader, found: _Found, path: Path) -> Schema:
+def _first_schema(reader: PtReader, found: _FolderContents, path: Path) -> Schema:
     first = ""
     for file in dict(sorted(found.files.items())).values():
         try:
             return schema_of(reader.read(file).tensors)
-        except (Refused, RecordError) as error:
+        except (RefusedFileError, RecordError) as error:
             first = first or f"{file.name}: {error}"
     raise SourceError(f"none of the {len(found.files)} samples in {path} can be read. {first}")
 
@@ -602,10 +602,12 @@ def schema_of(tensors: Mapping[str, Tensor]) -> Schema:
     }
 
 
-class _Import:
+class _ImportRun:
     """One run over the samples that are not stored yet."""
 
-    def __init__(self, folder: Folder, found: _Found, reader: PtReader, settings: ImportSettings) -> None:
+    def __init__(
+        self, folder: Folder, found: _FolderContents, reader: PtReader, settings: ImportSettings
+    ) -> None:
         self.imported = 0
         self.left_out: dict[str, int] = {}
         self._folder, self._found, self._reader, self._settings = folder, found, reader, settings
@@ -625,7 +627,7 @@ class _Import:
                     record = self._record(number)
                     writer.append([number], {name: value[None] for name, value in record.items()})
                     self.imported += 1
-                except (Refused, RecordError) as error:
+                except (RefusedFileError, RecordError) as error:
                     failures.append(self._failure(number, error))
                 if time.monotonic() - said > SAID_EVERY_S:
                     said = time.monotonic()
@@ -639,7 +641,7 @@ class _Import:
         path = self._found.files.get(number)
         if path is None:
             why = self._found.refused.get(number, f"sample_{number:05d}.pt is missing")
-            raise Refused(why)
+            raise RefusedFileError(why)
         content = self._read(path)
         if content.digest != self._digests[number]:
             raise SourceError(f"{path} changed since it was digested. Run again once it is written")
@@ -652,14 +654,14 @@ class _Import:
         try:
             return retry(
                 lambda: self._reader.read(path),
-                lambda error: isinstance(error, Refused) and error.transient,
+                lambda error: isinstance(error, RefusedFileError) and error.transient,
                 RetryPolicy(first_s=0.0, attempts=TRIES),
             )
-        except Refused as refused:
-            raise Refused(f"{path}: {refused}", transient=refused.transient) from None
+        except RefusedFileError as refused:
+            raise RefusedFileError(f"{path}: {refused}", transient=refused.transient) from None
 
     def _failure(self, number: int, error: Exception) -> Failure:
-        transient = isinstance(error, Refused) and error.transient
+        transient = isinstance(error, RefusedFileError) and error.transient
         return Failure(
             number=number,
             stage=STAGE,

@@ -18,7 +18,15 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.extras.launch.plan import LaunchPlan, Target
-    from stoker.extras.launch.vast import DryRun, Instance, Log, Machines, Offers, Rented, VastClient
+    from stoker.extras.launch.vast import (
+        LaunchPreview,
+        MachineList,
+        MachineLog,
+        OfferList,
+        Rental,
+        RentedMachine,
+        VastClient,
+    )
 
 VERBS = ("up", "search", "status", "logs", "down")
 KEY_FILES = ("~/.config/vastai/vast_api_key", "~/.vast_api_key")
@@ -124,7 +132,7 @@ def vast_client() -> VastClient:
     """Return the provider, with the key of the environment or of its own command.
 
     Raises:
-        ConfigError: There is no key.
+        ConfigError: No key was found.
     """
     from stoker.extras.launch.script import API
     from stoker.extras.launch.vast import VastClient
@@ -135,7 +143,7 @@ def vast_client() -> VastClient:
         if not key and path.is_file():
             key = path.read_text().strip()
     if not key or not key.isprintable():
-        raise ConfigError(f"there is no key of Vast.ai. Set VAST_API_KEY, or put it into {KEY_FILES[0]}")
+        raise ConfigError(f"no key of Vast.ai was found. Set VAST_API_KEY, or put it into {KEY_FILES[0]}")
     return VastClient(key, api=os.environ.get("VAST_API_URL", API))
 
 
@@ -144,7 +152,7 @@ def rent(out: CommandOutput, plan: LaunchPlan, offer: int | None, *, dry_run: bo
     from stoker.extras.launch import vast
 
     if dry_run:
-        out.show(vast.DryRun(launch=plan), render_dry_run)
+        out.show(vast.LaunchPreview(launch=plan), render_dry_run)
     else:
         out.show(vast.up(vast_client(), plan, offer), render_rented)
 
@@ -181,8 +189,8 @@ def _write(out: CommandOutput, plan: LaunchPlan, path: Path | None) -> None:
         out.write(plan.onstart)
 
 
-def render_dry_run(result: DryRun, console: Console) -> None:
-    """The script as it is, then the request without values of variables."""
+def render_dry_run(result: LaunchPreview, console: Console) -> None:
+    """Print the script as it is, then the request without values of variables."""
     import json
 
     console.print(result.launch.onstart, markup=False, highlight=False, soft_wrap=True)
@@ -192,8 +200,8 @@ def render_dry_run(result: DryRun, console: Console) -> None:
     console.print(f"{format_count(size)} bytes, of 4,048; nothing was sent", soft_wrap=True)
 
 
-def render_offers(result: Offers, console: Console) -> None:
-    """One line for each."""
+def render_offers(result: OfferList, console: Console) -> None:
+    """Print one line for each."""
     for one in result.offers:
         console.print(
             f"{one.id:>10}  {one.gpus} x {escape(one.gpu)} {one.gpu_memory_gib:.0f} GiB  "
@@ -204,7 +212,7 @@ def render_offers(result: Offers, console: Console) -> None:
         console.print("nothing fits. Ask for less: launch.gpu, gpus, disk, region, max_price", soft_wrap=True)
 
 
-def render_rented(result: Rented, console: Console) -> None:
+def render_rented(result: Rental, console: Console) -> None:
     """What was rented, and how to look after it."""
     one = result.offer
     console.print(
@@ -214,20 +222,20 @@ def render_rented(result: Rented, console: Console) -> None:
     )
 
 
-def render_machines(result: Machines, console: Console) -> None:
-    """One line for each."""
+def render_machines(result: MachineList, console: Console) -> None:
+    """Print one line for each."""
     for one in result.instances:
         console.print(_machine(one, result.done), soft_wrap=True)
     if not result.instances:
         console.print(f"{escape(result.label)} has no machine", soft_wrap=True)
 
 
-def _machine(one: Instance, done: str) -> str:
+def _machine(one: RentedMachine, done: str) -> str:
     said = f"  {escape(one.message)}" if one.message and not done else ""
     state = done or (one.status if one.wanted in ("", one.status) else f"{one.status}, to be {one.wanted}")
     return f"instance {one.id}: {state}  {one.gpus} x {escape(one.gpu)}  {one.price:.3f} $/h{said}"
 
 
-def render_log(result: Log, console: Console) -> None:
-    """The lines as they are."""
-    console.print(result.text, markup=False, highlight=False, soft_wrap=True)
+def render_log(result: MachineLog, console: Console) -> None:
+    """Print the lines as they are."""
+    console.print(result.log, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from stoker.config.models import Config
 from stoker.config.names import schema_of, wrong_fields
 from stoker.config.sections import LaunchConfig, as_names
 from stoker.errors import ConfigError, StalledError, StokerError
-from stoker.extras.fetch.config import wanted_files
+from stoker.extras.fetch.manifest import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
 from stoker.run.context import Run
 from stoker.run.validate import CheckRow, failed
@@ -32,7 +32,7 @@ _SSH = re.compile(r"^(?:ssh://)?git@([^:/]+)[:/](.+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
+class LaunchCode:
     """The code that the machine will run."""
 
     repo: str
@@ -43,8 +43,8 @@ class Code:
     """The settings file, from there."""
 
 
-def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> Code:
-    """The commit that is checked out, if it holds the configuration as it is here.
+def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> LaunchCode:
+    """Return the commit that is checked out, if it holds the configuration as it is here.
 
     Args:
         repo: In place of the remote `origin`.
@@ -71,7 +71,7 @@ def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> Code:
         raise ConfigError(
             f"commit {commit[:12]} is not at any remote known here. Push it: the machine fetches it"
         )
-    return Code(
+    return LaunchCode(
         repo=_address(repo or _git(where, "remote", "get-url", "origin").strip()),
         commit=commit,
         folder=os.path.relpath(where.resolve(), top.resolve()),
@@ -89,7 +89,7 @@ def is_checked_out(where: Path, branch: str) -> bool:
     """Return True if a branch, as git knows it here, is at the commit that is checked out.
 
     Raises:
-        ConfigError: There is no such branch, or no repository.
+        ConfigError: The branch or the repository does not exist.
         StalledError: git does not answer.
     """
     wanted = _git(where, "rev-parse", "--verify", "--end-of-options", f"{branch}^{{commit}}")
@@ -97,7 +97,7 @@ def is_checked_out(where: Path, branch: str) -> bool:
 
 
 def _address(url: str) -> str:
-    """An address that a machine without our keys can use.
+    """Return an address that a machine without our keys can use.
 
     >>> _address("git@github.com:me/project.git")
     'https://github.com/me/project.git'
@@ -159,7 +159,7 @@ def variables_for(
 
 
 def _remote(place: str) -> str:
-    """The name of the rclone remote of an address; empty: it is none."""
+    """Return the name of the rclone remote of a place; empty: it is not a remote."""
     name, colon, rest = place.partition(":")
     return "" if not colon or "/" in name or rest.startswith("//") else name
 
@@ -175,7 +175,7 @@ class LaunchPlan:
     name: str
     target: Target
     config: Config
-    code: Code
+    code: LaunchCode
     onstart: str
     """The script."""
     variables: Mapping[str, str]
@@ -184,10 +184,10 @@ class LaunchPlan:
     @property
     def label(self) -> str:
         """How the provider's lists name machines of this run."""
-        return _label(self.name)
+        return f"stoker:{self.name}"
 
     def request(self, *, shown: bool) -> dict[str, Json]:
-        """The body of the call that rents a machine.
+        """Return the body of the call that rents a machine.
 
         Args:
             shown: For people to see: values of variables are left out.
@@ -205,7 +205,7 @@ class LaunchPlan:
         }
 
     def query(self) -> dict[str, Any]:
-        """The filters of the search for offers."""
+        """Return the filters of the search for offers."""
         return offers_query(self.config)
 
 
@@ -240,7 +240,7 @@ def plan_launch(
     auto_shutdown: bool | None = None,
     api: str = API,
 ) -> LaunchPlan:
-    """What a run elsewhere would be, after all that can be checked here was.
+    """Return the plan of a run on another machine, after checking everything that can be checked here.
 
     Raises:
         ConfigError: The configuration, the repository, a secret or the script is not as it should be.
@@ -296,7 +296,7 @@ def plan_launch(
 
 
 def _setting(field: str) -> str:
-    """Return the setting that a field of the script was made of; the field's own name where there is none.
+    """Return the setting that a field of the script was made of; else the field's own name.
 
     >>> _setting("workdir"), _setting("cache_dir"), _setting("commit")
     ('launch.workdir', 'training.latent_cache_dir', 'commit')
@@ -307,12 +307,8 @@ def _setting(field: str) -> str:
 
 
 def label_of(config: Config, path: Path) -> str:
-    """How the provider's lists name machines of a run."""
-    return _label(_name(config, path))
-
-
-def _label(name: str) -> str:
-    return f"stoker:{name}"
+    """Return how the provider's lists name machines of a run."""
+    return f"stoker:{_name(config, path)}"
 
 
 def _check_pins(install: Sequence[str], constraints: str | None) -> None:
@@ -326,7 +322,7 @@ def _check_pins(install: Sequence[str], constraints: str | None) -> None:
 
 
 def _name(config: Config, path: Path) -> str:
-    """A name of the run in letters that every place takes."""
+    """Return a name of the run in letters that every place takes."""
     base = Path(config.training.run_dir).name if config.training.run_dir else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:60] or "run"
 
@@ -343,7 +339,7 @@ IMAGE = re.compile(
 
 
 def launch_rows(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> list[CheckRow]:
-    """A row for each thing that has to be right before a machine is paid for.
+    """Return a row for each thing that has to be right before a machine is paid for.
 
     Nothing where no setting of `launch` was given, or where the settings cannot be read (which another row
     says).
@@ -394,7 +390,7 @@ def _code(config: Config, path: Path) -> CheckRow:
 
 
 def _secrets(config: Config, environment: Mapping[str, str]) -> CheckRow:
-    """Names alone: no value is ever shown."""
+    """Return the row about secrets; it shows names, never values."""
     check, own = "launch secrets", config.launch
     try:
         places = [*(file.source for file in wanted_files(config)), *filter(None, (own.cache, own.upload))]

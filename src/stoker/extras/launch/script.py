@@ -35,7 +35,7 @@ def _no_flag(text: str) -> str:
 
 def _setting(text: str) -> str:
     if "=" not in text:
-        raise ValueError("is no setting. Expected key=value")
+        raise ValueError("is not a setting. Expected key=value")
     return text
 
 
@@ -89,7 +89,7 @@ class StartScript(BaseModel):
     api: Word = API
 
     def render(self) -> str:
-        """The script.
+        """Return the script.
 
         Raises:
             ConfigError: It is longer than the provider takes.
@@ -151,24 +151,24 @@ class StartScript(BaseModel):
         return "\n".join(lines) + "\n"
 
     def _place(self, path: str) -> str:
-        """A path of the configuration as rclone takes it, to which `a:b` would be a remote."""
+        """Return a path of the configuration as rclone takes it, to which `a:b` would be a remote."""
         return path if path.startswith("/") else f"./{path}"
 
     def _look(self) -> float:
-        """Seconds between two looks at the log."""
+        """Return seconds between two looks at the log."""
         return min(30.0, self.stall_minutes * 15)
 
     def _asks(self) -> bool:
-        """Whether git may be asked for a token."""
+        """Return True if git may be asked for a token."""
         return self.target != "vast" or "GIT_TOKEN" in self.secrets
 
     def _needs(self) -> list[str]:
-        """Programs, under the names of their packages."""
+        """Return programs, under the names of their packages."""
         rclone = ["rclone"] if self.cache or self.upload or self.fetch else []
         return ["git", *rclone, *(["curl"] if self.target == "vast" else [])]
 
     def _environ(self) -> str:
-        """Where variables of the first process are taken from; those of a remote by one pattern."""
+        """Return where variables of the first process are taken from; those of a remote by one pattern."""
         names = ["CONTAINER_ID=*", "CONTAINER_API_KEY=*"]
         for name in self.secrets:
             remote = re.match(r"RCLONE_CONFIG_[A-Za-z0-9]+_", name)
@@ -202,7 +202,7 @@ class StartScript(BaseModel):
         return "\n".join(lines) + "\n"
 
     def _patience(self) -> int:
-        """Seconds that the ranks have to end in, before this machine's part of the grace ends."""
+        """Return seconds that the ranks have to end in, before this machine's part of the grace ends."""
         return max(1, self.grace * 3 // 4 - 5)
 
 
@@ -258,7 +258,7 @@ trap end EXIT
 trap 'quit 130 signal' TERM INT HUP
 trap 'quit 5 stall' USR1
 """
-"""Set before anything is done that can fail. A quarter of the grace is for the last upload and the stop."""
+"""Set before anything that can fail. A quarter of the grace is for the last upload and the stop."""
 
 STEPS = """\
 step() {
@@ -334,7 +334,7 @@ stop() {
   return 1
 }
 """
-"""The key goes through a pipe: a command's arguments are for everybody to see."""
+"""The key goes through a pipe: any process can see a command's arguments."""
 
 STOP_SLURM = """\
 stop() {
@@ -396,13 +396,13 @@ def secrets_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> tup
 
 
 def shown_in(text: str, environment: Mapping[str, str], names: Iterable[str] = ()) -> list[str]:
-    """Names of variables whose values a text shows."""
+    """Return names of variables whose values a text shows."""
     values = secrets_of(environment, names)
     return sorted(name for name, value in environment.items() if value in values and value in text)
 
 
 def without_secrets(text: str) -> str:
-    """A message of another program, with the secrets of our environment taken out."""
+    """Return a message of another program, with the secrets of our environment taken out."""
     for value in secrets_of(os.environ):
         text = text.replace(value, "***")
     return text

@@ -1,4 +1,4 @@
-"""What `stoker launch vast` does: look for machines, rent one, and look after it."""
+"""The work of `stoker launch vast`: search machines, rent one, show its log, take it down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.extras.launch.plan import LaunchPlan
 from stoker.extras.launch.script import API
 from stoker.runtime.http import Answer, FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
 from stoker.runtime.retry import RetryPolicy, retry
-from stoker.schema import Json
+from stoker.schema import Json, JsonResult
 
 # ----------------------------------------------------------------------------------------------------------
 # The REST interface of Vast.ai, as far as it is needed: offers, instances, logs.
@@ -47,7 +47,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class RentedMachine:
     """A machine that is rented."""
 
     id: int
@@ -88,7 +88,7 @@ class VastClient:
         self._http = HttpClient(timeout_s=timeout_s)
 
     def offers(self, query: Mapping[str, Any]) -> list[Offer]:
-        """Machines that fit a query, the cheapest first."""
+        """Return machines that fit a query, the cheapest first."""
         free: dict[str, Any] = {"external": {"eq": False}, "rentable": {"eq": True}, "rented": {"eq": False}}
         found = self._call("POST", "/v0/bundles/", {**free, **query, "order": [["dph_total", "asc"]]})
         offers = [_offer(one) for one in _list(found, "offers")]
@@ -104,8 +104,8 @@ class VastClient:
             )
         return number
 
-    def instances(self) -> list[Instance]:
-        """All instances of the account."""
+    def instances(self) -> list[RentedMachine]:
+        """Return all instances of the account."""
         order = json.dumps([{"col": "id", "dir": "asc"}])
         asked = {"select_filters": "{}", "order_by": order, "limit": str(PAGE)}
         rows: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class VastClient:
         self._changed(number, self._call("DELETE", f"/v0/instances/{number}/"))
 
     def logs(self, number: int, lines: int) -> str:
-        """The last lines of an instance's log; waits until the provider has put them somewhere."""
+        """Return the last lines of an instance's log; waits until the provider has put them somewhere."""
         until = time.monotonic() + self._deadline_s
         found = self._call("PUT", f"/v0/instances/request_logs/{number}/", {"tail": str(lines)})
         url = found.get("result_url")
@@ -162,7 +162,7 @@ class VastClient:
     def _call(
         self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, once: bool = False
     ) -> dict[str, Any]:
-        """One request, sent again while the other side is busy.
+        """Send a request, again while the other side is busy, and return the answer.
 
         Raises:
             ConfigError: The key is refused.
@@ -196,7 +196,7 @@ class VastClient:
         )
 
     def _refused(self, answer: Answer, shown: str, once: bool) -> Exception:
-        """Return the error for an answer that is no success."""
+        """Return the error for an answer without success."""
         if answer.status in BUSY and not (once and answer.status != 429):
             return _BusyError(retry_after_s(answer.headers))
         if answer.status in (401, 403):
@@ -259,8 +259,8 @@ def _offer(entry: Mapping[str, Any]) -> Offer:
     )
 
 
-def _instance(entry: Mapping[str, Any]) -> Instance:
-    return Instance(
+def _instance(entry: Mapping[str, Any]) -> RentedMachine:
+    return RentedMachine(
         id=int(_number(entry, "id")),
         label=str(entry.get("label") or ""),
         status=str(entry.get("actual_status") or "provisioning"),
@@ -273,12 +273,12 @@ def _instance(entry: Mapping[str, Any]) -> Instance:
 
 
 OTHERS = 3
-"""Offers that are tried after another customer took the first."""
+"""OfferList that are tried after another customer took the first."""
 GONE = (400, 404, 410)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rented:
+class Rental:
     """A machine that was just rented."""
 
     launch: LaunchPlan
@@ -286,7 +286,7 @@ class Rented:
     offer: Offer
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "instance": self.instance,
             "label": self.launch.label,
@@ -298,13 +298,13 @@ class Rented:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
+class LaunchPreview:
     """What would be sent."""
 
     launch: LaunchPlan
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
             "onstart": self.launch.onstart,
             "bytes": len(self.launch.onstart.encode()),
@@ -315,48 +315,36 @@ class DryRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offers:
+class OfferList(JsonResult):
     """What can be rented."""
 
     offers: tuple[Offer, ...]
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"offers": [asdict(one) for one in self.offers]}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class MachineList(JsonResult):
     """What is rented, of one run."""
 
     label: str
-    instances: tuple[Instance, ...]
+    instances: tuple[RentedMachine, ...]
     done: str = ""
     """What was done to them."""
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"label": self.label, "instances": [asdict(one) for one in self.instances], "done": self.done}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
+class MachineLog(JsonResult):
     """The end of a machine's log."""
 
     instance: int
-    text: str
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"instance": self.instance, "log": self.text}
+    log: str
 
 
-def search(client: VastClient, launch: LaunchPlan) -> Offers:
-    """Machines that the settings allow, the cheapest first."""
-    return Offers(offers=tuple(client.offers(launch.query())))
+def search(client: VastClient, launch: LaunchPlan) -> OfferList:
+    """Return machines that the settings allow, the cheapest first."""
+    return OfferList(offers=tuple(client.offers(launch.query())))
 
 
-def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rented:
+def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rental:
     """Rent the cheapest machine, or the one that was chosen.
 
     Raises:
@@ -380,38 +368,40 @@ def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rent
             if error.status in GONE and one is not chosen[: 1 + OTHERS][-1]:
                 continue  # another customer was faster
             raise
-        return Rented(launch=launch, instance=number, offer=one)
+        return Rental(launch=launch, instance=number, offer=one)
     raise ConfigError("every offer was taken meanwhile. Try again")
 
 
-def status(client: VastClient, label: str) -> Machines:
-    """The machines of a run."""
+def status(client: VastClient, label: str) -> MachineList:
+    """Return the machines of a run."""
     found = [one for one in client.instances() if one.label == label]
-    return Machines(label=label, instances=tuple(found))
+    return MachineList(label=label, instances=tuple(found))
 
 
-def logs(client: VastClient, label: str, lines: int, instance: int | None = None) -> Log:
-    """The end of the log of the newest machine of a run."""
-    number = _chosen(client, label, instance)[-1].id
-    return Log(instance=number, text=client.logs(number, lines))
+def logs(client: VastClient, label: str, lines: int, instance: int | None = None) -> MachineLog:
+    """Return the end of the log of the newest machine of a run."""
+    number = _choose(client, label, instance)[-1].id
+    return MachineLog(instance=number, log=client.logs(number, lines))
 
 
-def down(client: VastClient, label: str, instance: int | None = None, *, destroy: bool = False) -> Machines:
+def down(
+    client: VastClient, label: str, instance: int | None = None, *, destroy: bool = False
+) -> MachineList:
     """Stop the machines of a run; `destroy` gives them back, with all that is on their disks."""
-    found = _chosen(client, label, instance)
+    found = _choose(client, label, instance)
     for one in found:
         if destroy:
             client.destroy(one.id)
         else:
             client.stop(one.id)
-    return Machines(label=label, instances=tuple(found), done="destroyed" if destroy else "stopped")
+    return MachineList(label=label, instances=tuple(found), done="destroyed" if destroy else "stopped")
 
 
-def _chosen(client: VastClient, label: str, instance: int | None) -> Sequence[Instance]:
-    """Machines of a run, or the one of them that was named. Machines of other runs are not touched.
+def _choose(client: VastClient, label: str, instance: int | None) -> Sequence[RentedMachine]:
+    """Return machines of a run, or the one of them that was named. MachineList of other runs are not touched.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No machine matches.
     """
     found = [one for one in client.instances() if one.label == label]
     chosen = sorted((one for one in found if instance in (None, one.id)), key=lambda one: one.id)

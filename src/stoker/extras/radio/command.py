@@ -27,7 +27,7 @@ def demo_radio(out: CommandOutput, overrides: list[str], database: str | None) -
 
 
 def show_radio(result: RadioResult, console: Console) -> None:
-    """The four steps and the figure that matters."""
+    """Print the four steps and the figure that matters."""
     console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
     rows: list[output.Cells] = [
         ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.database))

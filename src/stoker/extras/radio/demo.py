@@ -101,7 +101,7 @@ class RadioSpec(JsonResult):
 
 
 def radio_rows(spec: RadioSpec) -> Iterator[dict[str, Any]]:
-    """`spec.rows` rows by column; `receiver_features` is a list of dictionaries."""
+    """Yield `spec.rows` rows by column; `receiver_features` is a list of dictionaries."""
     left, block = spec.rows, 0
     while left:
         made = _block(spec, block)
@@ -158,7 +158,7 @@ def _block(spec: RadioSpec, block: int) -> list[dict[str, Any]]:
 
 
 def _in_sample(rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Which receivers were on: four to all of them."""
+    """Return which receivers were on: four to all of them."""
     count = rng.integers(4, len(RECEIVERS) + 1, _BLOCK)
     rank = rng.random((_BLOCK, len(RECEIVERS))).argsort(1).argsort(1)
     return rank < count[:, None]
@@ -167,7 +167,7 @@ def _in_sample(rng: np.random.Generator) -> NDArray[np.bool_]:
 def _received(
     spec: RadioSpec, rng: np.random.Generator, distance_km: NDArray[Any], frequency_mhz: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Power at each receiver in dBm. Source: free-space loss after Friis; the rest is made up."""
+    """Return power at each receiver in dBm. Source: free-space loss after Friis; the rest is made up."""
     free_space = 32.45 + 20 * np.log10(distance_km) + 20 * np.log10(frequency_mhz)[:, None]
     surroundings = np.array([cost for *_, cost in RECEIVERS])
     hills = np.array([altitude for _, _, _, altitude, _ in RECEIVERS])
@@ -189,7 +189,7 @@ def _gdop(offset_km: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def _features(rng: np.random.Generator, snr: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Mean, std, min and max of five looks at each feature: `(rows, receivers, features, 4)`."""
+    """Return mean, std, min and max of five looks at each feature: `(rows, receivers, features, 4)`."""
     shape = (*snr.shape, _LOOKS)
     level = np.where(present, snr, 0.0)[..., None]
     bandwidth = 12_500.0 * (1 + 0.02 * rng.normal(size=shape))
@@ -256,7 +256,7 @@ class TriangulationModel(nn.Module):
     """Receivers in, a place and a log variance out; neither the receivers' number nor their order matters.
 
     Its target is metres north and east of a centroid, standardised: `mean` and `deviation` of the training
-    rows, `(2,)`, are kept among the weights, since without them a prediction is no place.
+    rows, `(2,)`, are kept among the weights, since without them a prediction is not a place.
     """
 
     mean: Tensor
@@ -287,7 +287,7 @@ class TriangulationModel(nn.Module):
             self.get_buffer(name).copy_(torch.tensor(statistics["target"][name]))
 
     def forward(self, receivers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """`(B, R, F)` and `(B, R)`, True where there is nothing, to places `(B, 2)` and `(B, 1)`."""
+        """Return places `(B, 2)` and log variances `(B, 1)`, of `(B, R, F)` and a mask `(B, R)`."""
         x: Tensor = self.each(receivers)
         x = x + self._attended(x, mask)
         weights = self.weigh(x).masked_fill(mask.unsqueeze(-1), -torch.inf).softmax(1)
@@ -312,7 +312,7 @@ class TriangulationModel(nn.Module):
 
 
 def position_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Negative log likelihood of each row's true place, `(B,)`, without its constant."""
+    """Return negative log likelihood of each row's true place, `(B,)`, without its constant."""
     position, log_variance = model(batch["receivers"], batch["signal_mask"])
     square = (position - batch["target"]).square().sum(-1)
     spread = log_variance.squeeze(-1)
@@ -320,8 +320,8 @@ def position_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """How far predicted places lie from true ones, on a sphere."""
+class PositionErrors:
+    """How far predicted places are from true ones, on a sphere."""
 
     mean_m: float
     rmse_m: float
@@ -335,8 +335,8 @@ class Errors:
 
 
 @torch.no_grad()
-def position_errors(model: TriangulationModel, batches: Iterable[Batch]) -> Errors:
-    """Errors over all rows of `batches`; the model is left in the mode that it was in."""
+def position_errors(model: TriangulationModel, batches: Iterable[Batch]) -> PositionErrors:
+    """Return errors over all rows of `batches`; the model is left in the mode that it was in."""
     before = model.training
     model.eval()
     far: list[Tensor] = []
@@ -351,7 +351,7 @@ def position_errors(model: TriangulationModel, batches: Iterable[Batch]) -> Erro
     model.train(before)
     distances = torch.cat(far)
     p50, p68, p95 = distances.quantile(distances.new_tensor([0.5, 0.68, 0.95])).tolist()
-    return Errors(
+    return PositionErrors(
         mean_m=float(distances.mean()),
         rmse_m=float(distances.square().mean().sqrt()),
         p50_m=p50,
@@ -373,13 +373,13 @@ class Triangulation:
         return position_losses(self.model, batch)
 
     def judge(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Errors over all rows."""
+        """Return errors over all rows."""
         found = asdict(position_errors(self.model, batches))
         return {"val_loss": found.pop("loss"), **found}
 
 
 def haversine_m(one: Tensor, other: Tensor) -> Tensor:
-    """Metres along the sphere between places in degrees, `(..., 2)`.
+    """Return metres along the sphere between places in degrees, `(..., 2)`.
 
     >>> round(float(haversine_m(torch.tensor([45.0, 8.0]), torch.tensor([46.0, 8.0]))))
     111195
@@ -463,10 +463,10 @@ def radio_columns(receivers: int = 7) -> dict[str, Json]:
 def radio_where(
     dataset_ids: Sequence[str], *, min_snr_db: float | None = None, max_gdop: float | None = None
 ) -> str:
-    """What rows are asked for, in SQL; ids and numbers are checked, so nothing else gets in.
+    """Return the condition on rows, in SQL; ids and numbers are checked, so nothing else gets in.
 
     Raises:
-        ConfigError: An id is no UUID, or there is none.
+        ConfigError: An id is not a UUID, or none is given.
     """
     try:
         ids = [str(uuid.UUID(str(one))) for one in dataset_ids]
@@ -576,7 +576,7 @@ def _statements(kind: int) -> Iterator[str]:
 
 
 def _there(connection: Any, spec: RadioSpec) -> bool:
-    """Whether the set is complete: it is noted last, and its rows are counted."""
+    """Return True if the set is complete: it is noted last, and its rows are counted."""
     own = f"'{spec.dataset_id}'"
     noted = connection.execute(f"SELECT num_samples FROM {SETS} WHERE id = {own}").fetchone()  # noqa: S608
     counted = connection.execute(f"SELECT count(*) FROM {TABLE} WHERE dataset_id = {own}")  # noqa: S608
@@ -660,9 +660,9 @@ class RadioResult:
     """Of the last epoch."""
     loss: float
     """Mean of the last epoch."""
-    trained: Errors
+    trained: PositionErrors
     """Over the validation split."""
-    untrained: Errors
+    untrained: PositionErrors
     """The same network before its first step."""
     losses: tuple[float, float]
     """Of the untrained network over the first batches: from the cache, and from the database."""
@@ -679,7 +679,7 @@ class RadioResult:
         return f"{format_count(self.rows)} measurements of transmitters{'' if self.made else ', made before'}"
 
     def to_json(self) -> dict[str, Json]:
-        """All figures by name."""
+        """Return all figures by name."""
         return {
             "database": self.database,
             "rows": self.rows,
@@ -782,7 +782,7 @@ def _telling(say: Callable[[str], None], epochs: int) -> EventSink:
 
 
 def radio_config(overrides: Sequence[str], database: str, spec: RadioSpec) -> Config:
-    """The demo's settings with `overrides` in place of their own.
+    """Return the demo's settings with `overrides` in place of their own.
 
     Raises:
         ConfigError: The database's URL holds a password.
@@ -828,6 +828,6 @@ def compare_losses(model: torch.nn.Module, loader: Loader, source: Source) -> tu
 
 
 def read_batch(source: Source, index: Tensor) -> dict[str, Tensor]:
-    """The samples of some numbers, stacked; read from the source, not from a cache."""
+    """Return the samples of some numbers, stacked; read from the source, not from a cache."""
     samples = [source.read(number) for number in index.tolist()]
     return {name: torch.stack([torch.from_numpy(sample[name]) for sample in samples]) for name in samples[0]}

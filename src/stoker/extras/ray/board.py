@@ -1,4 +1,7 @@
-"""Where tasks say how far they are: one actor, which holds the latest word of each and no more."""
+"""The board: one actor that holds the latest report of each task, and no more.
+
+A module of its own, so that the actor's process imports nothing but this: it starts at once, without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,35 @@ from collections import deque
 from typing import Any
 
 MOST_NOTES = 1000
-"""Notes that wait for the driver; older ones go."""
-MOST_VIEWS = 10_000
-"""Words that are kept; older ones go, which are of tasks that have ended."""
+"""Notes that wait for the driver; older ones are dropped."""
+MOST_REPORTS = 10_000
+"""Reports that are kept; older ones, of tasks that have ended, are dropped."""
 
 
 class Board:
     """An actor on the driver's node. Its state need not be saved: after a restart it gets new reports."""
 
     def __init__(self) -> None:
-        self._views: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._reports: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         self._notes: deque[str] = deque(maxlen=MOST_NOTES)
-        self._words = 0
+        self._count = 0
 
-    def tell(self, place: tuple[int, int], view: dict[str, Any]) -> None:
-        """A task says how far it is; `place` is its slice and attempt."""
-        self._words += 1
-        self._views.pop(place, None)
-        self._views[place] = self._words, view  # the latest come last
-        if len(self._views) > MOST_VIEWS:
-            del self._views[next(iter(self._views))]
+    def report(self, key: tuple[int, int], report: dict[str, Any]) -> None:
+        """Store how far a task is; `key` is its slice and attempt."""
+        self._count += 1
+        self._reports.pop(key, None)
+        self._reports[key] = self._count, report  # the latest come last
+        if len(self._reports) > MOST_REPORTS:
+            del self._reports[next(iter(self._reports))]
 
     def note(self, text: str) -> None:
-        """A task says something that a person should read."""
+        """Store a message of a task for people."""
         self._notes.append(text)
 
-    def look(
+    def read(
         self, running: list[tuple[int, int]]
     ) -> tuple[dict[tuple[int, int], tuple[int, dict[str, Any]]], list[str]]:
-        """The latest word of each of the tasks `running`, numbered, and notes since the last look."""
+        """Return the latest report of each of the tasks `running`, numbered, and new notes."""
         notes = list(self._notes)
         self._notes.clear()
-        return {place: self._views[place] for place in running if place in self._views}, notes
+        return {key: self._reports[key] for key in running if key in self._reports}, notes

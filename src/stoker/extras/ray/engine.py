@@ -1,59 +1,276 @@
 """Precompute on a Ray cluster: `precompute(..., engine=RayEngine(address="auto"))`.
 
-The driver, which is the process that asked, holds the claim of the cache, cuts what is missing into slices
-(`slices.py`) and has each encoded by a task (`ray_task.py`), on whatever node has room. Tasks write shards of
-their own to the cache folder or its address, which all nodes must see (`ray_folder.py`). Nothing is kept
-elsewhere: when the driver is killed, so are its tasks, and the next run begins with what the folder lacks.
+The driver is the process that called precompute. It holds the lock of the cache, cuts what is missing into
+slices (`stoker.scale.slices`) and has each encoded by a task (`task.py`), on any node that has room. Tasks
+write their own shards to the cache folder or its URL, which all nodes must see. No other state exists: when
+the driver is killed, so are its tasks, and the next run begins with what the folder lacks.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import select
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker import errors
-from stoker.errors import ConfigError, Interrupted, StalledError, StokerError
+from stoker.config.load import make_config
+from stoker.config.sections import RayConfig
+from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.extras.ray.board import Board
-from stoker.extras.ray.cluster import RayCluster, ray, whoami
-from stoker.extras.ray.settings import RaySettings
-from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked, process_state, versions
-from stoker.plan.resources import automatic_device
+from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked_folder, process_state, versions
+from stoker.plan.resources import automatic_device, probe
 from stoker.precompute.encode import EncodeClock
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot, WorkerView
 from stoker.precompute.settings import EncodeShare, ShareOutcome
+from stoker.runtime.signals import Interrupts
+from stoker.runtime.threads import start_thread
 from stoker.scale.slices import Slice, Slices
 from stoker.sources.pickling import pickle_for_process
 from stoker.sources.protocol import SelfCheckingSource
 from stoker.store import Failure
-from stoker.units import format_count
+from stoker.units import MIB, format_count
+
+log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
-# All workers of a round in one view: their words put together into the snapshots that one machine shows.
+# The connection to a cluster: made within a timeout, asked for room, closed at the end.
+#
+# Ray reads its own environment (the token, where its files go); nothing of it is read here.
+
+
+ray: Any = import_module("ray")
+"""The library, which is an extra; what comes out of it is checked where it is used."""
+STORE_BYTES = 256 * MIB
+"""Object store of a cluster that we start, in addition to what is put into it."""
+_LISTENING_S = 5.0
+_JOIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class TaskResources:
+    """The CPUs and GPUs that one task takes of a node."""
+
+    num_cpus: float
+    num_gpus: float
+
+    def __str__(self) -> str:
+        """Return them as settings."""
+        return f"num_cpus={self.num_cpus:g} num_gpus={self.num_gpus:g}"
+
+    def times(self, resources: dict[str, float]) -> int:
+        """Return how many tasks fit into these resources."""
+        rooms = [
+            int(resources.get(name, 0.0) / wanted + 1e-9)
+            for name, wanted in (("CPU", self.num_cpus), ("GPU", self.num_gpus))
+            if wanted > 0
+        ]
+        return min(rooms, default=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node that is alive."""
+
+    address: str
+    resources: dict[str, float]
+
+    def __str__(self) -> str:
+        """Return its address, and what it has for tasks."""
+        cpus, gpus = self.resources.get("CPU", 0.0), self.resources.get("GPU", 0.0)
+        return f"{self.address} (CPU {cpus:g}, GPU {gpus:g})"
+
+
+class RayCluster:
+    """A connection from the first use until `close`; one that the caller had is used and left open."""
+
+    def __init__(self, settings: RayConfig) -> None:
+        self.settings = settings
+        self._is_ours = False
+        self._closed = threading.Event()
+
+    def connect(self, interrupts: Interrupts, *, store_bytes: int) -> None:
+        """Connect, unless there is a connection.
+
+        Args:
+            interrupts: End the wait.
+            store_bytes: Size of what will be put into the object store. A cluster that we start has room for
+                that and a little more.
+
+        Raises:
+            StalledError: The cluster did not answer in time.
+            ConfigError: No cluster was found, or it wants a token.
+            Interrupted: A signal came.
+        """
+        if ray.is_initialized():
+            return
+        settings = self.settings
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if settings.address is None:
+            options |= {
+                "address": "local",
+                "num_cpus": max(1, int(probe().cpus)),
+                "object_store_memory": STORE_BYTES + store_bytes,
+                "include_dashboard": False,
+            }
+        else:
+            _check_listening(settings.address, min(_LISTENING_S, settings.connect))
+            options |= {"address": settings.address}
+        try:
+            _call_within(settings.connect, lambda: ray.init(**options), interrupts, self._closed)
+        except StokerError:
+            raise
+        except Exception as error:
+            raise _connect_error(error, settings.address) from error
+        self._is_ours = True
+
+    def nodes(self) -> list[ClusterNode]:
+        """Return the nodes that are alive."""
+        return [
+            ClusterNode(address=node["NodeManagerAddress"], resources=dict(node["Resources"]))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def need(self, *, device: str, threads: int) -> TaskResources:
+        """Return what a task takes: by the settings, else by the nodes.
+
+        Args:
+            device: Where the encoder runs.
+            threads: Threads that torch computes with; a task has as many.
+        """
+        settings = self.settings
+        gpus = settings.num_gpus
+        if gpus is None:
+            gpus = 1.0 if device.startswith("cuda") else 0.0
+        if settings.num_cpus is not None:
+            return TaskResources(num_cpus=settings.num_cpus, num_gpus=gpus)
+        least = TaskResources(num_cpus=1, num_gpus=gpus)
+        shares = [
+            found.get("CPU", 1.0) / (max(1.0, found["GPU"] // gpus) if gpus else 1.0)
+            for found in (node.resources for node in self.nodes())
+            if least.times(found)
+        ]
+        most = float("inf") if gpus else float(threads)
+        cpus = max(1.0, float(int(min([*shares, most])))) if shares else 1.0
+        return TaskResources(num_cpus=cpus, num_gpus=gpus)
+
+    def no_room_error(self, need: TaskResources) -> ResourceError:
+        """Return the error for a cluster without a node that could ever run a task."""
+        nodes = ", ".join(map(str, self.nodes())) or "none"
+        return ResourceError(
+            f"no node of the Ray cluster can run a task that takes {need}; the nodes: {nodes}. Ask for less "
+            "(precompute.ray.num_cpus, precompute.ray.num_gpus), or add such a node"
+        )
+
+    def free(self) -> str:
+        """Describe the resources that are free at the moment."""
+        found = cast("dict[str, float]", ray.available_resources())
+        return f"CPU {found.get('CPU', 0.0):g}, GPU {found.get('GPU', 0.0):g}"
+
+    def close(self) -> None:
+        """Close the connection if it is ours; a cluster that we started ends with it."""
+        if self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+            self._closed.set()
+            self._closed = threading.Event()
+
+
+def _check_listening(address: str, timeout_s: float) -> None:
+    """Refuse an address where no process listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`: Ray knows where
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError as error:
+        raise StalledError(
+            f"no Ray cluster answers at {address}: {error}. Expected the address that `ray start --head` "
+            "prints; start the cluster, or leave --address out for one on this machine"
+        ) from error
+
+
+def _call_within(
+    timeout_s: float, call: Callable[[], Any], interrupts: Interrupts, closed: threading.Event
+) -> None:
+    """Make a call that may hang in a thread, which is left behind if it does.
+
+    In a thread Ray installs no signal handlers. The thread lives until `closed`: the kernel ends a cluster
+    that we started together with the thread that started it.
+    """
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
+            ended.append(error)
+        else:
+            ended.append(None)
+            closed.wait()
+
+    thread = start_thread(run, "stoker-ray-connect")
+    waited = 0.0
+    while not ended:
+        thread.join(_JOIN_S)
+        waited += _JOIN_S
+        if interrupts.signal is not None:
+            raise Interrupted("stopped while connecting to the Ray cluster; nothing was started")
+        if not ended and waited > timeout_s:
+            raise StalledError(
+                f"the Ray cluster did not answer within {timeout_s:g} s. Look at it with `ray status`; a "
+                "wrong RAY_AUTH_TOKEN looks like this, too. Give more time with precompute.ray.connect"
+            )
+    if ended[0] is not None:
+        raise ended[0]
+
+
+def _connect_error(error: Exception, address: str | None) -> StokerError:
+    text = " ".join(str(error).split())[:600]
+    where = "on this machine" if address is None else f"at {address}"
+    if isinstance(error, ray.exceptions.AuthenticationError) or "oken" in text or "nauthenticated" in text:
+        return ConfigError(
+            f"the Ray cluster {where} wants a token: {text}. Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
+            "RAY_AUTH_TOKEN_PATH) as on the cluster; `ray get-auth-token` prints the one of this account"
+        )
+    if isinstance(error, ConnectionError):
+        return ConfigError(
+            f"there is no Ray cluster {where}: {text}. Start one with `ray start --head`, give --address "
+            "host:port, or leave it out for one on this machine"
+        )
+    return StokerError(f"the Ray cluster {where} cannot be used: {type(error).__name__}: {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Progress: the reports of all tasks put together into the snapshots that one machine shows.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReport:
     """How far a task says it is."""
 
     node: str = ""
     process: tuple[str, int, int] = ("", 0, 0)
-    """Ray's name of the node, the number of the process there, and when that began by the node's clock."""
+    """Ray's name of the node, the process id there, and when the process began by the node's clock."""
     stage: str = ""
     """`prepare`, `read` until something is encoded, then `encode`."""
     encoded: int = 0
     written_bytes: int = 0
     sample: int = -1
-    """The first of the group in hand."""
+    """The first sample of the encode batch that is being made."""
     call_s: float = 0.0
     busy: float = 0.0
     shard_fill: tuple[int, int] = (0, 0)
@@ -61,40 +278,42 @@ class View:
 
 
 class RoundProgress:
-    """Shows a round."""
+    """Shows how far a round is."""
 
     def __init__(self, share: EncodeShare, sink: ProgressSink | None, *, device: str) -> None:
         self._share, self._sink, self._device = share, sink, device
         self._begun = time.monotonic()
         self._shown = 0.0
         self._rate = Rate(self._begun)
-        self._aside = len(share.folder.failures().keys() - set(share.missing.tolist()))
+        self._quarantined = len(share.folder.failures().keys() - set(share.missing.tolist()))
         self._record_bytes = 0.0
-        """Of one record as stored, about: tasks that have ended are counted in records."""
+        """About what one record takes on disk: of tasks that have ended only the records are known."""
         self.last_note = ""
-        """The latest of what tasks said, as a sentence."""
+        """The latest note of a task, as a sentence."""
 
     def note(self, text: str) -> None:
-        """Pass on what a task said."""
+        """Pass on a note of a task."""
         self.last_note = f"It said last: {text}. "
         if self._sink is not None:
             self._sink.note(text)
 
-    def show(self, views: Sequence[View], encoded: int, failures: Sequence[Failure], *, last: bool) -> None:
-        """Show where the round stands, if it is time for that."""
+    def show(
+        self, reports: Sequence[TaskReport], encoded: int, failures: Sequence[Failure], *, last: bool
+    ) -> None:
+        """Show how far the round is, if it is time for that."""
         now = time.monotonic()
         if self._sink is None or (not last and now - self._shown < self._sink.interval_s):
             return
         self._shown = now
-        self._sink.update(self._snapshot(now, views, encoded, failures))
+        self._sink.update(self._snapshot(now, reports, encoded, failures))
 
     def _snapshot(
-        self, now: float, views: Sequence[View], encoded: int, failures: Sequence[Failure]
+        self, now: float, reports: Sequence[TaskReport], encoded: int, failures: Sequence[Failure]
     ) -> Snapshot:
-        share, working = self._share, [view for view in views if view.stage != "prepare"]
+        share, working = self._share, [view for view in reports if view.stage != "prepare"]
         total, told = share.folder.recipe.count, sum(view.encoded for view in working)
         encoded += told
-        nodes = len({view.node for view in views})
+        nodes = len({view.node for view in reports})
         samples = [view.sample for view in working if view.sample >= 0]
         calls = [view.call_s for view in working if view.call_s]
         first = min(samples, default=-1)
@@ -110,9 +329,9 @@ class RoundProgress:
             written_bytes=int(encoded * self._record_bytes),
             workers=tuple(
                 WorkerView(number=i + 1, stage=view.stage, sample=view.sample, seconds=0.0, name=view.node)
-                for i, view in enumerate(views)
+                for i, view in enumerate(reports)
             ),
-            device=f"{self._device}, {len(views)} tasks on {nodes} nodes",
+            device=f"{self._device}, {len(reports)} tasks on {nodes} nodes",
             group=range(first, max(samples, default=-1) + 1) if samples else range(0),
             call_s=sum(calls) / len(calls) if calls else 0.0,
             busy=sum(view.busy for view in working) / len(working) if working else 0.0,
@@ -120,13 +339,13 @@ class RoundProgress:
                 sum(view.shard_fill[0] for view in working),
                 sum(view.shard_fill[1] for view in working),
             ),
-            quarantined=self._aside + len(failures),
-            last_failure=next((view.last_failure for view in views if view.last_failure), ""),
+            quarantined=self._quarantined + len(failures),
+            last_failure=next((view.last_failure for view in reports if view.last_failure), ""),
         )
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A slice that is out as a task: what is known of it, and what it means if it does not come back.
+# A slice that a task encodes: what is known of the task, and what its errors mean.
 
 
 LOST = (
@@ -137,49 +356,44 @@ LOST = (
     ray.exceptions.GetTimeoutError,
     ray.exceptions.TaskCancelledError,
 )
-"""A worker or a node is gone, with what it was doing; another one can do it."""
+"""A worker or a node is lost; another one can take over its slice."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Out:
-    """A slice that is out."""
+class SliceTask:
+    """A slice, and the task that encodes it."""
 
     slice: Slice
     heard: float | None = None
-    """When it was last heard of; None: it waits for a place."""
-    word: int = -1
-    view: View = field(default_factory=View)
-    halted: bool = False
-    """It was told to end, for others have nothing left to do."""
+    """When its last report came; None: it waits for a place."""
+    report_index: int = -1
+    view: TaskReport = field(default_factory=TaskReport)
+    is_halted: bool = False
+    """It was told to end, since others have nothing left to do."""
     _placed: float = 0.0
 
     @property
-    def place(self) -> tuple[int, int]:
-        """What the board knows it by."""
+    def key(self) -> tuple[int, int]:
+        """Its key on the board."""
         return self.slice.key, self.slice.losses
 
     @property
     def left_s(self) -> float:
-        """Work that it has left, by its own pace; 0 where that is not known."""
+        """Seconds of work left, by its own pace; 0 where that is not known."""
         if self.heard is None or not self.view.encoded:
             return 0.0
         left = len(self.slice.numbers) - self.view.encoded
         return left / self.view.encoded * (self.heard - self._placed)
 
-    def hear(self, word: int, view: View) -> None:
-        """Take in its latest word, the number of which says that it is a new one."""
+    def take_report(self, index: int, report: TaskReport) -> None:
+        """Store its latest report."""
         self.heard = time.monotonic()
         self._placed = self._placed or self.heard
-        self.word, self.view = word, view
+        self.report_index, self.view = index, report
 
 
-def why(error: Exception) -> str:
-    """What Ray says of a loss, in short."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def failed(task: Out, error: Exception) -> StokerError:
-    """The error for a task that Ray could not run, or that raised what none of ours does."""
+def task_error(task: SliceTask, error: Exception) -> StokerError:
+    """Return the error for a task that Ray could not run, or that raised an unexpected exception."""
     text = " ".join(str(error).split())
     if "No module named 'stoker" in text:
         return ConfigError(
@@ -192,84 +406,86 @@ def failed(task: Out, error: Exception) -> StokerError:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# One round on a cluster: slices go out as tasks, what comes back is counted, what is lost goes out again.
+# One round on a cluster: each slice becomes a task, answers are counted, what is lost is sent again.
 #
-# A worker that has nothing to do, when all is handed out, gets half of what the one with the most still
-# has.
+# When all slices are sent and a worker has nothing to do, it gets half of what the slowest task has left.
 
-
-log = logging.getLogger("stoker")
 
 LOOK_S = 0.2
-LAST_WORDS_S = 2.0
-"""How long the board may take to say what tasks said last."""
+LAST_REPORTS_S = 2.0
+"""How long the board may take to give the last reports of tasks."""
 GET_S = 60.0
-"""How long the short answer of a task that has ended may take to come here."""
+"""How long the short answer of a task that has ended may take to arrive."""
 NODES_EVERY_S = 5.0
 DRIVER_S = 120.0
 """How long one turn of the driver's loop may take before its guardian ends it."""
 FIRST_S = 30.0
 """How long the first tasks last; later ones as long as the run so far, since each costs a second or two."""
-SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
-"""A task seals what it has after a twentieth of the run so far: what losing it costs."""
+COMMIT_SHARE, COMMIT_LEAST_S, COMMIT_MOST_S = 0.05, 1.0, 30.0
+"""A task commits what it has after a twentieth of the run so far: at most that is lost with it."""
 SIGHT_S = 90.0
-"""How long what tasks have stored may take to be seen here: file servers cache directories for a minute."""
+"""How long it may take until the driver sees a stored file: file servers cache directories for a minute."""
 SHARE_S = 10.0
 """Work that one worker may have left while another has none; sharing it costs two starts of workers."""
 STOP_S = 30.0
-"""What a task that is to stop gets in addition to the time to write one group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Where a round takes place."""
-
-    cluster: RayCluster
-    settings: RaySettings
-    payload: Any
-    """Reference to source, encoder and settings, in the object store."""
-    folder: dict[str, Any]
-    """What tasks are told of the cache folder (`ray_folder.py`)."""
+"""Time to stop that a task gets, in addition to the time to write one encode batch."""
 
 
 class Round:
-    """Drives a share of work to its end."""
+    """Drives a share of work to its end.
 
-    def __init__(self, share: EncodeShare, sink: ProgressSink | None, site: Site) -> None:
-        self._share, self._site = share, site
+    Args:
+        share: What to encode.
+        sink: Gets the progress.
+        cluster: A connected one.
+        payload: Reference to the `TaskLoad` in the object store.
+        folder: How tasks find the cache folder, from `marked_folder`.
+    """
+
+    def __init__(
+        self,
+        share: EncodeShare,
+        sink: ProgressSink | None,
+        *,
+        cluster: RayCluster,
+        payload: Any,
+        folder: dict[str, Any],
+    ) -> None:
+        self._share, self._cluster, self._payload, self._folder = share, cluster, payload, folder
         self._interrupts = share.interrupts
         self._begun = time.monotonic()
-        settings, cluster = share.settings, site.cluster
+        settings = share.settings
         self._threads = torch.get_num_threads()
         device = automatic_device()[0] if settings.device == "auto" else settings.device
         self._need = cluster.need(device=device, threads=self._threads)
         self._slices = Slices(share.folder.recipe, share.missing, share.source.runs())
-        self._tasks: dict[Any, Out] = {}
-        self._room, self._looked = 0, float("-inf")
+        self._tasks: dict[Any, SliceTask] = {}
+        self._room, self._counted_at = 0, float("-inf")
         self._moved = self._begun
-        """When anything was last heard."""
+        """When the last report or answer came."""
         self._encoded, self._encode_s = 0, 0.0
         self._workers, self._lost_workers, self._abandoned = 0, 0, 0
         self._failures: list[Failure] = []
         self._quiet_s = sum(getattr(settings.timeouts, one.name) for one in fields(settings.timeouts))
         self._clock = EncodeClock(limit_s=DRIVER_S)
         self._device = "cuda" if self._need.num_gpus else device
-        self._views = RoundProgress(share, sink, device=self._device)
-        self._board = (
-            ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=_beside_us()).remote()
-        )
+        self._progress = RoundProgress(share, sink, device=self._device)
+        # Where this node is one of the cluster's, the board is on it: driver and board are lost together.
+        here = _on_node(ray.get_runtime_context().get_node_id(), soft=True)
+        actor = ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+        self._board = actor.remote()
         self._send = ray.remote(encode_slice).options(
             num_cpus=self._need.num_cpus,
             num_gpus=self._need.num_gpus,
-            max_retries=0,  # we see to that ourselves: what a lost task has stored is not encoded again
-            scheduling_strategy="SPREAD" if site.settings.placement == "spread" else "DEFAULT",
+            max_retries=0,  # `_lost` does it: what a lost task has stored is not encoded again
+            scheduling_strategy="SPREAD" if cluster.settings.placement == "spread" else "DEFAULT",
         )
         self._asked: Any = None
-        """What the board is to answer."""
+        """The answer of the board that is awaited."""
         self._run = secrets.token_hex(8)
 
-    def go(self) -> ShareOutcome:
-        """Encode everything, or stop in order at a signal.
+    def run(self) -> ShareOutcome:
+        """Encode everything, or stop cleanly at a signal.
 
         Raises:
             StokerError: As `RayEngine`.
@@ -280,11 +496,11 @@ class Round:
                 if self._interrupts.signal is not None:
                     break
                 self._clock.alive(bounded=True)
-                self._send_out()
+                self._send_slices()
                 self._collect(LOOK_S)
-                self._listen()
+                self._read_board()
                 self._check()
-                self._share_out()
+                self._split_longest()
                 self._show()
             else:
                 finished = True
@@ -292,8 +508,8 @@ class Round:
             self._stop()
             self._clock.alive(bounded=False)
         if finished:
-            self._wait_for_sight()
-        self._hear_out()
+            self._wait_until_visible()
+        self._read_last_reports()
         self._show(last=True)
         return ShareOutcome(
             finished=finished,
@@ -305,45 +521,45 @@ class Round:
             failures=tuple(self._failures),
         )
 
-    def _send_out(self) -> None:
-        """Give every place that the cluster has a slice."""
-        now = time.monotonic()
-        if now - self._looked > NODES_EVERY_S:
-            self._looked = now
-            self._room = sum(self._need.times(node.resources) for node in self._site.cluster.nodes())
+    def _send_slices(self) -> None:
+        """Send a slice to every free place of the cluster.
+
+        Raises:
+            ResourceError: No node could ever run a task, and none joined in time.
+        """
+        now, settings = time.monotonic(), self._cluster.settings
+        if now - self._counted_at > NODES_EVERY_S:
+            self._counted_at = now
+            self._room = sum(self._need.times(node.resources) for node in self._cluster.nodes())
             if not self._room:
-                self._no_room(now)
+                error = self._cluster.no_room_error(self._need)
+                if settings.address is None or now - self._moved > settings.wait:
+                    raise error
+                log.warning("%s. Waiting %g s for one", error, settings.wait)
         while len(self._tasks) < self._room and not self._slices.empty:
             one = self._slices.take(self._room - len(self._tasks))
-            reference = self._send.remote(self._order(one), [self._site.payload], self._board)
-            self._tasks[reference] = Out(slice=one)
-
-    def _no_room(self, now: float) -> None:
-        """No node of the cluster could ever run a task; others may join one that is not ours."""
-        refusal = self._site.cluster.refuse(self._need)
-        if self._site.cluster.own or now - self._moved > self._site.settings.wait_s:
-            raise refusal
-        log.warning("%s. Waiting %g s for one", refusal, self._site.settings.wait_s)
+            reference = self._send.remote(self._order(one), [self._payload], self._board)
+            self._tasks[reference] = SliceTask(slice=one)
 
     def _order(self, one: Slice) -> dict[str, Any]:
-        """What a task is told, in plain values."""
+        """Return the order for a task, in plain values."""
         elapsed_s = time.monotonic() - self._begun
         return {
             "run": self._run,
-            "place": (one.key, one.losses),
+            "key": (one.key, one.losses),
             "numbers": one.numbers,
-            "lasts_s": min(self._site.settings.slice_s, max(FIRST_S, elapsed_s)),
+            "lasts_s": min(self._cluster.settings.slice, max(FIRST_S, elapsed_s)),
             "versions": versions(),
             "process": process_state(),
-            "folder": self._site.folder,
+            "folder": self._folder,
             "threads": self._threads,
             "num_cpus": self._need.num_cpus,
             "device": self._device,
-            "seal_after_s": min(SEAL_MOST_S, max(SEAL_LEAST_S, SEAL_SHARE * elapsed_s)),
+            "seal_after_s": min(COMMIT_MOST_S, max(COMMIT_LEAST_S, COMMIT_SHARE * elapsed_s)),
         }
 
     def _collect(self, timeout_s: float) -> None:
-        """Take in what has ended."""
+        """Take the answers of tasks that have ended."""
         if not self._tasks:
             select.select([self._interrupts.fd] if self._interrupts.fd >= 0 else [], [], [], timeout_s)
             return
@@ -356,17 +572,17 @@ class Round:
             try:
                 answer = ray.get(reference, timeout=GET_S)
             except LOST as error:
-                self._lost(task, why(error))
+                self._lost(task, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             except ray.exceptions.RayError as error:
-                raise failed(task, error) from error
+                raise task_error(task, error) from error
             else:
-                self._take_in(task, answer)
+                self._take_answer(task, answer)
 
-    def _take_in(self, task: Out, answer: dict[str, Any]) -> None:
+    def _take_answer(self, task: SliceTask, answer: dict[str, Any]) -> None:
         if answer["kind"] == "failed":
             kind = getattr(errors, answer["error"], StokerError)
             raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
-        if not (answer["finished"] or task.halted or answer["encoded"] or answer["failures"]):
+        if not (answer["finished"] or task.is_halted or answer["encoded"] or answer["failures"]):
             self._lost(task, "something other than Stoker told it to stop")
             return
         self._slices.put_back(answer["rest"])
@@ -377,30 +593,30 @@ class Round:
         self._abandoned += answer["abandoned_workers"]
         self._failures += [Failure(**failure) for failure in answer["failures"]]
 
-    def _share_out(self) -> None:
+    def _split_longest(self) -> None:
         """End the task with the most left if others have nothing: the rest is cut into new slices."""
         tasks = self._tasks.values()
-        if not self._slices.empty or len(tasks) >= self._room or any(task.halted for task in tasks):
+        if not self._slices.empty or len(tasks) >= self._room or any(task.is_halted for task in tasks):
             return
         reference = max(self._tasks, key=lambda one: self._tasks[one].left_s, default=None)
         if reference is not None and self._tasks[reference].left_s > SHARE_S:
-            self._tasks[reference].halted = True
+            self._tasks[reference].is_halted = True
             ray.cancel(reference, force=False)
 
-    def _lost(self, task: Out, cause: str) -> None:
-        """What a lost worker has not stored goes to another one.
+    def _lost(self, task: SliceTask, cause: str) -> None:
+        """Put back what a lost worker has not stored, for another one.
 
         Raises:
-            StokerError: That has happened too often to this slice.
+            StokerError: This slice was lost too often.
         """
         if self._interrupts.signal is not None:
             return
-        self._hear_out()
+        self._read_last_reports()
         one, node = task.slice, task.view.node or "a node"
-        if one.losses >= self._site.settings.max_retries:
+        if one.losses >= self._cluster.settings.max_retries:
             raise StokerError(
                 f"samples {one.span} were lost with their worker {one.losses + 1} times, at last on {node}: "
-                f"{cause}. {self._views.last_note}What is stored stays; run it again to resume. "
+                f"{cause}. {self._progress.last_note}What is stored stays; run it again to resume. "
                 "precompute.ray.max_retries allows more"
             )
         unstored = self._share.folder.missing(retry_quarantined=True)
@@ -412,59 +628,59 @@ class Round:
             node, one.span, cause, format_count(len(one.numbers) - rest), format_count(rest),
         )  # fmt: skip
 
-    def _hear_out(self) -> None:
-        """Take in all that was said until now: what the board was asked before may be older."""
+    def _read_last_reports(self) -> None:
+        """Read all reports until now; twice, since an answer that is awaited already may be older."""
         for _ in range(2):
-            self._listen(LAST_WORDS_S)
+            self._read_board(LAST_REPORTS_S)
 
-    def _listen(self, wait_s: float = 0.0) -> None:
-        """What tasks say about themselves; a lost board is started and asked again."""
+    def _read_board(self, wait_s: float = 0.0) -> None:
+        """Read what tasks report; a lost board is started by Ray and asked again."""
         if self._asked is None:
-            self._asked = self._board.look.remote([task.place for task in self._tasks.values()])
+            self._asked = self._board.read.remote([task.key for task in self._tasks.values()])
         if not ray.wait([self._asked], timeout=wait_s)[0]:
             return
         asked, self._asked = self._asked, None
         try:
-            words, notes = ray.get(asked, timeout=GET_S)
+            reports, notes = ray.get(asked, timeout=GET_S)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             return
-        now, places = time.monotonic(), {task.place: task for task in self._tasks.values()}
-        for place, (word, view) in words.items():
-            task = places.get(tuple(place))
-            if task is not None and word != task.word:
-                task.hear(word, View(**view))
+        now, by_key = time.monotonic(), {task.key: task for task in self._tasks.values()}
+        for key, (index, report) in reports.items():
+            task = by_key.get(tuple(key))
+            if task is not None and index != task.report_index:
+                task.take_report(index, TaskReport(**report))
                 self._moved = now
         for note in notes:
-            self._views.note(note)
+            self._progress.note(note)
 
     def _check(self) -> None:
-        """End what hangs where its own supervision does not see it; do not wait for a place forever.
+        """End tasks that hang where their own supervision does not see it; limit the wait for a place.
 
         Raises:
-            StalledError: Nothing was heard of any task for as long as the settings allow.
+            StalledError: No report of any task came for as long as the settings allow.
         """
-        now, settings = time.monotonic(), self._site.settings
+        now, settings = time.monotonic(), self._cluster.settings
         waiting = [task for task in self._tasks.values() if task.heard is None]
         none_placed = bool(self._tasks) and len(waiting) == len(self._tasks)
-        if none_placed and now - self._moved > settings.wait_s:
+        if none_placed and now - self._moved > settings.wait:
             raise StalledError(
-                f"the Ray cluster gave none of {len(waiting)} tasks a place within {settings.wait_s:g} s. "
-                f"Each takes {self._need}; free now: {self._site.cluster.free()}. Ask for less, wait for "
+                f"the Ray cluster gave none of {len(waiting)} tasks a place within {settings.wait:g} s. "
+                f"Each takes {self._need}; free now: {self._cluster.free()}. Ask for less, wait for "
                 "other jobs to end, or give more time with precompute.ray.wait"
             )
         for reference, task in list(self._tasks.items()):
-            limit_s = settings.wait_s if task.view.stage == "prepare" else self._quiet_s
+            limit_s = settings.wait if task.view.stage == "prepare" else self._quiet_s
             if task.heard is not None and now - task.heard > limit_s:
                 del self._tasks[reference]
-                _end(task)
+                _kill_process(task)
                 self._lost(task, f"it said nothing for {limit_s:g} s in stage {task.view.stage}")
 
     def _show(self, *, last: bool = False) -> None:
-        views = [task.view for task in self._tasks.values() if task.heard is not None]
-        self._views.show(views, self._encoded, self._failures, last=last)
+        reports = [task.view for task in self._tasks.values() if task.heard is not None]
+        self._progress.show(reports, self._encoded, self._failures, last=last)
 
     def _stop(self) -> None:
-        """Have what still runs seal and end, and wait for that, but not for long."""
+        """Let tasks that still run commit and end, and wait for that within a limit."""
         if not self._tasks:
             return
         for reference in self._tasks:
@@ -484,15 +700,15 @@ class Round:
         for reference in self._tasks:
             ray.cancel(reference, force=True)
 
-    def _wait_for_sight(self) -> None:
-        """See here what tasks have stored elsewhere.
+    def _wait_until_visible(self) -> None:
+        """Wait until this node sees what tasks have stored from others.
 
         Raises:
-            ConfigError: It does not come into sight.
+            ConfigError: It does not become visible.
             Interrupted: A signal came.
         """
-        aside = np.array([failure.number for failure in self._failures], np.int64)
-        expected: NDArray[np.int64] = np.setdiff1d(self._share.missing, aside)
+        quarantined = np.array([failure.number for failure in self._failures], np.int64)
+        expected: NDArray[np.int64] = np.setdiff1d(self._share.missing, quarantined)
         until = time.monotonic() + SIGHT_S
         while True:
             unseen = np.intersect1d(expected, self._share.folder.missing(retry_quarantined=True))
@@ -501,7 +717,7 @@ class Round:
             if time.monotonic() > until:
                 raise ConfigError(
                     f"{format_count(len(unseen))} records that tasks have stored are not in "
-                    f"{self._share.folder.path} as seen from {whoami()}, {SIGHT_S:g} s later "
+                    f"{self._share.folder.path} as seen from {os.uname().nodename}, {SIGHT_S:g} s later "
                     f"(sample {unseen[0]} is the first). Expected "
                     "one folder on storage that all nodes share. Run it again to encode what is missing"
                 )
@@ -513,22 +729,17 @@ class Round:
             time.sleep(1.0)
 
 
-def _end(task: Out) -> None:
-    """End a worker that may not answer Ray, with a task on its node: else its place would never be free."""
+def _kill_process(task: SliceTask) -> None:
+    """Kill a worker that may not answer Ray, with a task on its node: else its place would never be free."""
     node, *process = task.view.process
+    there = _on_node(node, soft=False)
+    ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote(*process)
+
+
+def _on_node(node: str, *, soft: bool) -> Any:
+    """Return the strategy that places a task on a node; `soft`: on another one where that is impossible."""
     strategies: Any = ray.util.scheduling_strategies
-    beside = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    ray.remote(end_process).options(num_cpus=0, scheduling_strategy=beside).remote(*process)
-
-
-def _beside_us() -> Any:
-    """On this node if that is one of the cluster's: driver and board are gone together then."""
-    strategies: Any = ray.util.scheduling_strategies
-    here = ray.get_runtime_context().get_node_id()
-    return strategies.NodeAffinitySchedulingStrategy(node_id=here, soft=True)
-
-
-_OTHERWISE = "Or encode on this machine alone (--engine local)"
+    return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=soft)
 
 
 class RayEngine:
@@ -537,22 +748,26 @@ class RayEngine:
     It connects when there is something to encode, and stays connected until `close`, or the end of a `with`.
 
     Args:
-        settings: Which cluster and what of it; single settings by name win, as `RayEngine(num_gpus=1)`.
+        settings: The section `precompute.ray`; None: its defaults.
+        **changed: Settings by their names there, over those of `settings`, as `RayEngine(num_gpus=1)`.
 
     Raises:
-        ConfigError: A setting means nothing.
+        ConfigError: A setting is unknown or out of range.
     """
 
-    def __init__(self, settings: RaySettings | None = None, **changed: Any) -> None:
-        self.settings = replace(settings or RaySettings(), **changed)
-        self._cluster = RayCluster(self.settings)
+    def __init__(self, settings: RayConfig | None = None, **changed: Any) -> None:
+        if changed:
+            given = {**(settings or RayConfig()).model_dump(), **changed}
+            config = make_config({"precompute": {"engine": "ray", "ray": given}}, where="RayEngine")
+            settings = config.precompute.ray
+        self._cluster = RayCluster(settings or RayConfig())
 
     def __call__(self, share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
         """See `Engine`.
 
         Raises:
             SourceError: Source or encoder cannot be sent to other nodes.
-            ConfigError: There is no such cluster, or a node does not fit: it sees other files, or has other
+            ConfigError: No such cluster was found, or a node does not fit: it sees other files, or has other
                 versions.
             StalledError: The cluster does not answer, or gives no task a place.
             ResourceError: No node has what a task takes.
@@ -561,20 +776,15 @@ class RayEngine:
         if share.settings.workers != 0 and isinstance(share.source, SelfCheckingSource):
             with share.interrupts.raising():
                 share.source.check_in_child()
-        payload = self._packed(share)
+        payload = _pack(share)
         self._cluster.connect(share.interrupts, store_bytes=len(payload))
-        with marked(share.folder, whoami()) as folder:
-            site = Site(
-                cluster=self._cluster,
-                settings=self.settings,
-                payload=ray.put(np.frombuffer(payload, np.uint8)),
-                folder=folder,
-            )
+        with marked_folder(share.folder, os.uname().nodename) as folder:
+            reference = ray.put(np.frombuffer(payload, np.uint8))
             del payload
-            return Round(share, sink, site).go()
+            return Round(share, sink, cluster=self._cluster, payload=reference, folder=folder).run()
 
     def close(self) -> None:
-        """Let go of the cluster; one that we started ends."""
+        """Close the connection; a cluster that we started ends."""
         self._cluster.close()
 
     def __enter__(self) -> RayEngine:
@@ -585,15 +795,17 @@ class RayEngine:
     ) -> None:
         self.close()
 
-    @staticmethod
-    def _packed(share: EncodeShare) -> bytes:
-        settings = replace(
-            share.settings, progress=None, part=(0, 1), devices=(), always_in_child=True, overwrite=False
-        )
-        load = TaskLoad(
-            source=share.source,
-            encoder=share.encoder,
-            settings=settings,
-            files=share.folder.recipe.files,
-        )
-        return pickle_for_process(load, "job", otherwise=_OTHERWISE)
+
+def _pack(share: EncodeShare) -> bytes:
+    """Return the pickled `TaskLoad` of a share.
+
+    Raises:
+        SourceError: Source or encoder cannot be pickled.
+    """
+    settings = replace(
+        share.settings, progress=None, part=(0, 1), devices=(), always_in_child=True, overwrite=False
+    )
+    load = TaskLoad(
+        source=share.source, encoder=share.encoder, settings=settings, files=share.folder.recipe.files
+    )
+    return pickle_for_process(load, "job", otherwise="Or encode on this machine alone (--engine local)")

@@ -1,9 +1,9 @@
-"""Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
+"""Jobs on a running Ray cluster: the `Executor` of `stoker serve --executor ray`.
 
 An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one.
-The job's folder says which submission is wanted; `python -m stoker.extras.ray.jobs` on the node looks there.
+The job's folder names the current submission; `python -m stoker.extras.ray.jobs` on the node reads it.
 A worker that dies leaves the submission running: the next worker of the job finds its name there and watches
-it. The database stays where the truth is: jobs of Ray end with their cluster.
+it. The database of the service decides what is true: jobs of Ray end with their cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stoker.service.folders import JobFile, JobFolder
 # Ray's job API, four requests of it, each with a timeout.
 #
 # Ray's own client waits for an answer as long as it takes, and needs Ray installed with the service; the
-# requests are documented and few. The token goes with each of them and is shown nowhere.
+# requests are documented and few. The token is sent with each of them and never shown.
 
 
 ANSWER_S = 10.0
@@ -46,10 +46,10 @@ class RayJobs:
 
     Args:
         address: Of its dashboard, over http or https.
-        token: What it wants to be shown; None: nothing.
+        token: The bearer token that it asks for; None: it asks for none.
 
     Raises:
-        ConfigError: That is no address.
+        ConfigError: The address is not a URL of http or https.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
@@ -63,12 +63,12 @@ class RayJobs:
         self._http = HttpClient(timeout_s=ANSWER_S, total_s=3 * ANSWER_S, limit_bytes=_MOST_BYTES)
 
     def check(self) -> None:
-        """See whether the cluster answers, and takes the token. Errors as `submit`."""
+        """Check that the cluster answers and takes the token. Errors as `submit`."""
         with suppress(NotFoundError):
-            self.look("stoker")
+            self.info("stoker")
 
     def submit(self, submission: str, entrypoint: str, *, gpus: float) -> None:
-        """Have `entrypoint` run, under a name that no other job has; one that has it is this one.
+        """Have `entrypoint` run under a new name; a job that has the name already is this one.
 
         Raises:
             ResourceError: The cluster does not answer, or refuses.
@@ -80,22 +80,22 @@ class RayJobs:
         try:
             self._ask("POST", "/api/jobs/", body)
         except ResourceError as error:
-            try:  # it may have come through all the same
-                self.look(submission)
+            try:  # it may have arrived all the same
+                self.info(submission)
             except NotFoundError:
                 raise error from None
 
-    def look(self, submission: str) -> dict[str, Any]:
-        """What the cluster says of a job: `status`, `driver_exit_code`, `message`.
+    def info(self, submission: str) -> dict[str, Any]:
+        """Return what the cluster says of a job: `status`, `driver_exit_code`, `message`.
 
         Raises:
-            NotFoundError: It knows none of that name.
+            NotFoundError: It knows no job of that name.
             ResourceError, ConfigError: As `submit`.
         """
         return self._ask("GET", f"/api/jobs/{submission}")
 
     def stop(self, submission: str) -> None:
-        """End a job: SIGTERM, and SIGKILL a few seconds later. Errors as `look`."""
+        """End a job: SIGTERM, and SIGKILL a few seconds later. Errors as `info`."""
         self._ask("POST", f"/api/jobs/{submission}/stop")
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class RayJobs:
 
 
 def ray_token(environment: Mapping[str, str]) -> str | None:
-    """What a Ray cluster is shown, from where Ray itself takes it; None: nowhere."""
+    """Return the token for a Ray cluster, from where Ray itself takes it; None: it is not set."""
     if token := environment.get("RAY_AUTH_TOKEN"):
         return token
     home = Path(environment.get("HOME", "/nonexistent"))
@@ -141,11 +141,11 @@ def ray_token(environment: Mapping[str, str]) -> str | None:
 
 _log = logging.getLogger(__name__)
 LOOK_S = 1.0
-"""Between two looks at a submission."""
+"""Between two requests about a submission."""
 SILENT_S = 60.0
 """How long the cluster may not answer before an attempt counts as lost."""
 KILLED = -9
-"""What an attempt ends with whose process is gone without a status: it is lost, and tried again."""
+"""Exit status of an attempt whose process ended without one: it is lost, and tried again."""
 _LIVE = ("PENDING", "RUNNING")
 _SIGNALLED = 128
 
@@ -166,16 +166,16 @@ class RayExecutor:
         """See `Executor.lock`; a submission that still runs is not ended, but taken over by `start`.
 
         Raises:
-            StalledError: Whether an earlier submission still runs cannot be told, as the cluster is silent.
+            StalledError: The cluster does not say whether an earlier submission still runs.
         """
         lock = self._local.lock(folder)
         try:
-            running = self._running(wanted(folder))
+            running = self._running(read_submission(folder))
         except (ResourceError, ConfigError) as error:
             lock.release()
             raise StalledError(
-                f"{folder.submission} names {wanted(folder)}, and whether that still runs cannot be told: "
-                f"{error}. The job is tried again later"
+                f"{folder.submission} names {read_submission(folder)}, which may still run: {error}. "
+                "The job is tried again later"
             ) from error
         except BaseException:
             lock.release()
@@ -186,14 +186,14 @@ class RayExecutor:
         if not submission:
             return None
         try:
-            status = self._jobs.look(submission).get("status")
-        except NotFoundError:  # it never came there, or its cluster is gone, and the job's processes with it
+            status = self._jobs.info(submission).get("status")
+        except NotFoundError:  # it never arrived, or its cluster ended, and the job's processes with it
             return None
         return submission if status in _LIVE else None
 
 
 def check_cluster(address: str, environment: Mapping[str, str]) -> None:
-    """See whether a cluster answers, and takes the token of `environment`.
+    """Check that a cluster answers and takes the token of `environment`.
 
     Raises:
         ConfigError, ResourceError: As `RayJobs.submit`.
@@ -202,7 +202,7 @@ def check_cluster(address: str, environment: Mapping[str, str]) -> None:
 
 
 def ray_executor(target: RayTarget, environment: Mapping[str, str], local: LocalExecutor) -> RayExecutor:
-    """Return what runs jobs on a cluster, with the token of `environment`."""
+    """Return the executor of jobs on a cluster, with the token of `environment`."""
     return RayExecutor(target, RayJobs(target.address, ray_token(environment)), local)
 
 
@@ -248,7 +248,7 @@ class RayJobLock:
 
 
 class RayProcess:
-    """A submission; a thread looks at it, so that no call waits for the cluster."""
+    """A submission; a thread asks about it, so that no call waits for the cluster."""
 
     def __init__(self, jobs: RayJobs, folder: JobFolder, submission: str, limits: JobLimits) -> None:
         self.submission = submission
@@ -276,25 +276,25 @@ class RayProcess:
         self._kill.set()
 
     def _follow(self) -> None:
-        heard, asked = time.monotonic(), 0.0
+        answered, asked = time.monotonic(), 0.0
         while self._code is None and not is_exiting():
             try:
                 if self._kill.is_set() and time.monotonic() - asked > SILENT_S / 4:
                     asked = time.monotonic()
                     self._jobs.stop(self.submission)
-                self._code = self._judge(self._jobs.look(self.submission))
-                heard = time.monotonic()
+                self._code = self._exit_status(self._jobs.info(self.submission))
+                answered = time.monotonic()
             except NotFoundError:
                 self._code = KILLED
             except (ResourceError, ConfigError) as error:
-                if time.monotonic() - heard > SILENT_S:
+                if time.monotonic() - answered > SILENT_S:
                     _log.error("%s; the attempt counts as lost", error)
                     self._code = KILLED
             if self._code is None:
                 self._kill.wait(LOOK_S) if not self._kill.is_set() else time.sleep(LOOK_S)
 
-    def _judge(self, found: dict[str, object]) -> int | None:
-        """The exit status, if it has ended."""
+    def _exit_status(self, found: dict[str, object]) -> int | None:
+        """Return the exit status, if the submission has ended."""
         status, code = found.get("status"), found.get("driver_exit_code")
         if status in _LIVE:
             return None
@@ -317,31 +317,31 @@ class RayProcess:
 # ----------------------------------------------------------------------------------------------------------
 # What runs on the node: `python -m stoker.extras.ray.jobs FOLDER SUBMISSION TARGET`.
 #
-# It starts the job's own process, ties it to itself, and looks into the job's folder, which worker and node
-# share: is this submission still the one that is wanted, and has it been asked to stop? So a job never goes
-# on beside a newer attempt, even where the two cannot hear each other, and has all the time for a checkpoint
-# that its worker allows; Ray's own way to stop a job leaves it three seconds.
+# It starts the job's own process, ties it to itself, and reads the job's folder, which worker and node share:
+# is this submission still the current one, and should it stop? So a job never runs in parallel to a newer
+# attempt, even where the two cannot reach each other. It also has all the time for a checkpoint that its
+# worker allows; Ray's own way to stop a job leaves it three seconds.
 
 
 NODE_LOOK_S = 0.25
 SIGHT_S = 30.0
-"""How long what the worker has just written may take to be seen on another node."""
+"""How long a file that the worker has just written may take to be seen on another node."""
 UNSEEN = 76
 """Exit status where this node does not see the job's folder as the worker does."""
 OVERTAKEN = 77
 """Exit status where another submission took the place of this one."""
 
 
-def wanted(folder: JobFolder) -> str:
-    """Return the submission that is to run; empty when none is named, or the folder cannot be seen."""
+def read_submission(folder: JobFolder) -> str:
+    """Return the submission that should run; empty when none is named, or the folder cannot be read."""
     try:
         return folder.submission.read_text()
     except OSError:
         return ""
 
 
-def asked_to_stop(folder: JobFolder, submission: str) -> bool:
-    """Return whether that submission is to make its checkpoint and end."""
+def is_stop_requested(folder: JobFolder, submission: str) -> bool:
+    """Return True if the submission should make its checkpoint and end."""
     try:
         return folder.stop.read_text() == submission
     except OSError:
@@ -352,7 +352,7 @@ def main(words: Sequence[str]) -> int:
     """Run the job; return its exit status, 128 and the number of the signal where one ended it."""
     folder, submission, target = JobFolder(Path(words[0])), words[1], words[2]
     until = time.monotonic() + SIGHT_S
-    while (found := wanted(folder)) != submission:
+    while (found := read_submission(folder)) != submission:
         if found or time.monotonic() > until:
             what = f"another submission, {found}," if found else "nothing"
             sys.stderr.write(
@@ -370,10 +370,10 @@ def main(words: Sequence[str]) -> int:
 def _watch(child: Child, folder: JobFolder, submission: str, stops: list[int]) -> int:
     told = False
     while not child.wait(NODE_LOOK_S):
-        if wanted(folder) not in (submission, ""):  # a folder out of sight for a moment is no other attempt
+        if read_submission(folder) not in (submission, ""):  # empty: the folder cannot be read at the moment
             child.stop(0.0)
             return OVERTAKEN
-        if not told and (stops or asked_to_stop(folder, submission)):
+        if not told and (stops or is_stop_requested(folder, submission)):
             told = True
             child.terminate()
     code = None if child.exit is None else child.exit.code

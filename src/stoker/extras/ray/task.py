@@ -1,9 +1,10 @@
-"""What a task on a node does: see whether this is the right place, encode a slice, say how that ended.
+"""A task on a node: check that this is the right place, encode a slice, answer how that ended.
 
 It runs in a worker process of Ray, which serves many tasks: what it loaded for one it keeps for the next. The
-order comes as plain values, since the driver's Stoker may be another than this one; source and encoder come
-pickled by the driver, whom a cluster trusts by its token. An error of ours is answered by name, and not
-raised: the driver ends the run with it, as one machine alone would.
+order comes as plain values, since the driver's version of Stoker may differ. Source and encoder come pickled
+by the driver, which a cluster trusts by its token. A `StokerError` is answered by name and not raised: the
+driver ends the run with it, as one machine alone would. This module does not import Ray by name, so that it
+can be tested without it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from stoker.store.remote import FolderRemote, Remote, Retries
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
-# The cache folder as the driver tells tasks of it, and as a node finds it: one place, which is proven.
+# The cache folder as the driver describes it to tasks, and as a node finds it, proven by a mark.
 #
-# A path is the same on all nodes. An address is seen from everywhere, and each node keeps a mirror of it on
-# its own disk, where the driver has its one. In both the driver leaves a mark that no other place can hold.
+# A path is the same on all nodes. A URL is seen from everywhere, and each node keeps a mirror of it on its
+# own disk, at the driver's path. In both the driver leaves a mark, whose random text no other place has.
 
 
 SIGHT_S = 5.0
@@ -55,7 +56,7 @@ _MARK_BYTES = 16
 
 
 @contextmanager
-def marked(folder: Folder, driver: str) -> Generator[dict[str, Any]]:
+def marked_folder(folder: Folder, driver: str) -> Generator[dict[str, Any]]:
     """Leave a mark in the cache folder while entered; yields in plain values where that is.
 
     Raises:
@@ -85,8 +86,8 @@ def marked(folder: Folder, driver: str) -> Generator[dict[str, Any]]:
             Retries().run(lambda: remote.remove(mark), f"delete {remote.url}/{mark}")
 
 
-def find(told: dict[str, Any], node: str) -> Path:
-    """The folder of caches as this node has it.
+def find_folder(told: dict[str, Any], node: str) -> Path:
+    """Return the folder of caches as this node has it.
 
     Raises:
         ConfigError: The node sees another place than the driver.
@@ -98,8 +99,8 @@ def find(told: dict[str, Any], node: str) -> Path:
             raise ConfigError(
                 f"node {node} does not find {told['mark']} in {told['url'] or told['cache_dir']}, where "
                 f"{told['driver']} has just put it. Expected one place that all nodes see: a folder on "
-                "storage that they share, at the same path, or an address (s3://, gs://, file://) behind "
-                "which all find the same store, with its variables (AWS_ENDPOINT_URL, credentials) in Ray's "
+                "storage that they share, at the same path, or a URL (s3://, gs://, file://) where all "
+                "find the same store, with its variables (AWS_ENDPOINT_URL, credentials) in Ray's "
                 "environment there. Set training.latent_cache_dir (--cache-dir) to such a place"
             )
         time.sleep(0.1)
@@ -107,9 +108,9 @@ def find(told: dict[str, Any], node: str) -> Path:
 
 
 def _found(told: dict[str, Any]) -> Path | None:
-    """This node's folder of caches, if the driver's mark is there."""
+    """Return this node's folder of caches, if the driver's mark is there."""
     mark = told["mark"]
-    with suppress(FormatError, FileNotFoundError):  # nothing is there, or no mark
+    with suppress(FormatError, FileNotFoundError):  # no cache, or no mark
         remote, cache_dir = _place(told)
         answer = Retries().run(lambda: remote.get(mark), f"get {remote.url}/{mark}")
         if answer is not None and answer[0] == told["text"].encode():
@@ -118,10 +119,10 @@ def _found(told: dict[str, Any]) -> Path | None:
 
 
 def _place(told: dict[str, Any]) -> tuple[Remote, Path]:
-    """Where the mark is to be, and this node's folder of caches; of an address its mirror.
+    """Return where the mark should be, and this node's folder of caches; for a URL that is its mirror.
 
     Raises:
-        FormatError: There is no such cache at the address.
+        FormatError: No such cache was found at the URL.
         StokerError: As `attach_mirror`.
     """
     if told["url"] is None:
@@ -140,14 +141,14 @@ def _folder(path: Path) -> FolderRemote:
 
 
 FETCH_S = 300.0
-"""How long source and encoder may take to come to a node."""
+"""How long source and encoder may take to arrive on a node."""
 _LEAST_BYTES = 64 * MIB
-_LAST_WORD_S = 5.0
+_LAST_NOTE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLoad:
-    """What all tasks of a run need; pickled once by the driver."""
+    """Source, encoder and settings, which all tasks of a run need; pickled once by the driver."""
 
     source: Source
     encoder: Encoder | None
@@ -157,8 +158,8 @@ class TaskLoad:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kept:
-    """What this process keeps from one task to the next: one run's, for that is how workers are used."""
+class _LoadedRun:
+    """What this process keeps from one task to the next: the last run's, as workers serve one."""
 
     run: str
     load: TaskLoad
@@ -167,13 +168,13 @@ class _Kept:
     """The encoder's first call has been compared with a second (`EncodeShare.compare_first`)."""
 
 
-_kept: dict[str, _Kept] = {}
+_loaded: dict[str, _LoadedRun] = {}
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes: it decides bits, or whether a pickle can be read."""
+    """Return the versions that must be equal on all nodes: bits, or reading a pickle, depend on them."""
     python = ".".join(platform.python_version_tuple()[:2])
-    # A build for other hardware (2.13.0+cu128) is no other version.
+    # A build for other hardware (2.13.0+cu128) is not another version.
     return {
         "python": python,
         "torch": torch.__version__.partition("+")[0],
@@ -185,23 +186,23 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
     """Encode a slice, on a node.
 
     Args:
-        order: Plain values; `ray_round.py` makes them.
+        order: Plain values, from `Round._order` in `engine.py`.
         payload: A reference to a `TaskLoad`, pickled, as bytes in an array; fetched once by a process.
-        board: The actor that is told how far this is.
+        board: The actor that gets reports of how far this is.
 
     Returns:
         How it ended: `kind` is `done` or `failed`, and which node says so.
     """
-    answer: dict[str, Any] = {"node": _node(), "kind": "failed"}
-    teller = _Teller(board, tuple(order["place"]), answer["node"])
-    teller.say(stage="prepare")
+    node = f"{os.uname().nodename} ({_ray().get_runtime_context().get_node_id()[:6]})"
+    answer: dict[str, Any] = {"node": node, "kind": "failed"}
+    reporter = _BoardReporter(board, tuple(order["key"]), node)
+    reporter.report(stage="prepare")
     try:
-        with _warnings_to(teller):
-            kept = _prepare(order, payload, answer["node"])
-            answer |= _encode(order, kept, teller)
+        with _warnings_to(reporter):
+            answer |= _encode(order, _prepare(order, payload, node), reporter)
             answer["kind"] = "done"
     except DeviceError as error:  # this process can never use the device again: another one takes the slice
-        teller.insist(str(error))
+        reporter.note_and_wait(str(error))
         os._exit(1)
     except StokerError as error:
         answer |= {"error": type(error).__name__, "message": error.marked}
@@ -211,44 +212,39 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
     return answer
 
 
-def _node() -> str:
-    """This node in messages; several may be on one machine."""
-    return f"{os.uname().nodename} ({_ray().get_runtime_context().get_node_id()[:6]})"
-
-
-def end_process(number: int, began: int) -> None:
-    """Kill a process of this node if it is the one that is meant: one that is stopped hears nothing else."""
+def end_process(pid: int, began: int) -> None:
+    """Kill a process of this node if it began then; a stopped process answers no other signal."""
     with suppress(OSError):
-        if _began(number) == began:
-            os.kill(number, signal.SIGKILL)
+        if _process_start(pid) == began:
+            os.kill(pid, signal.SIGKILL)
 
 
-def _began(number: int) -> int:
-    """When a process began, in ticks of the node's clock."""
-    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19])
+def _process_start(pid: int) -> int:
+    """Return when a process began, in ticks of the node's clock."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _ray() -> Any:
-    """The library, which is there when a task runs."""
+    """Return the library, which is installed where a task runs."""
     return import_module("ray")
 
 
-def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
-    """Source, encoder and folder, as this process has them or gets them now.
+def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _LoadedRun:
+    """Return source, encoder and folder, loaded by an earlier task of this process or now.
 
     Raises:
         ConfigError: Versions differ, or the node does not see the driver's folder.
         SourceError: The node does not see the driver's data.
     """
     _check_versions(order["versions"], node)
-    kept = _kept.get("run")
-    if kept is not None and kept.run == order["run"]:
-        return kept
+    loaded = _loaded.get("run")
+    if loaded is not None and loaded.run == order["run"]:
+        return loaded
     take_over(order["process"])
     told = order["folder"]
-    cache_dir = find(told, node)
+    cache_dir = find_folder(told, node)
     load = _load(payload)
-    digests = Agreed(load.files, Digests(cache_dir, load.settings.identity))
+    digests = DriverDigests(load.files, Digests(cache_dir, load.settings.identity))
     try:
         recipe = make_recipe(
             load.source,
@@ -264,8 +260,8 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
         ) from error
     _check_recipe(recipe, told, node)
     folder = open_folder(cache_dir, told["name"], recipe)
-    _kept["run"] = _Kept(run=order["run"], load=load, folder=folder)
-    return _kept["run"]
+    _loaded["run"] = _LoadedRun(run=order["run"], load=load, folder=folder)
+    return _loaded["run"]
 
 
 def _check_versions(driver: dict[str, str], node: str) -> None:
@@ -290,15 +286,13 @@ def _check_recipe(recipe: Recipe, told: dict[str, Any], node: str) -> None:
 
 
 def process_state() -> dict[str, Any]:
-    """What a task takes over of the driver's process, in plain values."""
+    """Return what a task takes over of the driver's process, in plain values."""
     cwd = str(Path.cwd())
     return {"cwd": cwd, "sys_path": [entry or cwd for entry in sys.path], "confined": confined_sources()}
 
 
 def take_over(state: dict[str, Any]) -> None:
-    """Find relative paths and modules of scripts as the driver does, where that is shared, and read source
-    files only where the driver may.
-    """
+    """Find relative paths and modules of scripts as the driver does, and confine sources as it does."""
     with suppress(OSError):
         os.chdir(state["cwd"])
     sys.path.extend(entry for entry in state["sys_path"] if entry not in sys.path)
@@ -312,45 +306,45 @@ def _load(payload: list[Any]) -> TaskLoad:
     return cloudpickle.loads(memoryview(fetched))
 
 
-def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, Any]:
-    torch.set_num_threads(order["threads"])  # what the driver would have encoded with; bits depend on it
+def _encode(order: dict[str, Any], run: _LoadedRun, reporter: _BoardReporter) -> dict[str, Any]:
+    torch.set_num_threads(order["threads"])  # as the driver would have encoded; bits depend on it
     machine = probe()
-    beside = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))
+    tasks_here = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))
     settings = replace(
-        kept.load.settings,
+        run.load.settings,
         seal_after_s=order["seal_after_s"],
         device=order["device"],
         memory_bytes=max(
-            _LEAST_BYTES, min(kept.load.settings.memory_bytes, machine.host_bytes // (2 * beside))
+            _LEAST_BYTES, min(run.load.settings.memory_bytes, machine.host_bytes // (2 * tasks_here))
         ),
     )
     with Interrupts(patient=True) as interrupts:
         done = encode_here(
             EncodeShare(
-                source=kept.load.source,
-                encoder=kept.load.encoder,
-                folder=kept.folder,
+                source=run.load.source,
+                encoder=run.load.encoder,
+                folder=run.folder,
                 settings=settings,
                 missing=order["numbers"],
                 interrupts=interrupts,
                 lasts_s=order["lasts_s"],
-                compare_first=not kept.compared,
+                compare_first=not run.compared,
             ),
-            teller,
+            reporter,
         )
-    kept.compared = True
+    run.compared = True
     rest: NDArray[np.int64] = order["numbers"][:0]
-    if not done.finished:  # asked of the folder here: the driver may see later what was stored here
-        rest = np.intersect1d(order["numbers"], kept.folder.missing(retry_transient=False))
+    if not done.finished:  # looked up on this node: the driver may see later what was stored here
+        rest = np.intersect1d(order["numbers"], run.folder.missing(retry_transient=False))
     failures = [asdict(failure) for failure in done.failures]
     return {**asdict(done), "failures": failures, "rest": rest}
 
 
-class Agreed:
-    """A `Digester` that takes the driver's word for files which are to all appearances the driver's.
+class DriverDigests:
+    """A `Digester` that takes the driver's digests of files that look the same here.
 
-    Size, times and inode decide; the device's number is a matter of each node. Where one file differs all are
-    digested, since which of them are sampled depends on those before.
+    Size, times and inode decide; the number of the device differs between nodes. Where one file differs all
+    are digested, since which of them are sampled depends on those before.
     """
 
     def __init__(self, known: Sequence[FileDigest], digests: Digests) -> None:
@@ -375,28 +369,26 @@ def _without_device(stamp: tuple[int, ...]) -> tuple[int, ...]:
     return (*stamp[:3], *stamp[4:])
 
 
-class _Teller:
-    """A `ProgressSink` that tells the board."""
+class _BoardReporter:
+    """A `ProgressSink` that reports to the board."""
 
-    def __init__(self, board: Any, place: tuple[int, ...], node: str) -> None:
+    interval_s = 1.0
+    """Often enough for a person, seldom enough for an actor that a thousand tasks call."""
+
+    def __init__(self, board: Any, key: tuple[int, ...], node: str) -> None:
         self._board = board
-        self._place = place
+        self._key = key
         self._node = node
-        self._process = (_ray().get_runtime_context().get_node_id(), os.getpid(), _began(os.getpid()))
+        self._process = (_ray().get_runtime_context().get_node_id(), os.getpid(), _process_start(os.getpid()))
 
-    @property
-    def interval_s(self) -> float:
-        """Often enough for a person, seldom enough for an actor that a thousand tasks talk to."""
-        return 1.0
-
-    def say(self, **view: Any) -> None:
-        """Tell where this task stands."""
-        self._board.tell.remote(self._place, {"node": self._node, "process": self._process, **view})
+    def report(self, **facts: Any) -> None:
+        """Tell how far this task is, in fields of `TaskReport`."""
+        self._board.report.remote(self._key, {"node": self._node, "process": self._process, **facts})
 
     def update(self, snapshot: Snapshot) -> None:
         """See `ProgressSink`."""
         group = snapshot.group
-        self.say(
+        self.report(
             stage="encode" if snapshot.encoded else "read",
             encoded=snapshot.encoded,
             written_bytes=snapshot.written_bytes,
@@ -411,30 +403,31 @@ class _Teller:
         """See `ProgressSink`."""
         self._board.note.remote(f"{self._node}: {text}")
 
-    def insist(self, text: str) -> None:
-        """Say something and wait until it is heard, for this process is about to end."""
-        with suppress(Exception):  # a process that is gone cannot be told
-            _ray().get(self._board.note.remote(f"{self._node}: {text}"), timeout=_LAST_WORD_S)
+    def note_and_wait(self, text: str) -> None:
+        """Send a note and wait until it arrived, since this process is about to end."""
+        with suppress(Exception):  # the board may have ended
+            _ray().get(self._board.note.remote(f"{self._node}: {text}"), timeout=_LAST_NOTE_S)
 
     def close(self) -> None:
         """See `ProgressSink`."""
 
 
-class _Handler(logging.Handler):
-    """Passes warnings to the board; an error may be the last word of this process."""
+class _BoardHandler(logging.Handler):
+    """Passes warnings to the board; an error may be the last message of this process."""
 
-    def __init__(self, teller: _Teller) -> None:
+    def __init__(self, reporter: _BoardReporter) -> None:
         super().__init__(logging.WARNING)
-        self._teller = teller
+        self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        say = self._teller.insist if record.levelno >= logging.ERROR else self._teller.note
-        say(record.getMessage())
+        urgent = record.levelno >= logging.ERROR
+        send = self._reporter.note_and_wait if urgent else self._reporter.note
+        send(record.getMessage())
 
 
 @contextmanager
-def _warnings_to(teller: _Teller) -> Generator[None]:
-    logger, handler = logging.getLogger("stoker"), _Handler(teller)
+def _warnings_to(reporter: _BoardReporter) -> Generator[None]:
+    logger, handler = logging.getLogger("stoker"), _BoardHandler(reporter)
     logger.addHandler(handler)
     try:
         yield

@@ -56,7 +56,7 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
 
         found = simulate(parse_scenario(asked))
     if picture is not None:
-        from stoker.extras.simulation.config import draw_simulation
+        from stoker.extras.simulation.report import draw_simulation
 
         make_folder(picture.parent)
         draw_simulation(found, picture)

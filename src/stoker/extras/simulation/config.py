@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,9 @@ from stoker.run.context import Run, batch_examples, last_step_s, trajectory_step
 from stoker.run.folders import find_obstacle
 from stoker.run.plan import demand_of, served_loads
 from stoker.run.precompute import settings_of
-from stoker.runtime.files import replace_atomically
 from stoker.runtime.threads import call_within
 from stoker.schema import Schema
-from stoker.units import format_bytes, format_count, format_percent, format_seconds
+from stoker.units import format_bytes, format_count, format_seconds
 
 TRIAL_DEADLINE_S = 120.0
 """For a trial of the stages of precompute, which itself begins nothing new after 15 s."""
@@ -44,13 +42,13 @@ def simulate_words(words: Sequence[str], run: Run | None = None) -> Simulation:
     """
     if run is None:
         return simulate(parse_scenario(words))
-    known, notes = known_of(run, given={word.partition("=")[0] for word in words})
+    known, notes = find_known(run, given={word.partition("=")[0] for word in words})
     found = simulate(parse_scenario(words, known))
     return replace(found, taken=(*notes, *found.taken))
 
 
-def known_of(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a scenario that a configuration knows, and where they come from in words.
+def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return fields of a scenario that a configuration knows, and where they come from in words.
 
     `given` are keys that need not be found out: their values win anyway.
     """
@@ -77,7 +75,7 @@ def known_of(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
     if job is not None:
         known["raw_bytes"] = float(sum(field.size_bytes() for field in job.source.schema().values()))
         if not {"encode", "read", "write"} <= given:
-            tried, count = _tried(run, job, located)
+            tried, count = _measure_stages(run, job, located)
             known |= tried
             said = ", ".join(f"{name[:-2]}={format_seconds(value)}" for name, value in tried.items())
             notes.append(f"{said}, of {format_count(count)} samples here")
@@ -98,8 +96,8 @@ def _examples_of_one(run: Run, schema: Schema) -> int:
     return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
 
 
-def _tried(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, float], int]:
-    """Seconds to read, encode and write a sample, each stage alone, and how many were tried."""
+def _measure_stages(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, float], int]:
+    """Return seconds to read, encode and write a sample, each stage alone, and how many were tried."""
     place, trial = Path(run.config.training.latent_cache_dir), Trial()
     beside = place if place.is_dir() and find_obstacle(place) is None else None
     with tempfile.TemporaryDirectory(prefix=".simulate-", dir=beside) as folder:
@@ -116,54 +114,3 @@ def _tried(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, f
         "write_s": trial.writes_s / max(1, trial.records),
     }
     return found, trial.records
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Draw a simulation: for each way how long precompute, the first epoch and all others take.
-
-
-BLUE, ORANGE, PALE, GREY, TEXT = "#1f6fb4", "#d9731a", "#d5dce3", "#9aa5b1", "#24313f"
-
-
-def draw_simulation(found: Simulation, path: Path) -> None:
-    """Write a PNG or SVG, by the name's ending; works without a display and leaves pyplot alone."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ways = [way for way in found.ways if way.fits][::-1]
-    picture: Any = Figure(figsize=(10, 1.9 + 0.44 * len(ways)), dpi=130, layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.subplots(1, 1)
-    for place, way in enumerate(ways):
-        left = 0.0
-        later_s = way.total_s - way.encoding_s - way.first_epoch_s
-        for seconds, colour in ((way.encoding_s, ORANGE), (way.first_epoch_s, PALE), (later_s, BLUE)):
-            axes.barh(place, seconds, left=left, color=colour, height=0.62)
-            left += seconds
-        cost = "" if way.cost is None else f", costs {way.cost:,.0f}"
-        said = f"  {format_seconds(way.total_s)}, stall {format_percent(way.stall)}{cost}"
-        axes.text(left, place, said, va="center", fontsize=8.5, color=TEXT)
-    most_s = max((way.total_s for way in ways), default=1.0)
-    axes.set_xlim(0, 1.45 * most_s)
-    axes.set_yticks(range(len(ways)), [way.name for way in ways])
-    axes.xaxis.set_major_formatter(_tick)
-    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=TEXT, left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    names = {"precompute": ORANGE, "first epoch": PALE, "all others": BLUE}
-    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
-    axes.legend(
-        handles=handles, fontsize=8.5, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1)
-    )
-    one = found.scenario
-    title = f"{one.nodes} nodes with {one.gpus} ranks each, {one.records:,} records, {one.epochs} epochs"
-    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
-    written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
-    said = found.reason.partition("; ")[0]
-    picture.supxlabel("\n".join(textwrap.wrap(said, 130)), fontsize=8.5, **written)
-    with replace_atomically(path) as temporary:
-        picture.savefig(temporary, format=path.suffix.lstrip(".").lower() or "png")
-
-
-def _tick(value: float, _place: int) -> str:
-    return format_seconds(value) if value else "0"

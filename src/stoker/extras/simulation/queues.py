@@ -36,13 +36,13 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTraffic:
-    """What goes on, on so many nodes."""
+    """The traffic of a run on so many nodes."""
 
     nodes: int
     ranks: int
     """On each node."""
     visits: Sequence[Visit]
-    """Of one batch, while steps go on."""
+    """Of one batch, while steps compute."""
     inline_s: float
     """Seconds of a batch that its step waits for in any case."""
     step_s: float
@@ -59,7 +59,7 @@ class RunTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
+class QueueTimes:
     """What came of it."""
 
     first_s: float
@@ -70,7 +70,7 @@ class Passed:
     """Per place the part of the time that it was at work; `step` is the step itself."""
 
 
-class _Place:
+class _Server:
     """So many alike that serve one after another."""
 
     def __init__(self, count: int) -> None:
@@ -90,7 +90,7 @@ class _Place:
         return len(self._free)
 
 
-class _Run:
+class _EventLoop:
     """One simulation."""
 
     def __init__(self, traffic: RunTraffic, steps: int) -> None:
@@ -98,7 +98,7 @@ class _Run:
         world_size = traffic.nodes * traffic.ranks
         self._events: list[tuple[float, int, int, int]] = []
         self._number = 0
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._places: dict[tuple[str, int], _Server] = {}
         self._asked, self._ready, self._done = [0] * world_size, [0] * world_size, [0] * world_size
         self._at_work = [False] * world_size
         self._left = [world_size] * steps
@@ -109,7 +109,7 @@ class _Run:
         self._lengths = traffic.inline_s + traffic.step_s * np.exp(draws)
 
     def go(self) -> None:
-        """Until every rank has done its steps."""
+        """Run until every rank has done its steps."""
         world_size = len(self._asked)
         for rank in range(world_size):
             self._ask(rank, 0.0)
@@ -127,7 +127,7 @@ class _Run:
                 self._step(rank, now)
 
     def busy(self) -> dict[str, float]:
-        """See `Passed`."""
+        """See `QueueTimes`."""
         found: dict[str, float] = {}
         total_s = self.ends_s[-1] or 1.0
         for (name, _), place in self._places.items():
@@ -139,12 +139,12 @@ class _Run:
         self._number += 1
         heapq.heappush(self._events, (at, self._number, rank, stage))
 
-    def _place(self, name: str, rank: int) -> _Place:
+    def _place(self, name: str, rank: int) -> _Server:
         whose = -1 if name == "store" else rank if name.startswith("own ") else rank // self._of.ranks
         key = (name, whose)
         if key not in self._places:
             count = {"cores": self._of.cores, "own workers": self._of.workers}.get(name, 1)
-            self._places[key] = _Place(count)
+            self._places[key] = _Server(count)
         return self._places[key]
 
     def _ask(self, rank: int, now: float) -> None:
@@ -179,22 +179,22 @@ class _Run:
         self._ask(rank, now)
 
 
-def passed(traffic: RunTraffic, steps: int) -> Passed:
-    """So many steps on every rank, or as many as tell how they go on.
+def simulate_queues(traffic: RunTraffic, steps: int) -> QueueTimes:
+    """Simulate so many steps on every rank, or as many as show their steady pace.
 
     >>> link = Visit(place="link", seconds=0.01)
     >>> of = RunTraffic(nodes=1, ranks=2, visits=[link], inline_s=0, step_s=0.015, depth=2)
-    >>> round(passed(of, 1000).period_s, 4)  # both need the link once in each step
+    >>> round(simulate_queues(of, 1000).period_s, 4)  # both need the link once in each step
     0.02
     """
     world_size = traffic.nodes * traffic.ranks
     most = max(4 * traffic.depth + 8, MOST_EVENTS // (world_size * (len(traffic.visits) + 2)))
     shown = min(steps, most)
-    run = _Run(traffic, shown)
+    run = _EventLoop(traffic, shown)
     run.go()
     early = min(shown - 1, max(2 * traffic.depth, shown // 5))
     first = run.ends_s[early - 1] if early else 0.0
-    return Passed(
+    return QueueTimes(
         first_s=run.first_s,
         period_s=(run.ends_s[-1] - first) / (shown - early),
         busy=run.busy(),
@@ -206,7 +206,7 @@ def passed(traffic: RunTraffic, steps: int) -> Passed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BatchCost:
     """What one batch of one rank needs of shared resources. Seconds are those without a queue."""
 
     inline_s: float = 0.0
@@ -240,7 +240,7 @@ def demand_of(scenario: Scenario, records: int) -> Demand:
 
 
 def resources_of(scenario: Scenario) -> Resources:
-    """One rank's share of its node; host memory is shared by all of them, so it is not divided."""
+    """Return one rank's share of its node; host memory is shared by all of them, so it is not divided."""
     return Resources(
         host_bytes=scenario.host_memory_bytes,
         host_total_bytes=scenario.host_memory_bytes,
@@ -253,8 +253,8 @@ def resources_of(scenario: Scenario) -> Resources:
     )
 
 
-def planned(scenario: Scenario, tier: str, records: int) -> Plan:
-    """The planner's decision for one rank; what bytes from disks and links take is left to queues.
+def plan_tier(scenario: Scenario, tier: str, records: int) -> Plan:
+    """Return the planner's decision for one rank; what bytes from disks and links take is left to queues.
 
     Raises:
         ResourceError: They do not fit that tier; the message is for this page, not for settings.
@@ -288,12 +288,12 @@ def _reserve(scenario: Scenario) -> int | None:
     return int(scenario.gpu_memory_bytes * part) + (scenario.model_bytes or 0)
 
 
-def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -> Asked:
-    """A batch that draws from the tiers of `plan` by what they hold.
+def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -> BatchCost:
+    """Return a batch that draws from the tiers of `plan` by what they hold.
 
     Args:
         scenario: The run.
-        plan: Where records lie, of `planned`.
+        plan: Where records are, from `plan_tier`.
         far, near: Of what the disk tier serves, the parts that come from the store, and from the node's disk.
     """
     total = sum(row.records for row in plan.rows) or 1
@@ -308,7 +308,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         if row.tier == "disk":
             disk = part
         if row.tier == "disk" and row.served is not None and not far:
-            aside_s += busy_s  # found with the disk itself: what it takes, whoever waits
+            aside_s += busy_s  # found with the disk itself: what it takes, without a queue
         else:
             beside_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
@@ -318,7 +318,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         asked = min(1.0, scenario.record_bytes / scenario.fetch_bytes)
     requests = far * disk * scenario.batch * asked
     found = "disk" in scenario.served and not far
-    return Asked(
+    return BatchCost(
         inline_s=inline_s,
         beside_s=beside_s,
         aside_s=aside_s + _latency_s(scenario, requests),
@@ -334,12 +334,12 @@ def _latency_s(scenario: Scenario, requests: float) -> float:
 
 
 def encoded_for_one(scenario: Scenario) -> float:
-    """Samples that are encoded for one example: 1, or of a window its part of the sample."""
+    """Return samples that are encoded for one example: 1, or of a window its part of the sample."""
     return min(1.0, scenario.taken_bytes / scenario.record_bytes)
 
 
-def asked_to_encode(scenario: Scenario) -> Asked:
-    """A batch whose samples are read and encoded for it."""
+def asked_to_encode(scenario: Scenario) -> BatchCost:
+    """Return a batch whose samples are read and encoded for it."""
     samples = scenario.batch * encoded_for_one(scenario)
     raw = samples * scenario.sample_bytes
     read_s, encode_s = samples * scenario.read_s, samples * scenario.encode_s
@@ -347,12 +347,12 @@ def asked_to_encode(scenario: Scenario) -> Asked:
     wait_s = _latency_s(scenario, requests)
     moved = {"far_bytes": raw} if scenario.shared else {"disk_bytes": raw}
     if not scenario.workers:
-        return Asked(inline_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
-    return Asked(read_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
+        return BatchCost(inline_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
+    return BatchCost(read_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
 
 
-def traffic_of(scenario: Scenario, asked: Asked) -> RunTraffic:
-    """The queues of a run in which every batch asks that."""
+def traffic_of(scenario: Scenario, asked: BatchCost) -> RunTraffic:
+    """Return the queues of a run in which every batch asks that."""
     whole = max(1, math.ceil(scenario.node_cores))
     slower = whole / scenario.node_cores if scenario.gpus * scenario.busy_cores > scenario.node_cores else 1.0
     spare = scenario.node_cores / scenario.gpus - scenario.busy_cores

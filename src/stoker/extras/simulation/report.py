@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
 
-from stoker.extras.simulation.queues import Asked, Passed
+from stoker.extras.simulation.queues import BatchCost, QueueTimes
 from stoker.extras.simulation.result import Simulation, Way
 from stoker.extras.simulation.scenario import Scenario
 from stoker.plan.tiers import NO_STALL
+from stoker.runtime.files import replace_atomically
 from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 HEAD = (
@@ -36,7 +39,9 @@ class Advice(TypedDict):
     reason: str
 
 
-def limited(scenario: Scenario, asked: Asked, even: Passed, base: Passed) -> tuple[str, str]:
+def find_bottleneck(
+    scenario: Scenario, asked: BatchCost, even: QueueTimes, base: QueueTimes
+) -> tuple[str, str]:
     """What sets the pace of an even epoch, and what would change it."""
     wait_s = even.period_s - base.period_s
     if wait_s <= NO_STALL * even.period_s:
@@ -56,8 +61,8 @@ def limited(scenario: Scenario, asked: Asked, even: Passed, base: Passed) -> tup
     return _of_place(scenario, asked, place, base.period_s)
 
 
-def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> tuple[str, str]:
-    """One place that batches wait for, and what it would need for steps not to."""
+def _of_place(scenario: Scenario, asked: BatchCost, place: str, period_s: float) -> tuple[str, str]:
+    """Return one place that batches wait for, and what it would need for steps not to."""
     rates = {
         "store": ("the store", "store_rate", asked.far_bytes * scenario.world_size, scenario.store_bytes_s),
         "link": ("a node's network", "network", asked.far_bytes * scenario.gpus, scenario.network_bytes_s),
@@ -81,8 +86,8 @@ def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> 
     return "what one rank waits for its reads", "memory for more of the records"
 
 
-def choose(scenario: Scenario, ways: Sequence[Way]) -> Advice:
-    """The fastest and the cheapest way, and why."""
+def choose_way(scenario: Scenario, ways: Sequence[Way]) -> Advice:
+    """Return the fastest and the cheapest way, and why."""
     able = [way for way in ways if way.fits]
     if not able:
         why = "; ".join(f"{way.name}: {way.why_not}" for way in ways)
@@ -111,7 +116,7 @@ def choose(scenario: Scenario, ways: Sequence[Way]) -> Advice:
     return Advice(fastest=quick.name, cheapest=cheap.name, reason="; ".join(said))
 
 
-def say_taken(scenario: Scenario) -> tuple[str, ...]:
+def list_defaults(scenario: Scenario) -> tuple[str, ...]:
     """What was not given and matters, with what was taken for it."""
     said: list[str] = []
     if scenario.cores is None:
@@ -138,7 +143,7 @@ def say_taken(scenario: Scenario) -> tuple[str, ...]:
 
 
 def cells(way: Way) -> tuple[str, ...]:
-    """One row of the table, under `HEAD`."""
+    """Return one row of the table, under `HEAD`."""
     if not way.fits:
         return (way.name, "does not fit", *[""] * (len(HEAD) - 2))
     memory = [
@@ -177,7 +182,7 @@ def _say_filled(way: Way) -> str:
 
 
 def encoding_cells(found: Simulation) -> list[tuple[str, ...]]:
-    """Rows of the table of encoders, the head first."""
+    """Return rows of the table of encoders, the head first."""
     rows = [("encoders", "nodes", "time", "limited by", "a node reads", "a node writes")]
     rows += [
         (
@@ -194,7 +199,7 @@ def encoding_cells(found: Simulation) -> list[tuple[str, ...]]:
 
 
 def remarks(found: Simulation) -> list[str]:
-    """A line for each way: what limits it and what would change that, or why it does not fit."""
+    """Return a line for each way: what limits it and what would change that, or why it does not fit."""
     said: list[str] = []
     for way in found.ways:
         parts = [way.bottleneck, f"would change it: {way.cure}", way.remark, _say_filled(way)]
@@ -204,7 +209,7 @@ def remarks(found: Simulation) -> list[str]:
 
 
 def markdown(found: Simulation) -> str:
-    """Both tables and the reason, for a document."""
+    """Return both tables and the reason, for a document."""
     parts = [_table(encoding_cells(found)), _table([HEAD, *[cells(way) for way in found.ways]])]
     limits = [f"- {line}" for line in remarks(found)]
     taken = f"Taken: {'; '.join(found.taken)}." if found.taken else ""
@@ -214,3 +219,54 @@ def markdown(found: Simulation) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The picture: for each way how long precompute, the first epoch and all others take.
+
+
+BLUE, ORANGE, PALE, GREY, TEXT = "#1f6fb4", "#d9731a", "#d5dce3", "#9aa5b1", "#24313f"
+
+
+def draw_simulation(found: Simulation, path: Path) -> None:
+    """Write a PNG or SVG, by the suffix of the name; works without a display and leaves pyplot alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ways = [way for way in found.ways if way.fits][::-1]
+    picture: Any = Figure(figsize=(10, 1.9 + 0.44 * len(ways)), dpi=130, layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.subplots(1, 1)
+    for place, way in enumerate(ways):
+        left = 0.0
+        later_s = way.total_s - way.encoding_s - way.first_epoch_s
+        for seconds, colour in ((way.encoding_s, ORANGE), (way.first_epoch_s, PALE), (later_s, BLUE)):
+            axes.barh(place, seconds, left=left, color=colour, height=0.62)
+            left += seconds
+        cost = "" if way.cost is None else f", costs {way.cost:,.0f}"
+        said = f"  {format_seconds(way.total_s)}, stall {format_percent(way.stall)}{cost}"
+        axes.text(left, place, said, va="center", fontsize=8.5, color=TEXT)
+    most_s = max((way.total_s for way in ways), default=1.0)
+    axes.set_xlim(0, 1.45 * most_s)
+    axes.set_yticks(range(len(ways)), [way.name for way in ways])
+    axes.xaxis.set_major_formatter(_tick)
+    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=TEXT, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    names = {"precompute": ORANGE, "first epoch": PALE, "all others": BLUE}
+    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
+    axes.legend(
+        handles=handles, fontsize=8.5, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1)
+    )
+    one = found.scenario
+    title = f"{one.nodes} nodes with {one.gpus} ranks each, {one.records:,} records, {one.epochs} epochs"
+    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
+    written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
+    said = found.reason.partition("; ")[0]
+    picture.supxlabel("\n".join(textwrap.wrap(said, 130)), fontsize=8.5, **written)
+    with replace_atomically(path) as temporary:
+        picture.savefig(temporary, format=path.suffix.lstrip(".").lower() or "png")
+
+
+def _tick(value: float, _place: int) -> str:
+    return format_seconds(value) if value else "0"

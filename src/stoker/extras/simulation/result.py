@@ -12,19 +12,23 @@ from stoker.schema import Json
 # Precompute: workers, encoders, writers and links work at once, so the slowest of them sets the pace.
 
 
+_STAGE_KEYS = {"workers": "readers"}
+"""Names that differ in JSON, whose keys scripts rely on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingEstimate:
-    """Encoding the whole set once."""
+    """The cost of encoding the complete set once."""
 
     encoders: int
     nodes: int
     """That take part."""
     seconds: float
-    """Of the whole command: its start, the first sample through all stages, then the slowest stage's pace."""
+    """Of the command: its start, the first sample through all stages, then the slowest stage's pace."""
     stages: dict[str, float]
     """Seconds that each alone would take for the entire set, from what waits longest."""
     read_bytes: float
-    """Of all nodes together, from where the samples lie."""
+    """Of all nodes together, from the place of the samples."""
     written_bytes: float
     node_read_bytes: float
     node_written_bytes: float
@@ -40,8 +44,9 @@ class EncodingEstimate:
         return 1 - self.stages.get("encoder", 0.0) / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Json]:
-        """All fields, and the bottleneck."""
-        return {**asdict(self), "bottleneck": self.bottleneck}
+        """Return all fields, and the bottleneck."""
+        stages = {_STAGE_KEYS.get(name, name): seconds for name, seconds in self.stages.items()}
+        return {**asdict(self), "stages": stages, "bottleneck": self.bottleneck}
 
 
 def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
@@ -87,14 +92,14 @@ def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
 
 
 def beside_s(scenario: Scenario, encoding: EncodingEstimate, steps_s: float) -> float:
-    """Seconds of the first epoch where training starts at once and encoding continues during it.
+    """Return seconds of the first epoch where training starts at once and encoding continues during it.
 
     Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
     encoder has a rank's GPU, its calls and the steps take turns at it; on CPUs they share the cores.
 
     Args:
         scenario: The run.
-        encoding: Of the whole set by itself.
+        encoding: Of the complete set, with no training in parallel.
         steps_s: Of an epoch's steps with nothing to load.
     """
     one, stages = scenario, encoding.stages
@@ -121,15 +126,15 @@ def encodings(scenario: Scenario) -> tuple[EncodingEstimate, ...]:
     return tuple(encoding_with(scenario, count) for count in [*counts, scenario.world_size])
 
 
-def quickest(found: tuple[EncodingEstimate, ...]) -> EncodingEstimate:
-    """The one that is over first; of those within a hundredth the one with fewest encoders."""
+def pick_quickest(found: tuple[EncodingEstimate, ...]) -> EncodingEstimate:
+    """Return the quickest estimate; of those within a hundredth the one with the fewest encoders."""
     least_s = min(one.seconds for one in found)
     return next(one for one in found if one.seconds <= 1.01 * least_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way of doing it. Of one that does not fit only `name`, `what` and `why_not` mean something."""
+    """One way of serving a run. If it does not fit, only `name`, `what` and `why_not` are set."""
 
     name: str
     what: str
@@ -153,7 +158,7 @@ class Way:
     """Part of a later epoch that steps wait for data, 0..1, against the same steps without loading."""
     first_node_bytes: float = 0.0
     first_bytes: float = 0.0
-    """Read from where the records lie in the first epoch, by one node and by all; precompute is not in it."""
+    """Read from the place of the records in the first epoch, by one node and by all; without precompute."""
     epoch_node_bytes: float = 0.0
     epoch_bytes: float = 0.0
     """The same in every later one."""
@@ -192,7 +197,7 @@ class Simulation:
     encodings: tuple[EncodingEstimate, ...]
     """By number of encoders."""
     encoding: EncodingEstimate
-    """The one that the ways reckon with."""
+    """The estimate that the ways use."""
     beside_s: float
     """Seconds of the first epoch where training starts at once and encoding continues during it."""
     ways: tuple[Way, ...]
@@ -206,13 +211,13 @@ class Simulation:
     """What was not given and what was taken in its place, in words."""
 
     def way(self, name: str) -> Way:
-        """The way of that name."""
+        """Return the way of that name."""
         return next(one for one in self.ways if one.name == name)
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         return {
-            "scenario": asdict(self.scenario),
+            "scenario": {_STAGE_KEYS.get(name, name): one for name, one in asdict(self.scenario).items()},
             "encodings": [one.to_json() for one in self.encodings],
             "encoding": self.encoding.to_json(),
             "beside_s": self.beside_s,

@@ -11,17 +11,24 @@ import numpy as np
 
 from stoker.errors import ResourceError
 from stoker.extras.simulation.queues import (
-    Asked,
-    Passed,
+    BatchCost,
+    QueueTimes,
     asked_of_tiers,
     asked_to_encode,
     encoded_for_one,
-    passed,
-    planned,
+    plan_tier,
+    simulate_queues,
     traffic_of,
 )
-from stoker.extras.simulation.report import choose, limited, say_taken
-from stoker.extras.simulation.result import EncodingEstimate, Simulation, Way, beside_s, encodings, quickest
+from stoker.extras.simulation.report import choose_way, find_bottleneck, list_defaults
+from stoker.extras.simulation.result import (
+    EncodingEstimate,
+    Simulation,
+    Way,
+    beside_s,
+    encodings,
+    pick_quickest,
+)
 from stoker.extras.simulation.scenario import Order, Scenario
 from stoker.plan.tiers import Plan
 from stoker.units import format_bytes, format_count, format_percent
@@ -55,16 +62,16 @@ def fill_beside(
     after_bytes: float = 0.0,
     most: int = 1,
 ) -> FirstEpochs:
-    """The epochs until all is filled.
+    """Return the epochs until all is filled.
 
-    Batches take what is not held yet from where the records lie, and so does the filling; while both want
+    Batches take what is not held yet from the place of the records, and so does the filling; while both want
     more than the link gives they get half each. What is held grows, so batches need the link less and less.
 
     Args:
         fill_bytes: To be filled on this node.
         demand_bytes: That its batches take in an epoch of what is being filled.
         epoch_s: Of an epoch with all of it in place.
-        link_bytes_s: Of the node, from where the records lie.
+        link_bytes_s: Of the node, from the place of the records.
         after_bytes: That its batches take through the link in every epoch, filled or not.
         most: Epochs, at most.
 
@@ -114,7 +121,7 @@ MANY = 64
 def hit_share(
     fraction: float, nodes: int, *, order: Order = "full", in_block: float = 1, seed: int = 0
 ) -> float:
-    """The part of one node's reads that its local copy serves once it is full, 0..1.
+    """Return the part of one node's reads that its local copy serves once it is full, 0..1.
 
     In a full shuffle of one node a record that was read at one place of an epoch is read again at another of
     the next: of a copy of the fraction c it is still there with the probability c + (1 - c) ln(1 - c), since
@@ -124,7 +131,7 @@ def hit_share(
     asked for many times in an epoch, at places of no pattern: c again.
 
     Args:
-        fraction: Of the whole set that fits.
+        fraction: Part of the set that fits.
         nodes: Among which each epoch is divided.
         order: As of the loader; in block order neighbours are asked for together, so that `in_block` is 1.
         in_block: Records that are fetched and given up together.
@@ -168,16 +175,16 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _RecordPlacement:
     """Where a way keeps records: what is moved there once, and what then is asked of links."""
 
-    asked: Asked
+    asked: BatchCost
     fill_bytes: float = 0.0
     """Read once by each node, during the first epochs."""
-    cold: tuple[Asked, float] | None = None
+    cold: tuple[BatchCost, float] | None = None
     """The same two, `asked` and `far`, of the first epochs: of a copy that fills with what batches read."""
     far: float = 0.0
-    """Of what an epoch asks for, the part that comes from where the records lie, once all is filled."""
+    """Of what an epoch asks for, the part that comes from the place of the records, once all is filled."""
     device_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
@@ -187,7 +194,7 @@ class _Kept:
 
 
 def simulate(scenario: Scenario) -> Simulation:
-    """Every way of serving this run, in time, bytes, memory and money; the same for the same scenario.
+    """Return every way of serving this run, in time, bytes, memory and money; the same for the same scenario.
 
     Raises:
         ConfigError: A part of it means nothing; what merely does not fit is said in its way.
@@ -198,8 +205,8 @@ def simulate(scenario: Scenario) -> Simulation:
     ('host', 8.7)
     """
     tried = encodings(scenario)
-    encoding = quickest(tried)
-    base = passed(traffic_of(scenario, Asked()), scenario.batches)
+    encoding = pick_quickest(tried)
+    base = simulate_queues(traffic_of(scenario, BatchCost()), scenario.batches)
     ways: list[Way] = []
     for name, (what, keep) in WAYS.items():
         try:
@@ -215,16 +222,20 @@ def simulate(scenario: Scenario) -> Simulation:
         encoding=encoding,
         beside_s=beside_s(scenario, encoding, scenario.batches * base.period_s),
         ways=tuple(ways),
-        taken=say_taken(scenario),
-        **choose(scenario, ways),
+        taken=list_defaults(scenario),
+        **choose_way(scenario, ways),
     )
 
 
 def _way(
-    scenario: Scenario, names: tuple[str, str], kept: _Kept, encoding: EncodingEstimate | None, base: Passed
+    scenario: Scenario,
+    names: tuple[str, str],
+    kept: _RecordPlacement,
+    encoding: EncodingEstimate | None,
+    base: QueueTimes,
 ) -> Way:
-    """What a way comes to: the queues for an even epoch, the filling for the first one."""
-    even = passed(traffic_of(scenario, kept.asked), scenario.batches)
+    """Return the cost of a way: by queues for an even epoch, by the filling for the first one."""
+    even = simulate_queues(traffic_of(scenario, kept.asked), scenario.batches)
     epoch_s = scenario.batches * even.period_s
     each_node = scenario.epoch_examples / scenario.nodes
     moved = each_node * scenario.fetched_bytes
@@ -237,12 +248,12 @@ def _way(
         scenario,
         replace(kept.asked, far_bytes=scenario.batch * moved / each_node if scenario.shared else 0.0),
     )
-    bottleneck, cure = limited(scenario, kept.asked, even, base)
+    bottleneck, cure = find_bottleneck(scenario, kept.asked, even, base)
     way = Way(
         name=names[0],
         what=names[1],
         encoding_s=0.0 if encoding is None else encoding.seconds,
-        first_batch_s=start_s + passed(empty, 1).first_s,
+        first_batch_s=start_s + simulate_queues(empty, 1).first_s,
         first_epoch_s=early[0][0],
         filling_epochs=len(early) if kept.fill_bytes else 0,
         filled_s=filling.filled_s,
@@ -265,12 +276,12 @@ def _way(
     return replace(way, cost=_cost(scenario, way, encoding))
 
 
-def _filling(scenario: Scenario, kept: _Kept, epoch_s: float, moved: float) -> FirstEpochs:
-    """The first epochs, or the first one, of which a node moves `moved` where nothing is kept."""
+def _filling(scenario: Scenario, kept: _RecordPlacement, epoch_s: float, moved: float) -> FirstEpochs:
+    """Return the first epochs, or the first one, of which a node moves `moved` where nothing is kept."""
     far = kept.far
     if kept.cold is not None:
         asked, far = kept.cold
-        epoch_s = scenario.batches * passed(traffic_of(scenario, asked), scenario.batches).period_s
+        epoch_s = scenario.batches * simulate_queues(traffic_of(scenario, asked), scenario.batches).period_s
     if not kept.fill_bytes:
         return FirstEpochs(epochs=((epoch_s, far * moved),), filled_s=0.0)
     demand = (1 - far) * scenario.epoch_examples / scenario.nodes * scenario.taken_bytes
@@ -294,7 +305,7 @@ def _cost(scenario: Scenario, way: Way, encoding: EncodingEstimate | None) -> fl
     )
 
 
-def _encode(scenario: Scenario) -> _Kept | None:
+def _encode(scenario: Scenario) -> _RecordPlacement | None:
     """Nothing is kept; None: what encoding takes is not known."""
     if not scenario.encode_s and not scenario.read_s:
         return None
@@ -303,19 +314,19 @@ def _encode(scenario: Scenario) -> _Kept | None:
     said = f"{format_count(samples)} samples are encoded in each epoch"
     if times >= 1.005:
         said += f", each {times:.2f} times on average: what examples share is encoded for each of them"
-    return _Kept(asked=asked_to_encode(scenario), far=1.0, encoded_samples=samples, remark=said)
+    return _RecordPlacement(asked=asked_to_encode(scenario), far=1.0, encoded_samples=samples, remark=said)
 
 
-def _store(scenario: Scenario) -> _Kept | None:
+def _store(scenario: Scenario) -> _RecordPlacement | None:
     if not scenario.shared:
         return None
-    plan = planned(scenario, "disk", scenario.records)
+    plan = plan_tier(scenario, "disk", scenario.records)
     remark = _say_blocks(scenario).removeprefix(", ")
-    return _Kept(asked=asked_of_tiers(scenario, plan, far=1.0, near=0.0), far=1.0, remark=remark)
+    return _RecordPlacement(asked=asked_of_tiers(scenario, plan, far=1.0, near=0.0), far=1.0, remark=remark)
 
 
 def _say_blocks(scenario: Scenario) -> str:
-    """What blocks cost, where a record is much smaller than one."""
+    """Return a remark on the cost of blocks, where a record is much smaller than one."""
     times = scenario.fetched_bytes / scenario.taken_bytes
     if times < 1.5:
         return ""
@@ -326,13 +337,13 @@ def _say_blocks(scenario: Scenario) -> str:
     )
 
 
-def _mirror(scenario: Scenario) -> _Kept | None:
-    """None where there is nothing to mirror, or room for all of it, which is `disk`."""
+def _mirror(scenario: Scenario) -> _RecordPlacement | None:
+    """Return a partial copy on disk; None where nothing is mirrored, or all of it fits, which is `disk`."""
     if not scenario.shared or not 0 < scenario.disk_bytes < scenario.set_bytes:
         return None
     hits = _hits(scenario, scenario.disk_bytes / scenario.set_bytes)
-    plan = planned(scenario, "disk", scenario.records)
-    return _Kept(
+    plan = plan_tier(scenario, "disk", scenario.records)
+    return _RecordPlacement(
         asked=asked_of_tiers(scenario, plan, far=1 - hits, near=hits),
         far=1 - hits,
         cold=(asked_of_tiers(scenario, plan, far=1.0, near=0.0), 1.0),
@@ -348,19 +359,19 @@ def _hits(scenario: Scenario, fraction: float) -> float:
     return hit_share(fraction, scenario.nodes, order=order, in_block=in_block, seed=scenario.seed)
 
 
-def _disk(scenario: Scenario) -> _Kept:
+def _disk(scenario: Scenario) -> _RecordPlacement:
     return _disk_of(scenario, 1)
 
 
-def _disk_of(scenario: Scenario, parts: int) -> _Kept:
-    """One part of the set on each node's disk."""
+def _disk_of(scenario: Scenario, parts: int) -> _RecordPlacement:
+    """Return the placement of one part of the set on each node's disk."""
     held = scenario.set_bytes / parts
     if (scenario.shared or scenario.disk_bytes) and scenario.disk_bytes < held:
         raise ResourceError(
             f"{format_bytes(held)} of records on each node, {format_bytes(scenario.disk_bytes)} of disk"
         )
-    plan = planned(scenario, "disk", scenario.records)
-    return _Kept(
+    plan = plan_tier(scenario, "disk", scenario.records)
+    return _RecordPlacement(
         asked=asked_of_tiers(scenario, plan, far=0.0, near=1.0),
         fill_bytes=held if scenario.shared else 0.0,
         far=0.0 if scenario.shared else 1.0,
@@ -368,8 +379,8 @@ def _disk_of(scenario: Scenario, parts: int) -> _Kept:
     )
 
 
-def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _Kept:
-    """Records of `plan` in memory, `held` of them on the node; the rest from where they lie.
+def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _RecordPlacement:
+    """Return records of `plan` in memory, `held` of them on the node; the rest from their place.
 
     Where that is a store, as many of the rest as fit each node's disk are copied there.
     """
@@ -379,7 +390,7 @@ def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _Kept:
     room = min(scenario.disk_bytes / scenario.record_bytes, rest) if scenario.shared else 0.0
     hits = _hits(scenario, room / rest) if room else 0.0
     near = hits if scenario.shared else 1.0
-    return _Kept(
+    return _RecordPlacement(
         asked=asked_of_tiers(scenario, plan, far=1 - near, near=near),
         cold=(asked_of_tiers(scenario, plan, far=1.0, near=0.0), part) if 0 < hits < 1 else None,
         fill_bytes=(held + (room if hits == 1 else 0.0)) * scenario.record_bytes,
@@ -390,36 +401,36 @@ def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _Kept:
     )
 
 
-def _host(scenario: Scenario) -> _Kept:
-    return _in_memory(scenario, planned(scenario, "host", scenario.records), scenario.records)
+def _host(scenario: Scenario) -> _RecordPlacement:
+    return _in_memory(scenario, plan_tier(scenario, "host", scenario.records), scenario.records)
 
 
-def _device(scenario: Scenario) -> _Kept | None:
-    """The whole set on each GPU."""
+def _device(scenario: Scenario) -> _RecordPlacement | None:
+    """Return the placement of the complete set on each GPU."""
     if scenario.on_cpu:
         return None
-    return _in_memory(scenario, planned(scenario, "device", scenario.records), scenario.records)
+    return _in_memory(scenario, plan_tier(scenario, "device", scenario.records), scenario.records)
 
 
-def _static(scenario: Scenario) -> _Kept | None:
+def _static(scenario: Scenario) -> _RecordPlacement | None:
     """Each GPU keeps its own part."""
     if scenario.on_cpu or scenario.world_size == 1:
         return None
-    plan = planned(scenario, "device", math.ceil(scenario.records / scenario.world_size))
+    plan = plan_tier(scenario, "device", math.ceil(scenario.records / scenario.world_size))
     kept = _in_memory(scenario, plan, math.ceil(scenario.records / scenario.nodes))
     return replace(kept, remark=_say_static(scenario, scenario.world_size))
 
 
-def _static_host(scenario: Scenario) -> _Kept | None:
+def _static_host(scenario: Scenario) -> _RecordPlacement | None:
     """Each node keeps the parts of its ranks in memory."""
     if scenario.nodes == 1:
         return None
     records = math.ceil(scenario.records / scenario.nodes)
-    kept = _in_memory(scenario, planned(scenario, "host", records), records)
+    kept = _in_memory(scenario, plan_tier(scenario, "host", records), records)
     return replace(kept, remark=_say_static(scenario, scenario.world_size))
 
 
-def _static_disk(scenario: Scenario) -> _Kept | None:
+def _static_disk(scenario: Scenario) -> _RecordPlacement | None:
     """Each node keeps the parts of its ranks on its disk."""
     if scenario.nodes == 1 or not scenario.shared:
         return None
@@ -433,9 +444,9 @@ def _say_static(scenario: Scenario, parts: int) -> str:
     )
 
 
-def _tiers(scenario: Scenario) -> _Kept | None:
-    """The planner's own choice; None where it is one tier alone, which has a way of its own."""
-    plan = planned(scenario, "auto", scenario.records)
+def _tiers(scenario: Scenario) -> _RecordPlacement | None:
+    """Return the planner's own choice; None where it is one tier alone, which has a way of its own."""
+    plan = plan_tier(scenario, "auto", scenario.records)
     held = [row for row in plan.rows if row.records]
     if len(held) < 2:
         return None
@@ -446,10 +457,10 @@ def _tiers(scenario: Scenario) -> _Kept | None:
     return replace(kept, remark=f"of {format_count(scenario.records)} records {lie}")
 
 
-def _say_rest(scenario: Scenario, kept: _Kept) -> str:
-    """Where records lie that memory does not hold."""
+def _say_rest(scenario: Scenario, kept: _RecordPlacement) -> str:
+    """Return where records are that memory does not hold."""
     if not scenario.shared:
-        return "on the disk where they lie"
+        return "on the disk"
     if not kept.far:
         return "on the nodes' disks"
     copied = ", with no local disk to copy them to"
@@ -460,7 +471,7 @@ def _say_rest(scenario: Scenario, kept: _Kept) -> str:
     return f"in the store{copied}: {format_percent(kept.far)} of all reads go there{_say_blocks(scenario)}"
 
 
-WAYS: dict[str, tuple[str, Callable[[Scenario], _Kept | None]]] = {
+WAYS: dict[str, tuple[str, Callable[[Scenario], _RecordPlacement | None]]] = {
     "encode": ("read and encode for every batch", _encode),
     "store": ("read every record from the store in every epoch", _store),
     "mirror": ("a local copy with a size limit, the oldest makes room", _mirror),

@@ -53,7 +53,7 @@ class Prices:
         return any(value is not None for value in (self.node_hour, self.gb_month, self.gb_read))
 
     def __post_init__(self) -> None:
-        """Refuse what is no price.
+        """Refuse what cannot be a price.
 
         Raises:
             ConfigError: It is named.
@@ -237,7 +237,7 @@ class Scenario:
 
     @property
     def link_bytes_s(self) -> float:
-        """What one node gets from where the records lie when all nodes ask at once."""
+        """What one node gets from the place of the records when all nodes read at once."""
         if not self.shared:
             return self.disk_bytes_s
         network = self.network_bytes_s or math.inf
@@ -275,7 +275,7 @@ SHORT_TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def count(text: str) -> int:
-    """A whole number.
+    """Return a whole number.
 
     >>> count("1_000_000"), count("1e9"), count("500")
     (1000000, 1000000000, 500)
@@ -287,7 +287,7 @@ def count(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A number without a unit.
+    """Return a number without a unit.
 
     >>> number("2.59")
     2.59
@@ -299,7 +299,7 @@ def number(text: str) -> float:
 
 
 def size(text: str) -> float:
-    """Bytes; the unit is required.
+    """Return bytes; the unit is required.
 
     >>> size("80GB"), size("1 TiB"), size("4096B")
     (80000000000.0, 1099511627776.0, 4096.0)
@@ -315,7 +315,7 @@ def size(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Seconds; the unit is required, unless it is 0.
+    """Return seconds; the unit is required, unless it is 0.
 
     >>> seconds("20ms"), seconds("2us"), seconds("1.5h"), seconds("0")
     (0.02, 2e-06, 5400.0, 0.0)
@@ -328,7 +328,7 @@ def seconds(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Bytes a second. `Gb/s` is of bits, as networks are sold, `GB/s` of bytes; the unit is required.
+    """Return bytes a second. `Gb/s` is of bits, as networks are sold, `GB/s` of bytes; the unit is required.
 
     >>> rate("25Gb/s"), rate("2GB/s"), rate("100 MiB/s"), rate("400Gbit/s")
     (3125000000.0, 2000000000.0, 104857600.0, 50000000000.0)
@@ -342,7 +342,7 @@ def rate(text: str) -> float:
 
 
 def part(text: str) -> float:
-    """A fraction.
+    """Return a fraction.
 
     >>> part("10%"), part("0.1")
     (0.1, 0.1)
@@ -429,7 +429,7 @@ REQUIRED = ("records", "record_bytes", "batch", "step", "host_memory")
 
 
 def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None) -> Scenario:
-    """A scenario from `key=value` words.
+    """Return a scenario from `key=value` words.
 
     Args:
         words: As typed.
@@ -476,7 +476,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
 
 
 def _in_keys(message: str) -> str:
-    """A message that begins with a field of a scenario, with the key of that field in its place."""
+    """Return a message that begins with a field of a scenario, with the key of that field in its place."""
     keys = {field: key for key, (field, *_) in [*KEYS.items(), *PRICE_KEYS.items()]}
     name, _, rest = message.partition(" ")
     return f"{keys.get(name, name)} {rest}"

@@ -1,6 +1,7 @@
-"""Which files are to be fetched, under which names, from where: read strictly, since others write manifests.
+"""The files to fetch, their names and where they come from: read strictly, since others write manifests.
 
-A name says where below one folder a file goes. It may not leave that folder, hide, or be another's folder.
+A name says where below one folder a file goes. It may not lead out of that folder, be hidden, or be the
+folder of another name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from stoker.config.models import Config
 from stoker.errors import ConfigError
 from stoker.runtime.jsonio import parse_json
 from stoker.runtime.partial import Algorithm
@@ -22,11 +24,11 @@ ALGORITHMS: Mapping[Algorithm, int] = {"sha256": 64, "sha1": 40, "md5": 32}
 """Digests that may be declared, the strongest first, and their hexadecimal digits."""
 MANIFEST_BYTES = 64 * 1024 * 1024
 NAME_BYTES, PART_BYTES = 1024, 200
-"""A part of a name leaves room for the suffixes of what is not whole yet; file systems end at 255."""
+"""A part of a name leaves room for the suffixes of partial files; file systems end at 255."""
 
 
 class _Entry(BaseModel):
-    """One file as it is written down."""
+    """One file as a manifest describes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,21 +41,21 @@ class _Entry(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedFile:
-    """A file that should be there."""
+    """A file to fetch."""
 
     name: str
-    """Where below the folder."""
+    """Its path below the folder."""
     source: str
     """Where it comes from: a URL, `remote:path`, or a path."""
     bytes: int | None = None
-    """Its size, where declared."""
+    """Its declared size, if any."""
     algorithm: Algorithm | None = None
     digest: str = ""
-    """Of its content, lower case; empty where none is declared."""
+    """The declared digest of its content, lower case; empty: none is declared."""
 
 
 class _FolderEntry(BaseModel):
-    """One folder as it is written down."""
+    """One folder as a manifest describes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,23 +66,41 @@ class _FolderEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedFolder:
-    """A folder of which all files should be there."""
+    """A folder of which all files are fetched."""
 
     name: str
-    """Where below the folder of all; ends in a slash."""
+    """Its path below the folder of all; ends in a slash."""
     source: str
     """Where it comes from: `remote:path`, or a path."""
     match: str | None = None
     """A pattern that the names of files end in, as `*_train_*.h5`; None: all."""
     count: int | None = None
-    """How many files that has to be, where declared."""
+    """The declared number of files, if any."""
+
+
+def wanted_files(config: Config) -> tuple[WantedFile | WantedFolder, ...]:
+    """Return all files and folders in `fetch.files`, then those of `fetch.manifest`.
+
+    Raises:
+        ConfigError: An entry is wrong, or both name the same file.
+    """
+    own = parse_wanted(config.fetch.files or {}, f"{config.where}: fetch.files")
+    if config.fetch.manifest is None:
+        return own
+    more = read_manifest(Path(config.fetch.manifest))
+    twice = {one.name for one in own} & {one.name for one in more}
+    if twice:
+        raise ConfigError(
+            f"{config.where}: fetch.files and fetch.manifest both name {min(twice)!r}. Name it once"
+        )
+    return (*own, *more)
 
 
 def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[WantedFile | WantedFolder, ...]:
-    """The files of a mapping of names to `{from, bytes, sha256}`; a name with a slash at its end is a folder.
+    """Return the files of a mapping of names to `{from, bytes, sha256}`; a name that ends in / is a folder.
 
     Raises:
-        ConfigError: An entry or a name is not as it should be; names all that are wrong.
+        ConfigError: Entries or names are wrong; lists all of them.
     """
     problems: list[str] = []
     found: list[WantedFile | WantedFolder] = []
@@ -101,10 +121,10 @@ def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wa
 
 
 def check_names(files: Iterable[WantedFile]) -> None:
-    """Compare the names of all files, those of listings among them.
+    """Check the names of all files, including those that a folder listed.
 
     Raises:
-        ConfigError: One leads out, is there twice, or is a file here and a folder there.
+        ConfigError: One leads out, comes twice, or is a file in one entry and a folder in another.
     """
     names = [one.name for one in files]
     problems = [f"the name {name!r} {why}" for name in names if (why := _wrong_name(name))]
@@ -115,7 +135,7 @@ def check_names(files: Iterable[WantedFile]) -> None:
 
 
 def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
-    """The files of a JSON manifest, `{"files": {name: {"from": ..., "bytes": ..., "sha256": ...}}}`.
+    """Return the files of a JSON manifest, `{"files": {name: {"from": ..., "bytes": ..., "sha256": ...}}}`.
 
     Raises:
         ConfigError: It cannot be read, is not JSON, names a file twice, or an entry is wrong.
@@ -124,17 +144,17 @@ def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
         with path.open("rb") as file:
             data = file.read(MANIFEST_BYTES + 1)
         if len(data) > MANIFEST_BYTES:
-            raise ConfigError(f"{path} is larger than {MANIFEST_BYTES:,} bytes: no manifest of files")
+            raise ConfigError(f"{path} is larger than {MANIFEST_BYTES:,} bytes, too large for a manifest")
         content = parse_json(data)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Expected a manifest") from error
+    except ConfigError:
+        raise
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is no manifest: {error}") from error
+        raise ConfigError(f"{path} is not a manifest: {error}") from error
     files = cast("dict[str, Any]", content).get("files") if isinstance(content, dict) else None
     if not isinstance(files, dict) or set(cast("dict[str, Any]", content)) != {"files"}:
-        raise ConfigError(f'{path} is no manifest: expected {{"files": {{name: {{"from": ...}}}}}}')
+        raise ConfigError(f'{path} is not a manifest: expected {{"files": {{name: {{"from": ...}}}}}}')
     entries = cast("dict[str, Any]", files)
     for name, entry in entries.items():
         if not isinstance(entry, dict):
@@ -166,7 +186,7 @@ def _say(problem: Any, folder: bool) -> str:
 
 
 def _wrong_name(name: str) -> str | None:
-    """Why a name is refused; None: it is not.
+    """Return why a name is refused; None: it is accepted.
 
     >>> _wrong_name("burgers/train_000.h5"), _wrong_name("../x")
     (None, "has a part '..', which may not begin with a dot")
@@ -178,7 +198,7 @@ def _wrong_name(name: str) -> str | None:
     if not 0 < size <= NAME_BYTES:
         return f"has {size} bytes, expected 1 to {NAME_BYTES}"
     if any(unicodedata.category(letter) in {"Cc", "Cf", "Zl", "Zp"} for letter in name) or "\\" in name:
-        return "has a character that no name of a file should have"
+        return "has a character that a file name should not have"
     for part in name.split("/"):
         if not part:
             return "is absolute, or has an empty part. Expected a path below the folder"
@@ -191,7 +211,7 @@ def _wrong_name(name: str) -> str | None:
 
 
 def _clashes(names: Iterable[str]) -> list[str]:
-    """Names that are a file in one entry and a folder in another."""
+    """Return a line for each name that is a file in one entry and a folder in another."""
     files = set(names)
     above = {name.rsplit("/", count)[0]: name for name in files for count in range(1, name.count("/") + 1)}
     return [f"{name!r} is a file, and the folder of {above[name]!r}" for name in sorted(files & above.keys())]
