@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -232,7 +234,10 @@ ENCODERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
 
 def recipe(source: Any, encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of a cache that is made now, and everything that the fingerprint is made of."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as versions:
+        if isinstance(encoder, FeatureEncoder):  # a recipe names the libraries that prepare its images
+            versions.enter_context(mock.patch("transformers.__version__", "5.23.0"))
+            versions.enter_context(mock.patch("PIL.__version__", "13.0.0"))
         cache = precompute(source, encoder, folder, name="pin", workers=0, progress=None, **settings)
         return {"fingerprint": cache.fingerprint, "recipe": dict(cache.recipe.entries)}
 

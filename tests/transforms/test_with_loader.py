@@ -49,7 +49,7 @@ def examples_of(cache: Cache, epoch: int = 0, **changes: Any) -> dict[tuple[int,
     """What every example became, over all ranks."""
     given = {"batch_size": 8, "windows": WINDOWS, "transforms": TRANSFORMS, "seed": 3, **changes}
     found: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    world_size = given.pop("world", 1)
+    world_size = given.pop("world_size", 1)
     for rank in range(world_size):
         loader = Loader(cache, rank=rank, world_size=world_size, drop_last=False, **given)
         loader.set_epoch(epoch)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import marshal
 import re
 import sys
+import types
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
@@ -44,7 +46,7 @@ def pickle_for_process(thing: object, name: str = "source", *, otherwise: str = 
     if found:
         _refuse(found, otherwise)
     try:
-        return _dumped(thing)
+        return dumps(thing)
     except StokerError:
         raise
     except Exception as error:
@@ -59,13 +61,17 @@ def pickle_for_process(thing: object, name: str = "source", *, otherwise: str = 
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, and functions of `functools.lru_cache` from where no other process can import them.
+    """cloudpickle, for two kinds of object that it does not send as we need them.
 
-    cloudpickle sends classes of a script with their code, but such a function by its name alone, which the
-    other process does not know. It is made again there, and remembers nothing yet.
+    - Functions of `functools.lru_cache` that no other process can import. cloudpickle sends their name alone.
+      Here they are made again in the other process, with an empty cache.
+    - Code. Since cloudpickle 3.1.3 it arrives without its file name, so that nobody there finds its text,
+      and the fingerprint of a Dataset of local classes would differ between processes.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, _CACHE) and not _is_importable(obj):
             settings = cast("Any", obj).cache_parameters()
             return _cached_anew, (cast("Any", obj).__wrapped__, settings["maxsize"], settings["typed"])
@@ -89,7 +95,8 @@ def _is_importable(function: Any) -> bool:
     return found is function
 
 
-def _dumped(thing: object) -> bytes:
+def dumps(thing: object) -> bytes:
+    """Return the pickle of an object, as it is sent to a process."""
     with io.BytesIO() as file:
         _Pickler(file).dump(thing)
         return file.getvalue()
@@ -118,7 +125,7 @@ def _culprit(thing: object, name: str) -> HeldObject | None:
 
 def _picklable(value: Any) -> bool:
     try:
-        _dumped(value)
+        dumps(value)
     except Exception:  # noqa: BLE001 - foreign code may raise anything
         return False
     return True

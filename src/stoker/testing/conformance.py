@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+from typing import TYPE_CHECKING, TypeVar
 
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import StokerError
@@ -24,6 +23,7 @@ from stoker.schema import (
     check_sample,
     unfolded,
 )
+from stoker.sources.pickling import dumps
 from stoker.sources.protocol import BatchSource, Source, SourceIdentity
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ def _check_copy(source: Source, copied: Source, first: Mapping[int, Sample]) -> 
 
 def _copied(thing: _Thing) -> _Thing:
     """A copy that went the way of copies for worker processes."""
-    pickler = cast("Any", cloudpickle)
-    return pickler.loads(pickler.dumps(thing))
+    return pickle.loads(dumps(thing))  # noqa: S301  bytes of our own
 
 
 def _same(one: Sample, other: Sample) -> bool:
