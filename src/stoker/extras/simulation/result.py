@@ -45,7 +45,9 @@ class EncodingEstimate:
 
     def to_json(self) -> dict[str, Json]:
         """Return all fields, and the bottleneck."""
-        stages = {_STAGE_KEYS.get(name, name): seconds for name, seconds in self.stages.items()}
+        stages: dict[str, Json] = {
+            _STAGE_KEYS.get(name, name): seconds for name, seconds in self.stages.items()
+        }
         return {**asdict(self), "stages": stages, "bottleneck": self.bottleneck}
 
 
