@@ -17,7 +17,7 @@ import pytest
 import stoker
 from stoker.errors import ConfigError, IncompleteError, Interrupted, SourceError, StokerError
 from stoker.loader import Loader
-from stoker.precompute.background import BackgroundFill
+from stoker.precompute.background import ChildFill
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
@@ -107,7 +107,7 @@ def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path)
 def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
-    assert isinstance(filling, BackgroundFill)
+    assert isinstance(filling, ChildFill)
     loader = Loader(cache, batch_size=16)
     batches = iter(loader)
     next(batches)
@@ -125,7 +125,7 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
 def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
-    assert isinstance(filling, BackgroundFill)
+    assert isinstance(filling, ChildFill)
     batches = iter(Loader(cache, batch_size=16))
     next(batches)
     os.kill(filling._child.pid, signal.SIGTERM)
@@ -137,7 +137,7 @@ def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> 
 def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((4000,), delay_s=0.005))
     filling = cache.filling
-    assert isinstance(filling, BackgroundFill)
+    assert isinstance(filling, ChildFill)
     until(lambda: len(filling.look()[0]))
     filling.stop()
     assert filling._child.exit is not None

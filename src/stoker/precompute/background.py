@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -35,18 +34,15 @@ from stoker.errors import (
     arg,
 )
 from stoker.precompute.encode import TOLERANCE, BatchEncoder, EncodedRecords, TorchState, distance
-from stoker.precompute.encoder_processes import stored, unpickled
+from stoker.precompute.encoder_processes import stored
 from stoker.precompute.in_process import ask_encoder
 from stoker.precompute.queue import SampleFeed
 from stoker.precompute.run import LOG_FOLDER, PrecomputeLoop, RunTotals, StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.child import Drain, LoggedChild
-from stoker.runtime.processes.entry import Connection
-from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Json, unfolded
-from stoker.sources.files import confine_sources, confined_sources
+from stoker.sources.files import confined_sources
 from stoker.sources.pickling import pickle_for_process
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
@@ -94,8 +90,8 @@ class FillTask:
     """How the caller has set torch and numpy."""
 
 
-class BackgroundFill:
-    """A `stoker.store.storage.Filling`: a child that runs `run_precompute`.
+class ChildFill:
+    """Fill a cache in a child (`engine.fill_in_child`); a `stoker.store.cache.BackgroundFill`.
 
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
@@ -124,7 +120,7 @@ class BackgroundFill:
         drain, task_fd = Drain(), stored(payload)
         try:
             self._child = LoggedChild(
-                "stoker.precompute.background:serve",
+                "stoker.precompute.engine:fill_in_child",
                 (task_fd,),
                 what=f"a process to fill {folder.path}",
                 log=logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt",
@@ -215,39 +211,6 @@ def _stop_child(child: LoggedChild, drain: Drain, owner: int) -> None:
     failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
     child.discard(keep_log=failed)
     drain.close()
-
-
-def serve(connection: Connection) -> int:
-    """Fill a cache; what the child of a `BackgroundFill` runs."""
-    keep_freed_memory()  # before there are threads
-    channel, (task_fd,) = WorkerChannel(connection.socket), connection.shared
-    try:
-        if (start := channel.next()) is None:
-            return 0
-        confine_sources(start["confined"])
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-        end = _fill(task_fd)
-    except StokerError as error:
-        end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
-    except Interrupted as error:
-        end = {"kind": "failed", "error": Interrupted.__name__, "message": str(error)}
-    except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
-        traceback.print_exc()
-        end = {"kind": "failed", "error": "StokerError", "message": f"{type(error).__name__}: {error}"}
-    with suppress(OSError):  # the caller is gone, and with it everybody to be told
-        channel.send(end)
-    return 0
-
-
-def _fill(task_fd: int) -> Frame:
-    from stoker.precompute.engine import run_precompute
-
-    task: FillTask = unpickled(task_fd)
-    with task.state.entered():
-        report = run_precompute(
-            task.source, task.encoder, task.cache_dir, name=task.name, settings=task.settings
-        )
-    return {"kind": "done", "encoded": report.encoded}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -533,7 +496,7 @@ class EncodeFiller:
                 f"Run precompute first, or give more time"
             )
 
-    def begin(self) -> BackgroundFill:
+    def begin(self) -> ChildFill:
         """Start a process that encodes all that is missing.
 
         Raises:
@@ -547,7 +510,7 @@ class EncodeFiller:
             settings=self._all,
             state=TorchState.of_caller(),
         )
-        return BackgroundFill(task, self._folder())
+        return ChildFill(task, self._folder())
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
         """Return a comparison of `count` records of `cache` with their samples now; it is not begun."""

@@ -6,8 +6,9 @@ import logging
 import select
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
 from stoker.encoders.wrappers import keeping
-from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError, arg
+from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError, StokerError, arg
 from stoker.plan.resources import Resources, encode_on, probe, require_devices
-from stoker.precompute.background import EncodeFiller, folder_mark, recipe_of
+from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
+from stoker.precompute.encoder_processes import unpickled
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import retry_hint
 from stoker.precompute.run import encode_here
@@ -36,10 +38,14 @@ from stoker.precompute.settings import (
 from stoker.runtime.disk import FreeSpace, explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.guard import first_time
+from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Schema, columns_of
 from stoker.sources.arguments import check_source
+from stoker.sources.files import confine_sources
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
@@ -647,3 +653,34 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
         files=files,
         advice="choose another cache folder, or a smaller dtype",
     )
+
+
+def fill_in_child(connection: Connection) -> int:
+    """Fill a cache in the child of a `ChildFill`, and send how that ended; return its exit code."""
+    keep_freed_memory()  # before there are threads
+    channel, (task_fd,) = WorkerChannel(connection.socket), connection.shared
+    try:
+        if (start := channel.next()) is None:
+            return 0
+        confine_sources(start["confined"])
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        end = _fill_from(task_fd)
+    except StokerError as error:
+        end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
+    except Interrupted as error:
+        end = {"kind": "failed", "error": Interrupted.__name__, "message": str(error)}
+    except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
+        traceback.print_exc()
+        end = {"kind": "failed", "error": "StokerError", "message": f"{type(error).__name__}: {error}"}
+    with suppress(OSError):  # the caller is gone, and with it everybody to be told
+        channel.send(end)
+    return 0
+
+
+def _fill_from(task_fd: int) -> Frame:
+    task: FillTask = unpickled(task_fd)
+    with task.state.entered():
+        report = run_precompute(
+            task.source, task.encoder, task.cache_dir, name=task.name, settings=task.settings
+        )
+    return {"kind": "done", "encoded": report.encoded}

@@ -189,7 +189,7 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
+class StepShare:
     """Which part of a run's steps is this rank's."""
 
     resume: bool
@@ -205,7 +205,7 @@ class RankShare:
     """Of examples; the parts of a static one are those that the run was begun with."""
 
 
-def share_steps(run: Run, digest: str, cache: Cache) -> RankShare:
+def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
     """Decide on rank 0, by its run folder, and check that the global batch can be shared.
 
     Raises:
@@ -222,7 +222,7 @@ def share_steps(run: Run, digest: str, cache: Cache) -> RankShare:
             "begin again in another training.run_dir"
         )
     world_size, order = begun or ranks.world_size, run.config.training.order
-    return RankShare(
+    return StepShare(
         resume=begun is not None,
         begun=world_size,
         batch_size=size // ranks.world_size,
@@ -249,7 +249,7 @@ class RunLoaders:
     val: Loader | dict[str, TaskLoader | None] | None
     loaders: tuple[Loader, ...]
     """All that records come from, those of training first."""
-    shared: RankShare
+    shared: StepShare
     """This rank's part of the run; of several tasks, of the first."""
     reason: str
     """Why records are served from where they are."""
@@ -360,7 +360,7 @@ def joined(run: Run, cache: Cache, split: str) -> Cache:
 
 
 def make_loader(
-    run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: RankShare | None = None
+    run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: StepShare | None = None
 ) -> Loader:
     """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
     training, schema = run.config.training, cache.schema

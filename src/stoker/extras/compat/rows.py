@@ -129,7 +129,7 @@ class GPUCachedRows:
             raise IndexError(f"row {index} does not exist: this split has {len(self)}")
         return self.__getitems__([index % len(self)])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> RowBatch:
+    def __getitems__(self, indices: Sequence[int]) -> RadioBatch:
         """Several rows at once, which is what a `DataLoader` asks for: one gather for each field."""
         fields = self._rows()
         if fields is None:
@@ -138,7 +138,7 @@ class GPUCachedRows:
         else:
             at = torch.as_tensor(indices, device=next(iter(fields.values())).device)
             picked = {name: values.index_select(0, at) for name, values in fields.items()}
-        return RowBatch(self.shaped({name: values.to(self.device) for name, values in picked.items()}))
+        return RadioBatch(self.shaped({name: values.to(self.device) for name, values in picked.items()}))
 
     def shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch of cached rows under the earlier names; of fields of your own as it is."""
@@ -190,7 +190,7 @@ class GPUCachedRows:
         return self._in_memory
 
 
-class RowBatch(Sequence[dict[str, Any]]):
+class RadioBatch(Sequence[dict[str, Any]]):
     """Rows that were gathered together: a batch for `collate_gpu_cached`, rows for others."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ def collate_gpu_cached(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     For a `DataLoader` over a `GPUCachedRows`, with `num_workers=0`. Rows come to it gathered already, so
     nothing is stacked; a list of single rows is.
     """
-    if isinstance(batch, RowBatch):
+    if isinstance(batch, RadioBatch):
         return batch.batch
     rows = [*batch]
     whole = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "metadata"}
