@@ -16,7 +16,7 @@ DONT_WRITE_BYTECODE = sys.dont_write_bytecode
 NEEDED_BY = {
     "mfusepy": ["tests/chaos/away_fuse.py"],
     "ray": [
-        "tests/scale/two_nodes.py",
+        "tests/distributed/two_nodes.py",
         "src/stoker/extras/ray/engine.py",
     ],
     "triton": ["tests/loader/kernels/interpreted.py", "src/stoker/loader/triton_gather.py"],

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from measure import publish
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.schema import Field
 from stoker.sources.protocol import Part, SourceIdentity
@@ -73,9 +73,9 @@ class Waiting:
         """One field of half the size."""
         return {"latent": Field(shape=(sample_schema["data"].shape[0] // 2,), dtype="float32")}
 
-    def group(self, sample_schema: Any) -> Group:
+    def encode_batch_size(self, sample_schema: Any) -> EncodeBatchSize:
         """Of fixed size."""
-        return Group(samples=GROUP, steps=None)
+        return EncodeBatchSize(samples=GROUP, steps=None)
 
     independent_steps = False
 

@@ -434,7 +434,7 @@ def encode(bench: Bench) -> Iterator[dict[str, Any]]:
         calls = max(1, min(count, 2_048) // group)
         with torch.inference_mode():
             own = group * calls / bench.seconds(lambda: [model(resident) for _ in range(calls)], rounds=1)  # noqa: B023
-        encoder = stoker.ModuleEncoder(model, field="data", output="feature", version="1", group=group)
+        encoder = stoker.ModuleEncoder(model, field="data", output="feature", version="1", encode_batch=group)
         source = ArraySource(path, fields={"data": "n c h w"})
         bench.wait()
         with Utilisation(device) as gpu:

@@ -98,7 +98,7 @@ def served(url: str, folder: Path, limit_bytes: int) -> list[dict[str, float]]:
     mirror = open_storage(cache.path).mirror
     assert mirror is not None
     loader = stoker.Loader(cache, BATCH, order=ORDER, tier="disk", seed=0)
-    elsewhere = design_of(loader).demand.elsewhere
+    elsewhere = design_of(loader).demand.remote
     assert elsewhere is not None
     rows: list[dict[str, float]] = []
     for _ in range(3):

@@ -89,7 +89,7 @@ def run_encoder(path: str, kind: str, count: str) -> dict[str, float]:
 
     encoder = make_encoder(kind)
     source = stoker.HDF5Source(path, preset="pdebench")
-    size = encoder.group(source.schema()).samples
+    size = encoder.encode_batch_size(source.schema()).samples
     extra = {name: torch.zeros(size) for name in source.schema() if name != "data"}
     batches = [
         {
@@ -148,7 +148,7 @@ def run_precompute(path: str, kind: str, target: str, workers: str) -> dict[str,
     recipe._digest = timed_digest
     source = CountedSource(path, preset="pdebench")
     source.log = target + ".log"
-    encoder.group(source.schema())
+    encoder.encode_batch_size(source.schema())
     settings = PrecomputeSettings(
         dtype="float16", workers=None if workers == "auto" else int(workers), progress=None
     )

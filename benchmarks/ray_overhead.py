@@ -28,7 +28,7 @@ import torch
 
 from devices import Rows
 from measure import publish
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.extras.ray.engine import RayEngine
 from stoker.precompute import PrecomputeReport, PrecomputeSettings, run_precompute
 from stoker.schema import Field
@@ -51,9 +51,9 @@ class Doubling:
         """As the sample's."""
         return {"latent": Field(shape=sample_schema["data"].shape, dtype="float32")}
 
-    def group(self, sample_schema: Any) -> Group:
+    def encode_batch_size(self, sample_schema: Any) -> EncodeBatchSize:
         """Of fixed size."""
-        return Group(samples=GROUP, steps=None)
+        return EncodeBatchSize(samples=GROUP, steps=None)
 
     def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Wait, and multiply."""

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import StokerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute, workers
 from stoker.precompute import workers as supervisor_module
@@ -72,8 +72,8 @@ class Plain:
     def schema(self, sample_schema):
         return sample_schema
 
-    def group(self, sample_schema):
-        return Group(samples=8, steps=None)
+    def encode_batch_size(self, sample_schema):
+        return EncodeBatchSize(samples=8, steps=None)
 
     def encode(self, batch):
         return batch

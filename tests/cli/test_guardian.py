@@ -48,12 +48,12 @@ def broken(self, batch, /):
 if sys.argv[0] == "-m":  # the child that runs the command; neither workers nor the guardian load an encoder
     signal.signal = noting
     from stoker.encoders.grid import GridEncoder
-    from stoker.encoders.protocol import Group
+    from stoker.encoders.protocol import EncodeBatchSize
     whole = GridEncoder.encode
     GridEncoder.encode = broken
     if "to" in FAULTS:
         GridEncoder.to = lambda self, device: exec(FAULTS["to"])
-    GridEncoder.group = lambda self, schema: Group(samples=2, steps=None)
+    GridEncoder.encode_batch_size = lambda self, schema: EncodeBatchSize(samples=2, steps=None)
 """
 
 NEVER_ENDS = """\

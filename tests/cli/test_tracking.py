@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from stoker.monitor import GpuAbsent, GpuSample
+from stoker.monitor import GpuSample, MissingGpu
 from stoker.monitor.gpu import GpuWatch
 from stoker.run.train import COST, GPU, RunTracking, Startup, StartupPhase, tracking
 from tests.cli.commands import run, run_json
@@ -134,7 +134,7 @@ def test_a_gpu_is_given_in_per_cent_and_its_absence_in_words(project: Path) -> N
     tracked._watch = Watch()  # pyright: ignore
 
     tracked.listen("epoch", epoch)
-    Watch.said = GpuAbsent(reason="fell off the bus")
+    Watch.said = MissingGpu(reason="fell off the bus")
     tracked.listen("epoch", epoch)
 
     assert told[0][GPU] == pytest.approx(93)

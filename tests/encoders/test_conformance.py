@@ -9,7 +9,7 @@ from torch import nn
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.wrappers import Normalized, Statistics
+from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder
 from stoker.schema import Field, Schema
 from stoker.testing import check_encoder
 
@@ -47,9 +47,11 @@ def grid(tokens: int = 12) -> GridEncoder:
             id="module-steps",
         ),
         pytest.param(
-            Normalized(
+            NormalizedEncoder(
                 grid(),
-                Statistics(field="data", method="standard", shift=(0.1, 2.0), scale=(3.0, 0.5), digest="d"),
+                FieldStatistics(
+                    field="data", method="standard", shift=(0.1, 2.0), scale=(3.0, 0.5), digest="d"
+                ),
             ),
             {"data": PLANE, "nu": NU},
             id="normalized",

@@ -10,7 +10,7 @@ import torch
 
 from stoker.encoders import grid as decode_module
 from stoker.encoders.grid import GridEncoder, decoder_of
-from stoker.encoders.wrappers import Normalized, Statistics, keeping
+from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder, keep_fields
 
 
 def fields(*shape: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ def test_any_leading_axes_and_chunks_give_the_same(monkeypatch: pytest.MonkeyPat
 
 def test_a_recipe_and_its_weights_give_the_same_decoder_in_units_of_the_data() -> None:
     grid = GridEncoder(channels=2, grid=(1, 16), patch=(1, 2), tokens=4, dim=8)
-    rule = Statistics(field="data", method="standard", shift=(5.0, -2.0), scale=(10.0, 0.5), digest="0")
-    encoder = keeping(Normalized(grid, rule), "data")
+    rule = FieldStatistics(field="data", method="standard", shift=(5.0, -2.0), scale=(10.0, 0.5), digest="0")
+    encoder = keep_fields(NormalizedEncoder(grid, rule), "data")
     assert encoder is not None
     values = fields(2, 3, 1, 16, 2) * torch.tensor(rule.scale) + torch.tensor(rule.shift)
     record = encoder.encode({"data": values})

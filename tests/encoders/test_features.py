@@ -89,7 +89,7 @@ def test_features_do_not_depend_on_the_default_device_or_dtype(folder: Path, pro
 
 @pytest.mark.parametrize("processor", ["device", "pil"])
 def test_it_keeps_the_promises_of_an_encoder(folder: Path, processor: str) -> None:
-    encoder = FeatureEncoder(folder, "tokens", processor=processor, group=3)
+    encoder = FeatureEncoder(folder, "tokens", processor=processor, encode_batch=3)
 
     check_encoder(encoder, SAMPLES)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from stoker.encoders.grid import GridEncoder, plan_cells
-from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.errors import EncoderError
 from stoker.schema import Field
 
@@ -314,8 +314,8 @@ def test_large_samples_are_cut_over_time() -> None:
     small = Field(shape=(101, 1, 256, 1), dtype="float32", time=True)
     large = Field(shape=(100_000, 1, 256, 1), dtype="float32", time=True)
 
-    assert encoder.group({"data": small}) == Group(samples=27)
-    group = encoder.group({"data": large})
+    assert encoder.encode_batch_size({"data": small}) == EncodeBatchSize(samples=27)
+    group = encoder.encode_batch_size({"data": large})
     assert group.samples == 1
     assert group.steps is not None
     assert 1000 < group.steps < 10_000

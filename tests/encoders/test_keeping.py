@@ -10,8 +10,8 @@ import torch
 
 import stoker
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.protocol import Encoder, Group
-from stoker.encoders.wrappers import keeping
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
+from stoker.encoders.wrappers import keep_fields
 from stoker.errors import ConfigError, EncoderError
 from stoker.loader import Loader, Mixture, Windows
 from stoker.sources.hdf5 import HDF5Source
@@ -41,8 +41,8 @@ class Doubling:
     def schema(self, sample_schema: Any) -> Any:
         return {"z": sample_schema["data"]}
 
-    def group(self, sample_schema: Any) -> Any:
-        return Group(samples=2)
+    def encode_batch_size(self, sample_schema: Any) -> Any:
+        return EncodeBatchSize(samples=2)
 
     def encode(self, batch: Any, /) -> Any:
         return {"z": batch["data"] * 2}
@@ -122,9 +122,9 @@ def test_names_that_cannot_be_kept_are_refused(source: HDF5Source, tmp_path: Pat
 def test_nothing_to_keep_changes_nothing() -> None:
     inner = encoder()
 
-    assert keeping(inner, ()) is inner
-    assert keeping(None, "data") is None
-    assert isinstance(keeping(inner, "data"), Encoder)
+    assert keep_fields(inner, ()) is inner
+    assert keep_fields(None, "data") is None
+    assert isinstance(keep_fields(inner, "data"), Encoder)
 
 
 def test_windows_cannot_be_cut_from_a_kept_field(source: HDF5Source, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.encoders.module import ModuleEncoder, describe_function
-from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.errors import EncoderError
 from stoker.schema import Field
 
@@ -123,12 +123,12 @@ def test_ragged_fields_stay_ragged_or_become_fixed() -> None:
     assert ModuleEncoder(lambda x: x.mean(1), version="1").schema(ragged)["latent"] == Field(
         shape=(4,), dtype="float32"
     )
-    assert ModuleEncoder(doubled).group(ragged) == Group(samples=1)
+    assert ModuleEncoder(doubled).encode_batch_size(ragged) == EncodeBatchSize(samples=1)
 
 
 def test_the_group_is_from_the_schema_or_given() -> None:
-    assert ModuleEncoder(doubled).group(VECTOR) == Group(samples=256)
-    assert ModuleEncoder(doubled, group=3).group(VECTOR) == Group(samples=3)
+    assert ModuleEncoder(doubled).encode_batch_size(VECTOR) == EncodeBatchSize(samples=256)
+    assert ModuleEncoder(doubled, encode_batch=3).encode_batch_size(VECTOR) == EncodeBatchSize(samples=3)
 
 
 def identity(module: Any, **settings: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.wrappers import Normalized, Statistics, fit_statistics
+from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder, fit_statistics
 from stoker.errors import EncoderError, RecordError
 from stoker.schema import Field, Sample, Schema
 from stoker.sources.protocol import SourceIdentity
@@ -61,7 +61,7 @@ def test_minmax_maps_the_training_range_to_one() -> None:
     data = arrays()
 
     found = fit_statistics(Arrays(data), "data", "minmax")
-    scaled = Normalized(None, found).encode({"data": torch.from_numpy(data)})["data"]
+    scaled = NormalizedEncoder(None, found).encode({"data": torch.from_numpy(data)})["data"]
 
     assert (float(scaled.min()), float(scaled.max())) == (0.0, pytest.approx(1.0))
 
@@ -109,16 +109,16 @@ def grid() -> GridEncoder:
     return GridEncoder(channels=2, grid=(1, 8), patch=(1, 2), tokens=4, dim=4)
 
 
-def statistics(**changes: Any) -> Statistics:
+def statistics(**changes: Any) -> FieldStatistics:
     settings: dict[str, Any] = {
         "field": "data", "method": "standard", "shift": (100.0, 0.0), "scale": (2.0, 0.5), "digest": "d",
     }  # fmt: skip
-    return Statistics(**{**settings, **changes})
+    return FieldStatistics(**{**settings, **changes})
 
 
 def test_the_inner_encoder_sees_normalised_values() -> None:
     data = torch.from_numpy(arrays())
-    encoder = Normalized(grid(), statistics())
+    encoder = NormalizedEncoder(grid(), statistics())
     before = data.clone()
 
     record = encoder.encode({"data": data, "nu": torch.ones(5)})
@@ -132,32 +132,32 @@ def test_the_inner_encoder_sees_normalised_values() -> None:
 
 def test_schema_and_group_are_those_of_the_inner_encoder() -> None:
     schema = Arrays(arrays()).schema()
-    encoder = Normalized(grid(), statistics())
+    encoder = NormalizedEncoder(grid(), statistics())
 
     assert encoder.schema(schema) == grid().schema(schema)
-    assert encoder.group(schema) == grid().group(schema)
-    assert Normalized(None, statistics()).schema(schema) == schema
+    assert encoder.encode_batch_size(schema) == grid().encode_batch_size(schema)
+    assert NormalizedEncoder(None, statistics()).schema(schema) == schema
 
 
 def test_scalars_are_normalised_too() -> None:
-    encoder = Normalized(None, statistics(field="nu", shift=(1.0,), scale=(2.0,)))
+    encoder = NormalizedEncoder(None, statistics(field="nu", shift=(1.0,), scale=(2.0,)))
 
     assert encoder.encode({"nu": torch.tensor([1.0, 5.0])})["nu"].tolist() == [0.0, 2.0]
 
 
 def test_other_channels_than_fitted_are_refused() -> None:
     with pytest.raises(EncoderError, match="2 channels"):
-        Normalized(None, statistics()).schema({"data": Field(shape=(6, 3), dtype="float32")})
+        NormalizedEncoder(None, statistics()).schema({"data": Field(shape=(6, 3), dtype="float32")})
 
 
 def test_the_identity_is_the_rule_and_the_samples_not_the_numbers() -> None:
-    first = Normalized(grid(), statistics()).identity()
+    first = NormalizedEncoder(grid(), statistics()).identity()
 
-    assert first == Normalized(grid(), statistics(shift=(100.0000001, 0.0))).identity()
+    assert first == NormalizedEncoder(grid(), statistics(shift=(100.0000001, 0.0))).identity()
     for other in (
-        Normalized(grid(), statistics(digest="e")),
-        Normalized(grid(), statistics(method="minmax")),
-        Normalized(None, statistics()),
+        NormalizedEncoder(grid(), statistics(digest="e")),
+        NormalizedEncoder(grid(), statistics(method="minmax")),
+        NormalizedEncoder(None, statistics()),
     ):
         assert other.identity() != first
 
@@ -171,6 +171,6 @@ def test_other_training_samples_have_another_digest() -> None:
 
 
 def test_weights_hold_the_numbers_and_the_inner_weights() -> None:
-    assert set(Normalized(grid(), statistics()).weights()) == {
+    assert set(NormalizedEncoder(grid(), statistics()).weights()) == {
         "normalize.shift", "normalize.scale", "project", "position",
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.encoders.module import ModuleEncoder
-from stoker.encoders.weights import digest_weights, load_weights, moved, weights_to_bytes
+from stoker.encoders.weights import digest_weights, load_weights, on_device, weights_to_bytes
 from stoker.errors import EncoderError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
@@ -86,6 +86,6 @@ def test_an_encoder_that_does_not_fit_its_device_is_put_back(monkeypatch: pytest
             raise torch.OutOfMemoryError("half of it is there")
 
     monkeypatch.setattr(encoder, "to", to)
-    with pytest.raises(torch.OutOfMemoryError), moved(encoder, torch.device("cuda:0")):
+    with pytest.raises(torch.OutOfMemoryError), on_device(encoder, torch.device("cuda:0")):
         pass
     assert asked == ["cuda", "cpu"]

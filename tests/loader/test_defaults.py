@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.encoders.wrappers import Normalized, Statistics
+from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder
 from stoker.loader import Loader, Mixture, Normalise, Windows
 from stoker.loader.conversion import find_conversion
 from stoker.schema import Field
@@ -126,11 +126,11 @@ def overlapping_grid() -> stoker.GridEncoder:
     return stoker.GridEncoder(channels=3, grid=(8, 12), patch=(2, 3), tokens=9, dim=5, seed=1)
 
 
-def normalized_grid() -> Normalized:
-    statistics = Statistics(
+def normalized_grid() -> NormalizedEncoder:
+    statistics = FieldStatistics(
         field="data", method="standard", shift=(0.1, 0.2, 0.3), scale=(0.7, 1.3, 2.1), digest="0" * 64
     )
-    return Normalized(grid(), statistics)
+    return NormalizedEncoder(grid(), statistics)
 
 
 def small_network() -> stoker.ModuleEncoder:

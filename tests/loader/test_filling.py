@@ -107,10 +107,10 @@ def same(batch: Any, fields: dict[str, Any]) -> bool:
 
 def groups_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each record is a block."""
-    from stoker.encoders.protocol import Group
+    from stoker.encoders.protocol import EncodeBatchSize
     from stoker.store import recipe
 
-    monkeypatch.setattr(recipe, "_default_group", lambda _schema: Group(samples=1))
+    monkeypatch.setattr(recipe, "_default_group", lambda _schema: EncodeBatchSize(samples=1))
     monkeypatch.setattr("os.fsync", lambda _fd: None)
 
 

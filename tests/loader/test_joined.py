@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import stoker
-from stoker.encoders.wrappers import keeping
+from stoker.encoders.wrappers import keep_fields
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.joins import join_table
@@ -331,7 +331,7 @@ def test_a_column_never_replaces_a_tensor_of_the_batch(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["data"] = np.zeros((12, 4, 3), np.float32)
     source = stoker.HDF5Source(tmp_path / "data.h5", fields={"data": "n t c"})
-    encoder = keeping(stoker.ModuleEncoder(torch.nn.Linear(3, 2), time="steps"), "data")
+    encoder = keep_fields(stoker.ModuleEncoder(torch.nn.Linear(3, 2), time="steps"), "data")
     cache = stoker.precompute(source, encoder, tmp_path / "kept", name="kept", workers=0)
     columns = {"data0": {"column": "weight", "dtype": "float32"}}
     with pytest.raises(ConfigError, match="'data0'"):

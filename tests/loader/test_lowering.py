@@ -11,7 +11,7 @@ import torch
 from stoker.loader import Loader, Normalise, serving
 from stoker.loader.outputs import make_outputs
 from stoker.loader.transform import find_fused_cuts
-from stoker.plan import Ledger
+from stoker.plan import MemoryLedger
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise
 from tests.loader.caches import write_cache
@@ -56,7 +56,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
 
     settings: dict[str, Any] = {"batch_size": 4, "transforms": transforms, "normalise": normalise, "seed": 2}
     expected = batches(Loader(cache, tier="disk", **settings))
-    running = Running(cache, Machine(device=10), Ledger(), tier="device", **settings)
+    running = Running(cache, Machine(device=10), MemoryLedger(), tier="device", **settings)
     monkeypatch.setattr(serving, "Strip", counted)
 
     got = batches(running.loader)

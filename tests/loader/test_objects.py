@@ -63,7 +63,7 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
     assert compared(one, other, 2) == 100
 
     fetched = (mirror.counters.bytes - before) / 2 / size_of(cache)
-    said = design_of(one).demand.elsewhere
+    said = design_of(one).demand.remote
     assert said is not None
     assert 0.4 < said.fetched() < 0.75
     assert fetched < said.fetched() + 0.15

@@ -20,9 +20,9 @@ from stoker.store.mirror.root import attach_mirror
 from stoker.units import MIB
 from tests.cli.conftest import SETTINGS
 from tests.conftest import write_burgers
+from tests.distributed.launch import LONG_S, torchrun
+from tests.distributed.nodes import launched, two_nodes
 from tests.loader.objects import variables
-from tests.scale.launch import LONG_S, torchrun
-from tests.scale.nodes import launched, two_nodes
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import S3Server, an_s3_server, missing
 

@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from stoker.monitor import GpuAbsent, GpuSample, gpu, open_gpu
+from stoker.monitor import GpuSample, MissingGpu, gpu, open_gpu
 
 
 def fail(*_: Any) -> Any:
@@ -42,7 +42,7 @@ def test_without_a_driver_the_absence_is_explicit(monkeypatch: pytest.MonkeyPatc
 
     found = open_gpu()
 
-    assert isinstance(found, GpuAbsent)
+    assert isinstance(found, MissingGpu)
     assert "no NVIDIA driver" in found.reason
     assert found.to_json() == {"absent": found.reason}
 
@@ -50,7 +50,7 @@ def test_without_a_driver_the_absence_is_explicit(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("uuid", [None, "abc", "GPU-abc", "part", "MIG-part"])
 def test_a_sample_has_fractions_bytes_and_watts(driver: dict[str, int], uuid: str | None) -> None:
     sampler = open_gpu(uuid)
-    assert not isinstance(sampler, GpuAbsent)
+    assert not isinstance(sampler, MissingGpu)
 
     sample = sampler.sample()
     sampler.close()
@@ -66,7 +66,7 @@ def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch:
     monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetUtilizationRates", fail)
     monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetPowerUsage", fail)
     sampler = open_gpu()
-    assert not isinstance(sampler, GpuAbsent)
+    assert not isinstance(sampler, MissingGpu)
 
     sample = sampler.sample()
 
@@ -76,12 +76,12 @@ def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch:
 
 def test_a_gpu_that_fell_off_is_absent(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = open_gpu()
-    assert not isinstance(sampler, GpuAbsent)
+    assert not isinstance(sampler, MissingGpu)
     monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetMemoryInfo", fail)
 
-    assert isinstance(sampler.sample(), GpuAbsent)
+    assert isinstance(sampler.sample(), MissingGpu)
 
 
 def test_an_unknown_gpu_is_absent_and_the_library_let_go(driver: dict[str, int]) -> None:
-    assert isinstance(open_gpu("xyz"), GpuAbsent)
+    assert isinstance(open_gpu("xyz"), MissingGpu)
     assert driver == {"init": 1, "shutdown": 1}

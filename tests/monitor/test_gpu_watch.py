@@ -3,20 +3,20 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
-from stoker.monitor import GpuAbsent, GpuSample, GpuSampler
+from stoker.monitor import GpuSample, GpuSampler, MissingGpu
 from stoker.monitor.gpu import GpuWatch
 
 
 class Gpu:
     """A GPU that says these one after another, and then the last one again and again."""
 
-    def __init__(self, *said: float | GpuAbsent | None) -> None:
+    def __init__(self, *said: float | MissingGpu | None) -> None:
         self.said = list(said)
         self.closed = False
 
-    def sample(self) -> GpuSample | GpuAbsent:
+    def sample(self) -> GpuSample | MissingGpu:
         found = self.said.pop(0) if len(self.said) > 1 else self.said[0]
-        if isinstance(found, GpuAbsent):
+        if isinstance(found, MissingGpu):
             return found
         return GpuSample(name="a GPU", utilisation=found, used_bytes=1, total_bytes=2, power_w=None)
 
@@ -24,7 +24,7 @@ class Gpu:
         self.closed = True
 
 
-def watched(gpu: Gpu | GpuAbsent) -> GpuWatch:
+def watched(gpu: Gpu | MissingGpu) -> GpuWatch:
     return GpuWatch(opening=lambda uuid: cast("GpuSampler", gpu), every_s=0.001)
 
 
@@ -50,7 +50,7 @@ def test_the_mean_since_the_last_look() -> None:
 
 def test_an_absent_gpu_says_why_and_is_never_0() -> None:
     assert (
-        until(watched(GpuAbsent(reason="no NVIDIA driver (x)")), GpuAbsent).reason == "no NVIDIA driver (x)"
+        until(watched(MissingGpu(reason="no NVIDIA driver (x)")), MissingGpu).reason == "no NVIDIA driver (x)"
     )
-    assert "does not report how busy" in until(watched(Gpu(None)), GpuAbsent).reason
-    assert until(watched(Gpu(GpuAbsent(reason="fell off the bus"))), GpuAbsent).reason == "fell off the bus"
+    assert "does not report how busy" in until(watched(Gpu(None)), MissingGpu).reason
+    assert until(watched(Gpu(MissingGpu(reason="fell off the bus"))), MissingGpu).reason == "fell off the bus"

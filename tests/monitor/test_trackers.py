@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.monitor.trackers import TrackedRun, Tracking
+from stoker.monitor.trackers import TrackedRun, TrackerProcesses
 
 SETTINGS: dict[str, Any] = {"training": {"lr": 0.1, "order": "full"}}
 ROWS = {3: {"training/stall": 0.5, "startup/cache_reused": 1.0}, 7: {"training/stall": 0.25}}
@@ -17,7 +17,7 @@ ROWS = {3: {"training/stall": 0.5, "startup/cache_reused": 1.0}, 7: {"training/s
 def track(name: str, folder: Path, *, resumed: bool = False, rows: Any = ROWS) -> None:
     said: list[str] = []
     run = TrackedRun(name="mine", folder=folder, settings=SETTINGS, resumed=resumed)
-    tracking = Tracking([name], run, said.append, end_s=120.0)
+    tracking = TrackerProcesses([name], run, said.append, end_s=120.0)
     for step, values in rows.items():
         tracking.log(step, values)
     tracking.end("finished")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.monitor.trackers import TrackedRun, Tracking, check_trackers, serve
+from stoker.monitor.trackers import TrackedRun, TrackerProcesses, check_trackers, serve
 
 TRACKERS = """
 import json, os, time
@@ -84,7 +84,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 def test_a_tracker_of_others_gets_settings_rows_and_the_end(tmp_path: Path) -> None:
     said: list[str] = []
 
-    tracking = Tracking(["base"], a_run(tmp_path), said.append)
+    tracking = TrackerProcesses(["base"], a_run(tmp_path), said.append)
     tracking.log(3, {"training/stall": 0.5, "training/loss": float("nan")})
     tracking.log(4, {"training/loss": float("inf")})
     tracking.end("finished")
@@ -115,8 +115,8 @@ def test_one_that_fails_or_hangs_costs_the_run_a_remark_and_others_nothing(
     end_s = 0.5 if name.startswith("hang") else 60.0
 
     (tmp_path / "beside").mkdir()
-    tracking = Tracking([name], a_run(tmp_path), said.append, end_s=end_s)
-    beside = Tracking(["base"], a_run(tmp_path / "beside"), said.append)
+    tracking = TrackerProcesses([name], a_run(tmp_path), said.append, end_s=end_s)
+    beside = TrackerProcesses(["base"], a_run(tmp_path / "beside"), said.append)
     for step in range(3):
         tracking.log(step, {"a": 1.0})
         beside.log(step, {"a": 1.0})
@@ -134,7 +134,7 @@ def test_a_full_pipe_drops_rows_and_counts_them(tmp_path: Path) -> None:
     said: list[str] = []
     values = {f"training/figure_{number}": 0.1 for number in range(100)}
 
-    tracking = Tracking(["hanging"], a_run(tmp_path), said.append, end_s=0.2)
+    tracking = TrackerProcesses(["hanging"], a_run(tmp_path), said.append, end_s=0.2)
     for step in range(1000):  # some 3 MB, and nothing is read of it
         tracking.log(step, values)
     tracking.end("finished")
@@ -145,7 +145,7 @@ def test_a_full_pipe_drops_rows_and_counts_them(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("others")
 def test_ctrl_c_is_for_the_run_which_says_how_it_ended(tmp_path: Path) -> None:
-    tracking = Tracking(["base"], a_run(tmp_path), pytest.fail)
+    tracking = TrackerProcesses(["base"], a_run(tmp_path), pytest.fail)
     while not (tmp_path / "kept.jsonl").exists():
         pass
     for pipe in tracking._pipes:

@@ -27,7 +27,7 @@ def trajectories(count: int = 14, **more: Any) -> Any:
 
 def exact(output: str = "latent") -> Any:
     """Return an encoder of sums of two numbers, the same on every processor."""
-    return ModuleEncoder(Pooled(), field="latent", output=output, time="steps", version="1", group=4)
+    return ModuleEncoder(Pooled(), field="latent", output=output, time="steps", version="1", encode_batch=4)
 
 
 MAKERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {

@@ -210,7 +210,7 @@ ENCODERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
         {},
     ),
     "module, torch's parts": lambda: (plane(), ModuleEncoder(sequential()), {}),
-    "module, own class, steps": lambda: (plane(), ModuleEncoder(Pooled(), time="steps", group=4), {}),
+    "module, own class, steps": lambda: (plane(), ModuleEncoder(Pooled(), time="steps", encode_batch=4), {}),
     "module, function, version": lambda: (plane(), ModuleEncoder(halved, version="1", output="half"), {}),
     "module, two fields": lambda: (
         declared(),
@@ -220,7 +220,7 @@ ENCODERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "module, identity": lambda: (line(), ModuleEncoder(nn.Identity()), {}),
     "features": lambda: (
         ImageSource(IMAGES / "folders", size=(28, 28)),
-        FeatureEncoder(DATA / "vision", pooling="mean", group=2),
+        FeatureEncoder(DATA / "vision", pooling="mean", encode_batch=2),
         {},
     ),
     "features, tokens, processor": lambda: (

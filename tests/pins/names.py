@@ -25,7 +25,9 @@ from stoker import (
 )
 from stoker.cli.main import app
 from stoker.encoders.mesh import MeshEncoder
-from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder
+from stoker.encoders.wrappers import FieldStatistics as Statistics
+from stoker.encoders.wrappers import NormalizedEncoder as Normalized
+from stoker.encoders.wrappers import SteadyEncoder
 from stoker.errors import StokerError
 from stoker.loader import Normalise, Pad, Weights
 from stoker.loader.order import Draws, Order, epoch_on, parse_order

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.plan import Demand, Plan, Rates, Resources, plan_tiers
-from stoker.plan.tiers import Waiting, cure, over_budget
+from stoker.plan.tiers import MeasuredStall, cure, over_budget
 
 MIB = 2**20
 
@@ -26,11 +26,11 @@ def plan(*, host_mib: int = 1000, device: str = "cpu", device_mib: int = 0) -> P
     return plan_tiers(demand, machine, step_s=0.01, rates=Rates(copy_bytes_s=8e9, measured=True))
 
 
-def waiting(**changes: Any) -> Waiting:
+def waiting(**changes: Any) -> MeasuredStall:
     facts: dict[str, Any] = {
         "stall": 0.2, "step_s": 0.01, "wait_s": 61.0, "parts": {"read": 55.0, "gather": 6.0}, "tier": "disk",
     }  # fmt: skip
-    return Waiting(**{**facts, **changes})
+    return MeasuredStall(**{**facts, **changes})
 
 
 def test_within_the_budget_there_is_no_verdict() -> None:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from stoker.plan import Ledger, Resources
+from stoker.plan import MemoryLedger, Resources
 
 
 def machine(host: int = 100, device: int = 0) -> Resources:
@@ -19,7 +19,7 @@ def machine(host: int = 100, device: int = 0) -> Resources:
 
 
 def test_a_loader_is_told_what_others_mean_to_hold() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     first, second = ledger.claim(), ledger.claim()
 
     first.parts["host"] = {"a": 30, "b": 10}
@@ -38,7 +38,7 @@ def test_a_loader_is_told_what_others_mean_to_hold() -> None:
     ],
 )
 def test_what_is_taken_already_is_not_subtracted_twice(taken: int, free: int, expected: int) -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     first, second = ledger.claim(), ledger.claim()
     first.parts["cuda:0"], first.taken["cuda:0"] = {"a": 30}, taken
 
@@ -47,7 +47,7 @@ def test_what_is_taken_already_is_not_subtracted_twice(taken: int, free: int, ex
 
 
 def test_what_two_loaders_share_is_counted_once() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     claims = [ledger.claim() for _ in range(3)]
     claims[0].parts["host"] = {"a": 30, "b": 10}
     claims[1].parts["host"] = {"b": 10, "c": 20}
@@ -57,7 +57,7 @@ def test_what_two_loaders_share_is_counted_once() -> None:
 
 
 def test_a_claim_ends_with_its_owner() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     first, second = ledger.claim(), ledger.claim()
     first.parts["host"] = {"a": 1000}
     assert second.usable(machine()).host_bytes == 0

@@ -124,7 +124,7 @@ def test_probe_tells_the_truth_about_this_process(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_share_its_cpus_and_not_the_one_copy_in_memory() -> None:
-    alone, shared = probe(), probe(local_world=4)
+    alone, shared = probe(), probe(local_world_size=4)
 
     assert shared.cpus == alone.cpus / 4
     assert shared.host_bytes == pytest.approx(alone.host_bytes, rel=0.1)

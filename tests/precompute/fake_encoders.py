@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.schema import Field
 
 
@@ -47,8 +47,8 @@ class FakeEncoder:
             "nu": Field(shape=(), dtype="float32"),
         }
 
-    def group(self, sample_schema):
-        return Group(samples=self.samples, steps=self.steps)
+    def encode_batch_size(self, sample_schema):
+        return EncodeBatchSize(samples=self.samples, steps=self.steps)
 
     def encode(self, batch):
         data = batch["data"]

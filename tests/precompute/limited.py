@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import StokerError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from tests.precompute.fake_encoders import FakeEncoder
@@ -20,8 +20,8 @@ class Scaled(FakeEncoder):
     def schema(self, sample_schema):
         return sample_schema
 
-    def group(self, sample_schema):
-        return Group(samples=self.samples, steps=None)
+    def encode_batch_size(self, sample_schema):
+        return EncodeBatchSize(samples=self.samples, steps=None)
 
     def encode(self, batch):
         return {"data": batch["data"] * 2, "nu": batch["nu"]}

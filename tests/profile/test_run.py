@@ -15,7 +15,7 @@ import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
 from stoker.profile.page import write_page
-from stoker.profile.result import demand_of, elsewhere
+from stoker.profile.result import demand_of, forecast_other_gpus
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 
@@ -88,11 +88,11 @@ def test_other_gpus_are_judged_by_what_a_step_multiplies_and_calls() -> None:
     heavy = replace(found.loop, flops=1e12, examples=10**9, batch_bytes=8 << 20)
     demand = demand_of(heavy, 2.0)
     machine, rates = Resources(host_bytes=1 << 30, host_total_bytes=1 << 30, host_limit="x"), Rates()
-    v100, *_, h100, h200 = elsewhere(heavy, demand, machine, rates, {})
+    v100, *_, h100, h200 = forecast_other_gpus(heavy, demand, machine, rates, {})
     assert v100.step_s == pytest.approx(1e12 / (0.3 * 125e12))
     assert v100.share < h100.share < h200.share < 1.0
     with pytest.raises(ConfigError, match="no GPU of the table is called 'RTX'"):
-        elsewhere(heavy, demand, machine, rates, {"RTX": 1.0})
+        forecast_other_gpus(heavy, demand, machine, rates, {"RTX": 1.0})
 
 
 def test_a_step_that_cannot_be_counted_is_profiled_all_the_same() -> None:

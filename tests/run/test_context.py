@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from stoker.distributed.ranks import Ranks
 from stoker.errors import ConfigError
 from stoker.run import context
 from stoker.run.build import build_jobs
 from stoker.run.context import Run
-from stoker.scale.ranks import Ranks
 from tests.run.conftest import Configure
 
 
@@ -19,10 +19,10 @@ class Played(Ranks):
     """A rank that hears itself alone, and counts how often it asks."""
 
     def __init__(self, world_size: int = 1, nodes: int = 1) -> None:
-        self.world_size, self.nodes = world_size, nodes
+        self.world_size, self.num_nodes = world_size, nodes
         self.asked: list[str] = []
 
-    def tell(self, text: str, what: str) -> list[str]:
+    def all_gather(self, text: str, what: str) -> list[str]:
         self.asked.append(what)
         return [text]
 

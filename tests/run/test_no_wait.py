@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import ConfigError
 from stoker.run.context import Run
 from stoker.run.loaders import check_beside
 from stoker.run.precompute import fill_caches
 from stoker.run.train import train_config
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Field
 from tests.run.conftest import Configure
 
@@ -62,8 +62,8 @@ def test_ranks_and_lengths_that_vary_are_refused_as_well(configure: Configure) -
     fixed = {"latent": Field(shape=(9, 4, 6), dtype="float32", time=True)}
     varying = {"latent": Field(shape=(-1, 4, 6), dtype="float32", time=True, ragged=True)}
 
-    check_beside(Run(configure("training.weights_file=weights.npy"), ranks=ALONE), fixed)
+    check_beside(Run(configure("training.weights_file=weights.npy"), ranks=SINGLE_PROCESS), fixed)
     with pytest.raises(ConfigError, match="training with 2 ranks needs a complete cache"):
         check_beside(Run(configure(), ranks=Two()), fixed)
     with pytest.raises(ConfigError, match="trajectories of varying length needs a complete cache"):
-        check_beside(Run(configure(), ranks=ALONE), varying)
+        check_beside(Run(configure(), ranks=SINGLE_PROCESS), varying)

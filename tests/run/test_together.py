@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import ConfigError
 from stoker.run.context import Run, on_own_device, write_diary
 from stoker.run.loaders import make_loader, make_val_loader, own_trajectories, share_steps
 from stoker.run.precompute import fill_caches
-from stoker.scale.ranks import ALONE, Ranks
 from tests.run.conftest import Configure
 
 
@@ -21,8 +21,8 @@ class Played(Ranks):
     def __init__(self, rank: int, world_size: int, leader: str = "null") -> None:
         self.rank, self.world_size, self._leader = rank, world_size, leader
 
-    def tell(self, text: str, what: str) -> list[str]:
-        return [text if self.leads else self._leader] * self.world_size
+    def all_gather(self, text: str, what: str) -> list[str]:
+        return [text if self.is_rank_zero else self._leader] * self.world_size
 
 
 def test_a_new_run_has_the_batch_size_on_each_rank(configure: Configure) -> None:
@@ -31,7 +31,7 @@ def test_a_new_run_has_the_batch_size_on_each_rank(configure: Configure) -> None
     shared = share_steps(Run(configure(), ranks=Played(0, 4)), "digest", cache)
 
     assert (shared.resume, shared.begun, shared.batch_size, shared.drop_last) == (False, 4, 16, True)
-    assert not share_steps(Run(configure(), ranks=ALONE), "digest", cache).drop_last
+    assert not share_steps(Run(configure(), ranks=SINGLE_PROCESS), "digest", cache).drop_last
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 64), (2, 32), (8, 8)])
@@ -92,7 +92,7 @@ def test_ranks_train_on_disjoint_slices_of_one_global_batch(configure: Configure
 
 def test_a_rank_tells_what_it_encoded_and_all_hear_the_sum(configure: Configure) -> None:
     class Two(Played):
-        def tell(self, text: str, what: str) -> list[str]:
+        def all_gather(self, text: str, what: str) -> list[str]:
             return [text, json.dumps([0, [[5, 0, 1.0]]])] if what == "the end of precompute" else [text] * 2
 
     fill_caches(Run(configure()), ["train"])

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 
 from stoker.errors import ConfigError, Interrupted
-from stoker.plan import LEDGER, Resources
+from stoker.plan import MEMORY_LEDGER, Resources
 from stoker.run.context import FILE, Run, last_step_s
 from stoker.run.loaders import make_loader, make_val_loader
 from stoker.run.plan import plan_config
@@ -206,7 +206,7 @@ def test_validation_is_planned_into_the_memory_that_training_leaves(
     size = make_loader(Run(config), train_cache).plan.rows[1].bytes
     free = Resources(host_bytes=size + 8, host_total_bytes=2**40, host_limit="machine memory")
     monkeypatch.setattr("stoker.loader.design.probe", lambda **_: free)
-    monkeypatch.setattr(LEDGER, "_claims", WeakSet())  # without what other tests still hold
+    monkeypatch.setattr(MEMORY_LEDGER, "_claims", WeakSet())  # without what other tests still hold
 
     assert make_val_loader(Run(config), val_cache).plan.tier == "host"
     loader = make_loader(Run(config), train_cache)

@@ -138,7 +138,7 @@ def encode(source: Any, field: str, cache: Path, split: str) -> PrecomputeReport
         return x.float().reshape(len(x), -1).sum(1, keepdim=True) * 2 + 1
 
     group = 1 if any(f.ragged for f in source.schema().values()) else GROUP
-    encoder = stoker.ModuleEncoder(flat, field=field, output="latent", version="1", group=group)
+    encoder = stoker.ModuleEncoder(flat, field=field, output="latent", version="1", encode_batch=group)
     return run_precompute(source, encoder, cache, name=split, settings=QUIET)
 
 

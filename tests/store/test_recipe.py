@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import ConfigError, CorruptError, EncoderError, FormatError, RecordError, SourceError
 from stoker.schema import Field, Json, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
@@ -52,8 +52,8 @@ class FakeEncoder:
     def schema(self, sample_schema: Schema) -> Schema:
         return sample_schema
 
-    def group(self, sample_schema: Schema) -> Group:
-        return Group(samples=4)
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        return EncodeBatchSize(samples=4)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         return batch
@@ -276,13 +276,13 @@ def test_a_packed_dtype_for_all_is_refused_where_scales_cost_more(channels: int,
 
 
 def test_the_default_group_follows_from_the_schema() -> None:
-    def group(**shape: Any) -> Group:
+    def group(**shape: Any) -> EncodeBatchSize:
         return make_recipe(FakeSource({"x": Field(dtype="float32", **shape)}), None).group
 
-    assert group(shape=(1024, 1024)) == Group(samples=1)
-    assert group(shape=(1024, 100)) == Group(samples=10)
-    assert group(shape=()) == Group(samples=256)
-    assert group(shape=(-1, 3), ragged=True) == Group(samples=1)
+    assert group(shape=(1024, 1024)) == EncodeBatchSize(samples=1)
+    assert group(shape=(1024, 100)) == EncodeBatchSize(samples=10)
+    assert group(shape=()) == EncodeBatchSize(samples=256)
+    assert group(shape=(-1, 3), ragged=True) == EncodeBatchSize(samples=1)
 
 
 @pytest.mark.parametrize("name", ["__number__", "z.sums", "z.offsets", "z.scale", ""])

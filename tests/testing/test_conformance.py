@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.schema import Field
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.testing import check_encoder, check_source
@@ -174,8 +174,8 @@ class GoodEncoder:
     def schema(self, sample_schema: dict) -> dict:
         return {"z": Field(shape=(6, 3), dtype="float32", time=True), "p": sample_schema["p"]}
 
-    def group(self, sample_schema: dict) -> Group:
-        return Group(samples=4)
+    def encode_batch_size(self, sample_schema: dict) -> EncodeBatchSize:
+        return EncodeBatchSize(samples=4)
 
     @torch.no_grad()
     def encode(self, batch: dict) -> dict:
@@ -222,7 +222,7 @@ def writing(self, record, batch):
 
 def test_a_good_encoder_passes() -> None:
     check_encoder(GoodEncoder(), SAMPLES)
-    check_encoder(bad_encoder(group=lambda self, s: Group(samples=1, steps=3)), SAMPLES)
+    check_encoder(bad_encoder(encode_batch_size=lambda self, s: EncodeBatchSize(samples=1, steps=3)), SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +250,20 @@ def test_a_good_encoder_passes() -> None:
             id="rows",
         ),
         pytest.param(
-            {"group": lambda self, s: Group(samples=int(np.random.randint(1, 10**6)))},
-            "group",
+            {"encode_batch_size": lambda self, s: EncodeBatchSize(samples=int(np.random.randint(1, 10**6)))},
+            "encode_batch_size",
             id="group-varies",
         ),
         pytest.param(
-            {"group": lambda self, s: Group(samples=4, steps=2)}, "must have one sample", id="group-steps"
+            {"encode_batch_size": lambda self, s: EncodeBatchSize(samples=4, steps=2)},
+            "must have one sample",
+            id="group-steps",
         ),
         pytest.param(
-            {"group": lambda self, s: Group(samples=1, steps=2), "independent_steps": False},
+            {
+                "encode_batch_size": lambda self, s: EncodeBatchSize(samples=1, steps=2),
+                "independent_steps": False,
+            },
             "although steps are not independent",
             id="group-dependent",
         ),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import DivergedError, StaleStateError
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import ERRORS, evaluate
 from stoker.train.operator import LatentOperator, OperatorShape, measure_scales, to_pairs
@@ -29,19 +29,19 @@ class Threads(Ranks):
     def __init__(self, rank: int, world_size: int, meeting: threading.Barrier, board: list[Any]) -> None:
         self.rank, self.world_size, self._meeting, self._board = rank, world_size, meeting, board
 
-    def tell(self, text: str, what: str) -> list[str]:
+    def all_gather(self, text: str, what: str) -> list[str]:
         self._board[self.rank] = text
         self._meeting.wait(20)
         told = list(self._board)
         self._meeting.wait(20)
         return told
 
-    def sums(self, values: Sequence[float], what: str) -> list[float]:
-        told = [json.loads(text) for text in self.tell(json.dumps(list(values)), what)]
+    def all_sum(self, values: Sequence[float], what: str) -> list[float]:
+        told = [json.loads(text) for text in self.all_gather(json.dumps(list(values)), what)]
         return [sum(column) for column in zip(*told, strict=True)]
 
-    def mean(self, values: Tensor, what: str) -> Tensor:
-        flat = self.sums(values.flatten().tolist(), what)
+    def all_mean(self, values: Tensor, what: str) -> Tensor:
+        flat = self.all_sum(values.flatten().tolist(), what)
         return (torch.tensor(flat, dtype=values.dtype) / self.world_size).reshape(values.shape)
 
 
@@ -69,7 +69,7 @@ def test_ranks_evaluate_the_whole_set_each_example_once(world_size: int, samples
         batches = FakeLoader(own, batch_size=5, shuffle=False) if len(own) else ()
         return evaluate(model, batches, {}, stride=1, samples=samples, ranks=ranks)
 
-    whole = judge(latent, ALONE)
+    whole = judge(latent, SINGLE_PROCESS)
     found = together(
         world_size, lambda r: judge(latent[7 * r.rank // world_size : 7 * (r.rank + 1) // world_size], r)
     )
@@ -114,7 +114,7 @@ def test_ranks_exchange_one_message_a_step(tmp_path: Any) -> None:
     class Counted(Ranks):
         asked: ClassVar[list[str]] = []
 
-        def sums(self, values: Sequence[float], what: str) -> list[float]:
+        def all_sum(self, values: Sequence[float], what: str) -> list[float]:
             self.asked.append(what)
             return list(values)
 
@@ -132,7 +132,7 @@ def test_scales_are_those_of_the_batches_of_all_ranks() -> None:
         loader = FakeLoader(own, batch_size=len(own) * 8, shuffle=False)
         return measure_scales((to_pairs(batch, {}, device) for batch in loader), ranks)
 
-    whole = scales(latent, ALONE)
+    whole = scales(latent, SINGLE_PROCESS)
 
     for found in together(2, lambda ranks: scales(latent[3 * ranks.rank : 3 * ranks.rank + 3], ranks)):
         torch.testing.assert_close(found.z_mean, whole.z_mean)
@@ -142,7 +142,7 @@ def test_scales_are_those_of_the_batches_of_all_ranks() -> None:
 
 def test_ranks_that_see_other_checkpoints_say_so(tmp_path: Any) -> None:
     def look(ranks: Ranks) -> None:
-        found = Checkpoint(step=500, model={}, optimizer={}, state={}) if ranks.leads else None
+        found = Checkpoint(step=500, model={}, optimizer={}, state={}) if ranks.is_rank_zero else None
         check_same(found, tmp_path, ranks)
 
     for end in together(2, look):

@@ -12,7 +12,7 @@ import torch
 
 import stoker
 from stoker.encoders.grid import decoder_of, encode_of
-from stoker.encoders.wrappers import keeping
+from stoker.encoders.wrappers import keep_fields
 from stoker.errors import ConfigError, RecordError, StaleStateError
 from stoker.train.config import FieldSpace, StageName, TrainConfig, TrainReport, TrainStage
 from stoker.train.objective import StageLoss
@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
     folder = tmp_path_factory.mktemp("data")
     write_burgers(folder / "1D_Burgers_Sols_Nu0.01.hdf5", samples=4)
     source = stoker.HDF5Source(str(folder / "*.hdf5"), preset="pdebench")
-    return stoker.precompute(source, keeping(ENCODER, "data"), folder / "cache", name="b", workers=0)
+    return stoker.precompute(source, keep_fields(ENCODER, "data"), folder / "cache", name="b", workers=0)
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.flags import Debug, Json, with_parameters
+from stoker.distributed.environment import RankEnvironment, find_rank_environment
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.runtime.guard import EXIT_S, say_end
 from stoker.runtime.threads import start_thread
-from stoker.scale.place import Place, find_place
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
 # The ranks of a command that `torchrun` started; the launcher's environment is read here alone.
 
 
-def own_place() -> Place | None:
-    """The place of this process; None: it runs alone, or nothing sensible is said."""
+def own_environment() -> RankEnvironment | None:
+    """Return what a launcher set for this process; None: one process, or the variables make no sense."""
     try:
-        return find_place(os.environ)
+        return find_rank_environment(os.environ)
     except ConfigError:
         return None  # said by `joined`, where it matters
 
 
 def name_of_rank() -> str:
     """How lines of this process begin: empty for rank 0, which speaks for the run."""
-    place = own_place()
-    return "" if place is None or place.rank == 0 else f"rank {place.rank}: "
+    environment = own_environment()
+    return "" if environment is None or environment.rank == 0 else f"rank {environment.rank}: "
 
 
 @contextmanager
@@ -69,15 +69,15 @@ def joined(config: Config) -> Generator[Run]:
         ConfigError: The environment speaks of several ranks and makes no sense.
         StalledError: The meeting point of the ranks is not there.
     """
-    place = find_place(os.environ)
+    environment = find_rank_environment(os.environ)
     from stoker.run.context import Run
 
-    if place is None:
+    if environment is None:
         yield Run(config)
         return
-    from stoker.scale.group import RankGroup, ignore_sigterm
+    from stoker.distributed.group import RankGroup, ignore_sigterm
 
-    with RankGroup(place, deadline_s=config.training.rank_deadline) as ranks:
+    with RankGroup(environment, timeout_s=config.training.rank_deadline) as ranks:
         try:
             yield Run(config, ranks=ranks)
         except BaseException:
@@ -91,10 +91,11 @@ def refuse_ranks(command: str) -> None:
     Raises:
         ConfigError: This is one of several ranks.
     """
-    place = find_place(os.environ)
-    if place is not None:
+    environment = find_rank_environment(os.environ)
+    if environment is not None:
         raise ConfigError(
-            f"`stoker {command}` runs in one process, and this is rank {place.rank} of {place.world_size}. "
+            f"`stoker {command}` runs in one process, and this is rank {environment.rank} of "
+            f"{environment.world_size}. "
             "Run it without torchrun; train and precompute are made for several"
         )
 

@@ -1,8 +1,8 @@
 """The names of the earlier systems, thin over what is here now; docs/migration.md maps every one.
 
 Signatures are those of the earlier systems. What they got wrong is not kept: a cache is named by what is in
-it, workers do not encode, nothing is dropped or zero-filled, a missing split is an error. A name whose call
-cannot mean what it promised is an error that names the way of today.
+it, workers do not encode, nothing is dropped or zero-filled. A missing split is an error. A name whose call
+cannot mean what it promised is an error that names today's way.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from stoker.encoders.protocol import Group, fixed_group
+from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.encoders.weights import WeightsDigest
 from stoker.errors import EncoderError, arg
 from stoker.runtime.jsonio import read_object
@@ -56,7 +56,7 @@ class FeatureEncoder:
         field: The field with images, uint8 `(3, H, W)`.
         output: What the features are called.
         processor: See `Processor`.
-        group: Images a call; None: about 8 MiB of images and features.
+        encode_batch: Images a call; None: about 8 MiB of images and features.
 
     Raises:
         EncoderError: The folder is not of this form.
@@ -70,17 +70,17 @@ class FeatureEncoder:
         field: str = "image",
         output: str = "features",
         processor: Processor = "device",
-        group: int | None = None,
+        encode_batch: int | None = None,
     ) -> None:
         for name, value, known in (("pooling", pooling, Pooling), ("processor", processor, Processor)):
             if value not in get_args(known):
                 raise EncoderError(f"{arg(name, value)} is unknown. Expected {' or '.join(get_args(known))}")
-        if group is not None and group < 1:
-            raise EncoderError(f"group must be at least 1 image, got {group}")
+        if encode_batch is not None and encode_batch < 1:
+            raise EncoderError(f"encode_batch must be at least 1 image, got {encode_batch}")
         self._folder = Path(folder).expanduser()
         self._pooling: Pooling = pooling
         self._processor: Processor = processor
-        self._field, self._output, self._group = field, output, group
+        self._field, self._output, self._encode_batch = field, output, encode_batch
         self._config = _read_json(self._folder / "config.json")
         self._preprocessor = _read_json(self._folder / "preprocessor_config.json")
         self._device = torch.device("cpu")
@@ -100,7 +100,7 @@ class FeatureEncoder:
         return False
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """The features, then the fields that pass through.
+        """Return the features, then the fields that pass through.
 
         Raises:
             EncoderError: No such field, it does not hold images of a size that the model takes, or another
@@ -126,14 +126,14 @@ class FeatureEncoder:
         shape = (tokens, width) if self._pooling == "tokens" else (width,)
         return {self._output: Field(shape=shape, dtype="float32"), **passed}
 
-    def group(self, sample_schema: Schema) -> Group:
-        """The group given, else about 8 MiB of images and features a call."""
-        if self._group is not None:
-            return Group(samples=self._group)
-        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=False)
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the size given, else about 8 MiB of images and features a call."""
+        if self._encode_batch is not None:
+            return EncodeBatchSize(samples=self._encode_batch)
+        return fixed_batch_size(sample_schema, self.schema(sample_schema), cut_time=False)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Features of one group of images.
+        """Return the features of one batch of images.
 
         Raises:
             EncoderError: `transformers` is not installed, or the weights are not those of the model.
@@ -162,7 +162,7 @@ class FeatureEncoder:
             self._model.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """What the safetensors files of the folder hold, by the names there."""
+        """Return what the safetensors files of the folder hold, by the names there."""
         if self._weights is None:
             self._weights = _read_weights(self._folder)
         return self._weights
@@ -219,7 +219,7 @@ class FeatureEncoder:
         return int(seen["height"]), int(seen["width"])
 
     def _processing(self) -> dict[str, Json]:
-        """What is done to an image before the model, and by which code."""
+        """Return what is done to an image before the model, and by which code."""
         if self._processor == "device":
             factor, mean, std = self._scaling()
             return {"backend": "device", "factor": factor, "mean": [*mean], "std": [*std]}
@@ -300,7 +300,7 @@ class VisionModel:
 
 
 def pil_backend() -> str:
-    """What resizes images in the model's own processor; Pillow and torchvision give other pixels."""
+    """Return what resizes images in the model's own processor; Pillow and torchvision give other pixels."""
     import transformers
     from PIL import __version__ as pillow
 

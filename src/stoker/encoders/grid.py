@@ -4,11 +4,11 @@
 
 A grid has two or three axes, (H, W) or (D, H, W); one-dimensional data has H = 1. It is cut into patches, and
 neighboring patches are pooled into `tokens` cells. A cell is projected on an orthonormal basis: its lowest
-spatial frequencies first, all of them if `dim` allows, turned by a seeded rotation so that every latent
-dimension carries a like share. So a `dim` of at least the values of a cell loses nothing and keeps distances,
-and a smaller one is a low pass; a mean over patches would lose all detail below a cell whatever `dim` is.
-The place of a token is added as Fourier features of its patch centers. The map
-is linear: it costs one matrix product, and a decoder needs only the transpose.
+spatial frequencies first, all of them if `dim` allows. A seeded rotation gives every latent dimension a like
+share. So a `dim` of at least the values of a cell loses nothing and keeps distances, and a smaller one is a
+low pass. A mean over patches would lose all detail below a cell, for any `dim`. The place of a token is
+added as Fourier features of its patch centers. The map is linear: it costs one matrix product, and a decoder
+needs only the transpose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.protocol import Group, fixed_group
+from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
 from stoker.encoders.wrappers import KEEPING, NORMALIZED, STEADY, weights_of
 from stoker.errors import EncoderError, arg
@@ -47,7 +47,7 @@ Encode: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def encode_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> Encode | None:
-    """The encoder from its identity and weights in a recipe; None: it has no form that gradients pass.
+    """Return the encoder from its identity and weights in a recipe; None: it has no form that gradients pass.
 
     Raises:
         KeyError: The weights are not those of this encoder.
@@ -125,7 +125,7 @@ DECODE_CHUNK_BYTES = 16 * MIB
 class GridDecoder:
     """Latents of a `GridEncoder` back to fields on its grid."""
 
-    def __init__(self, cells: Cells, channels: int, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, cells: GridCells, channels: int, weights: Mapping[str, Tensor]) -> None:
         self._cells, self._channels = cells, channels
         project = weights["project"].detach().cpu().double()
         self._position = weights["position"].detach().cpu().float()
@@ -173,7 +173,7 @@ def _averaged(fields: Tensor, axis: int, index: NDArray[np.int64]) -> Tensor:
 def decoder_of(
     identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor], own: Decode | None = None
 ) -> Decode | None:
-    """The decoder of an encoder, from its identity and weights in a recipe; None: it has no decoder.
+    """Return the decoder of an encoder, from its identity and weights in a recipe; None: it has no decoder.
 
     Args:
         identity, weights: As recorded with a cache.
@@ -255,7 +255,7 @@ class GridEncoder:
     """Safetensors file with `project` and `position` to use in place of seeded weights."""
     field: str = "data"
     """Field of the sample to encode, `(T, *grid, C)` or `(*grid, C)`; all others pass through."""
-    _cells: Cells = dataclasses.field(init=False, repr=False)
+    _cells: GridCells = dataclasses.field(init=False, repr=False)
     _weights: dict[str, Tensor] = dataclasses.field(init=False, repr=False)
     _scratch: Tensor | None = dataclasses.field(init=False, repr=False, default=None)
     _decoder: GridDecoder | None = dataclasses.field(init=False, repr=False, default=None)
@@ -313,9 +313,11 @@ class GridEncoder:
         latent = replace(found, shape=(*found.shape[:-axes], self.tokens, self.dim), dtype="float32")
         return {"latent": latent, **{name: f for name, f in sample_schema.items() if name != self.field}}
 
-    def group(self, sample_schema: Schema) -> Group:
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """About 8 MiB of samples and latents a call; large samples are cut over time."""
-        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=sample_schema[self.field].time)
+        return fixed_batch_size(
+            sample_schema, self.schema(sample_schema), cut_time=sample_schema[self.field].time
+        )
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Encode `(n, T, *grid, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory.
@@ -401,7 +403,7 @@ class GridEncoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cells:
+class GridCells:
     """The cells of a grid, one per token; a tuple has an entry for each axis of the grid."""
 
     layout: Sizes
@@ -419,7 +421,7 @@ class Cells:
         return math.prod(self.size)
 
 
-def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> Cells:
+def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> GridCells:
     """Pool the patches of a grid into `tokens` equal cells, as square as can be.
 
     Raises:
@@ -462,7 +464,7 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> Cells:
 
     layout = min(layouts, key=uneven)
     spread = [_spread(n, count) for n, count in zip(patches, layout, strict=True)]
-    return Cells(
+    return GridCells(
         layout=layout,
         size=tuple(index.shape[1] * size for (index, _), size in zip(spread, patch, strict=True)),
         points_of=tuple(
@@ -474,7 +476,7 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> Cells:
 
 
 def seeded_weights(
-    cells: Cells, channels: int, dim: int, fourier: tuple[int, ...], seed: int
+    cells: GridCells, channels: int, dim: int, fourier: tuple[int, ...], seed: int
 ) -> dict[str, Tensor]:
     """`project` `(values, dim)` with orthonormal rows (or columns, if `dim` is smaller), and `position`."""
     bits = np.random.PCG64(seed)  # raw bits: the one stream that numpy promises never to change

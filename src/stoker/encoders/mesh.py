@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded
 from stoker.errors import EncoderError, arg
 from stoker.schema import SHAPE_SUFFIX, Field, Json, Schema
@@ -44,7 +44,7 @@ class MeshEncoder:
     """Frozen encoder of particles and meshes; satisfies `Encoder`.
 
     All fields of time and points named are joined along channels in this order. Coordinates are the field
-    `coords`; without one they are those of the first step of `moving`, whose other steps then count as
+    `coords`; without one they are those of the first step of `moving`. Its other steps then count as
     displacement from there, so that particles keep their waves while they move. The record holds `latent`
     `(T, L, D)` float32, the coordinates as `coords`, and every other field of the sample.
 
@@ -153,9 +153,9 @@ class MeshEncoder:
         coords = Field(shape=(-1, self.space), dtype="float32", ragged=True, axes=("p",))
         return {"latent": latent, "coords": coords, **passed}
 
-    def group(self, sample_schema: Schema) -> Group:
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """One sample a call, since samples differ in size."""
-        return Group(samples=1)
+        return EncodeBatchSize(samples=1)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Encode one sample: each field `(1, T * N, c)` with its sizes, `latent` `(1, T, L, D)`."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stoker.encoders.protocol import Group, fixed_group
+from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.encoders.weights import (
     WeightsDigest,
     digest_weights,
@@ -76,7 +76,7 @@ def describe_module(module: nn.Module) -> dict[str, Json]:
 
 
 def describe_function(function: Callable[..., object]) -> dict[str, Json]:
-    """What a callable runs: source digest, defaults, captured values, globals, and whose method it is.
+    """Return what a callable runs: source digest, defaults, captured values, globals, and whose method it is.
 
     Functions and classes of the user that it uses are described too; those of libraries are named.
 
@@ -103,7 +103,7 @@ def describe_function(function: Callable[..., object]) -> dict[str, Json]:
 
 
 def bound_module(function: Callable[..., object]) -> nn.Module | None:
-    """The module that a callable is, or is a method of, `functools.partial` taken off; else None."""
+    """Return the module that a callable is, or is a method of, `functools.partial` taken off; else None."""
     while isinstance(function, functools.partial):
         function = cast("functools.partial[object]", function).func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
@@ -125,7 +125,7 @@ def _instance(thing: object, call: str) -> dict[str, Json]:
 
 
 def _hooks(module: nn.Module) -> dict[str, Json]:
-    """What runs before and after `forward`; modules without hooks read as they always did."""
+    """Return what runs before and after `forward`; modules without hooks read as they always did."""
     found: dict[str, Json] = {}
     for name in _HOOKS:
         hooks = cast("Mapping[int, Callable[..., object]]", getattr(module, name, {})).values()
@@ -367,7 +367,7 @@ class ModuleEncoder:
         time: `"none"`, `"steps"` or `"whole"`, see `Time`.
         version: Stands for the code in the identity. None: source text and settings of the module do.
             Compiled functions and modules (TorchScript) have neither and need it.
-        group: Samples a call; None: about 8 MiB of samples and records.
+        encode_batch: Samples a call; None: about 8 MiB of samples and records.
 
     Raises:
         EncoderError: A weight has no value yet, a part uses statistics of its batch, or the code has no
@@ -382,18 +382,18 @@ class ModuleEncoder:
         output: str | Sequence[str] = "latent",
         time: Time = "none",
         version: str | None = None,
-        group: int | None = None,
+        encode_batch: int | None = None,
     ) -> None:
         self._module = module
         self._fields = (field,) if isinstance(field, str) else tuple(field)
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
         self._time: Time = time
-        self._group = group
+        self._encode_batch = encode_batch
         self._digest = WeightsDigest()
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
-        if group is not None and group < 1:
-            raise EncoderError(f"group must be at least 1 sample, got {group}")
+        if encode_batch is not None and encode_batch < 1:
+            raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
         self._owner = bound_module(module)
         if self._owner is not None:
             _freeze(self._owner)
@@ -417,7 +417,7 @@ class ModuleEncoder:
         return self._time == "steps"
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """The outputs, found by encoding zeros, then the fields that pass through.
+        """Return the outputs, found by encoding zeros, then the fields that pass through.
 
         Raises:
             EncoderError: A field is missing or has no time, names clash, or the module fails on the shape.
@@ -442,14 +442,14 @@ class ModuleEncoder:
         again = self._probe(sample_schema, length=6) if ragged else probed
         return {**{name: self._field_of(probed[name], again[name]) for name in probed}, **passed}
 
-    def group(self, sample_schema: Schema) -> Group:
-        """The group given, else about 8 MiB of samples and records a call."""
-        if self._group is not None:
-            return Group(samples=self._group)
-        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=self.independent_steps)
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the size given, else about 8 MiB of samples and records a call."""
+        if self._encode_batch is not None:
+            return EncodeBatchSize(samples=self._encode_batch)
+        return fixed_batch_size(sample_schema, self.schema(sample_schema), cut_time=self.independent_steps)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Encode one group; the module sees `(n, *shape)`, or `(n T, *shape)` with `time="steps"`.
+        """Encode one batch; the module sees `(n, *shape)`, or `(n T, *shape)` with `time="steps"`.
 
         Raises:
             EncoderError: The module was put back into training, or returned something else than declared.
@@ -473,7 +473,7 @@ class ModuleEncoder:
         return {**shaped, **{name: v for name, v in batch.items() if name not in self._taken(batch)}}
 
     def _taken(self, sample: Mapping[str, object]) -> set[str]:
-        """The fields that the module takes, with the sizes of those of particles and meshes."""
+        """Return the fields that the module takes, with the sizes of those of particles and meshes."""
         return {*self._fields, *({name + SHAPE_SUFFIX for name in self._fields} & sample.keys())}
 
     def to(self, device: torch.device) -> None:
@@ -583,7 +583,7 @@ def _argument(name: str, *value: str) -> str:
 
 
 def _in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """A field of a group; one of time and points as `(1, T, N, *rest)`, by the sizes in its size field."""
+    """A field of a batch; one of time and points as `(1, T, N, *rest)`, by the sizes in its size field."""
     sizes = batch.get(name + SHAPE_SUFFIX)
     if sizes is None:
         return batch[name]

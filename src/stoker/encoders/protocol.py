@@ -1,7 +1,7 @@
-"""What an encoder promises.
+"""The protocol of an encoder, and the fixed size of an encode batch.
 
-An encoder is frozen: it is applied once to every sample and never again, so its identity (class, settings,
-weights, version of its code) is part of the recipe and its weights are stored next to the cache.
+An encoder is frozen: it is applied once to every sample and never again. So its identity (class, settings,
+weights, version of its code) is part of the recipe, and its weights are stored next to the cache.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class EncodeBatchSize:
     """How much is encoded in one call. Part of the recipe, because kernels may give other last bits
     for other batch sizes; so it may depend on the schema alone, never on memory or device.
     """
 
     samples: int
-    """Consecutive samples of one part per call; short groups are padded with zeros."""
+    """Consecutive samples of one part per call; short batches are padded with zeros."""
     steps: int | None = None
     """Time steps per call when samples are cut over time (then `samples` is 1); None: whole samples."""
 
@@ -36,23 +36,23 @@ class Encoder(Protocol):
 
     @property
     def independent_steps(self) -> bool:
-        """Whether output step t depends on input step t alone, so that long samples may be cut over time."""
+        """True if output step t depends on input step t alone, so that long samples may be cut over time."""
         ...
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """Fields of a record as encoded (before any storage dtype).
+        """Return fields of a record as encoded (before any storage dtype).
 
         Raises:
             EncoderError: The samples lack a field, or have a shape that this encoder cannot take.
         """
         ...
 
-    def group(self, sample_schema: Schema) -> Group:
-        """The fixed group, from the schema alone."""
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the size of an encode batch, from the schema alone."""
         ...
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Encode one group of `n` samples.
+        """Encode one batch of `n` samples.
 
         Args:
             batch: Each field `(n, *shape)` on the device given to `to`; with ragged fields `n` is 1 and
@@ -62,9 +62,9 @@ class Encoder(Protocol):
             unless passed through unchanged. Every field of the sample that should stay in the record
             (parameters) must be passed through here.
 
-        A sample must not depend on its neighbors in the group. Precompute calls this in inference mode and
-        with products of float32 in full precision; an encoder that wants TF32 or the like sets torch's
-        switches in here, and says so in `identity`.
+        A sample must not depend on its neighbors in the batch. Precompute calls this in inference mode, with
+        float32 products in full precision. An encoder that wants TF32 or the like sets torch's switches in
+        here, and says so in `identity`.
         """
         ...
 
@@ -73,18 +73,18 @@ class Encoder(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The exact weights, by name; empty for an encoder without any."""
+        """Return the exact weights, by name; empty for an encoder without any."""
         ...
 
     def identity(self) -> dict[str, Json]:
-        """What changes the output: `{"class", "config", "weights" (sha256 by content), "version"}`."""
+        """Return what changes the output: `{"class", "config", "weights" (sha256 by content), "version"}`."""
         ...
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Choose the fixed group of an encoder from schemas alone.
+# Choose the fixed encode batch of an encoder from schemas alone.
 #
-# The group is part of the recipe, since kernels may give other last bits for other batch sizes. So nothing
+# Its size is part of the recipe, since kernels may give other last bits for other batch sizes. So nothing
 # here looks at memory, devices or the number of samples.
 
 
@@ -98,23 +98,24 @@ CUT_BYTES = 64 * MIB
 MOST_SAMPLES = 256
 
 
-def fixed_group(inputs: Schema, outputs: Schema, *, cut_time: bool) -> Group:
-    """The group for samples of `inputs` that become records of `outputs`.
+def fixed_batch_size(inputs: Schema, outputs: Schema, *, cut_time: bool) -> EncodeBatchSize:
+    """Return the batch size for samples of `inputs` that become records of `outputs`.
 
     Args:
         inputs, outputs: Ragged fields are encoded one sample at a time.
         cut_time: Time steps are independent, so that a large sample may be cut.
 
     >>> from stoker.schema import Field
-    >>> fixed_group({"data": Field(shape=(201, 1, 1024, 1), dtype="float32", time=True)}, {}, cut_time=True)
-    Group(samples=10, steps=None)
+    >>> data = Field(shape=(201, 1, 1024, 1), dtype="float32", time=True)
+    >>> fixed_batch_size({"data": data}, {}, cut_time=True)
+    EncodeBatchSize(samples=10, steps=None)
     """
     fields = [*inputs.values(), *outputs.values()]
     if any(field.ragged for field in fields):
-        return Group(samples=1)
+        return EncodeBatchSize(samples=1)
     size_bytes = max(1, sum(field.size_bytes() for field in fields))
     steps = {field.shape[0] for field in fields if field.time}
     if cut_time and size_bytes > CUT_BYTES and len(steps) == 1:
         count = steps.pop()
-        return Group(samples=1, steps=max(1, min(count, GROUP_BYTES * count // size_bytes)))
-    return Group(samples=max(1, min(MOST_SAMPLES, GROUP_BYTES // size_bytes)))
+        return EncodeBatchSize(samples=1, steps=max(1, min(count, GROUP_BYTES * count // size_bytes)))
+    return EncodeBatchSize(samples=max(1, min(MOST_SAMPLES, GROUP_BYTES // size_bytes)))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def digest_weights(weights: Mapping[str, Tensor]) -> str:
-    """The sha256 of names, dtypes, shapes and bytes, 64 hex digits; the device does not matter.
+    """Return the sha256 of names, dtypes, shapes and bytes, 64 hex digits; the device does not matter.
 
     >>> digest_weights({}) == hashlib.sha256().hexdigest()
     True
@@ -56,7 +56,7 @@ class WeightsDigest:
 
 
 def named_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """The module (name `""`) and all modules below it, shared ones once."""
+    """Return the module (name `""`) and all modules below it, shared ones once."""
     return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))
 
 
@@ -84,7 +84,7 @@ def weights_device(encoder: Encoder) -> torch.device:
 
 
 @contextmanager
-def moved(encoder: Encoder, device: torch.device) -> Generator[None]:
+def on_device(encoder: Encoder, device: torch.device) -> Generator[None]:
     """Have an encoder's weights on `device`, then put them back where they were: they may be the caller's."""
     home = weights_device(encoder)
     try:
@@ -95,7 +95,7 @@ def moved(encoder: Encoder, device: torch.device) -> Generator[None]:
 
 
 def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
-    """The weights as one safetensors file, tied weights written twice."""
+    """Return the weights as one safetensors file, tied weights written twice."""
     return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
 
 
@@ -247,7 +247,7 @@ def _content(place: Path) -> Mapping[str, Any]:
 
 
 def _entry(content: Mapping[str, Any], key: str | None, place: Path) -> dict[str, Tensor]:
-    """The tensors under `key`."""
+    """Return the tensors under `key`."""
     at, found = "", content
     for part in key.split(".") if key else ():
         inner: object = found.get(part)
@@ -270,7 +270,7 @@ def _entry(content: Mapping[str, Any], key: str | None, place: Path) -> dict[str
 
 
 def _cure(missing: list[str], unexpected: list[str]) -> str:
-    """What to do: a prefix, if that is all that differs."""
+    """Return what to do: a prefix, if that is all that differs."""
     ends = [name for name in unexpected for end in missing[:1] if name.endswith(f".{end}")]
     if ends and missing:
         prefix = ends[0].removesuffix(missing[0])

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.protocol import Encoder, Group, fixed_group
+from stoker.encoders.protocol import EncodeBatchSize, Encoder, fixed_batch_size
 from stoker.encoders.weights import digest_weights
 from stoker.errors import EncoderError, RecordError
 from stoker.schema import SHAPE_SUFFIX, Field, Json, Sample, Schema
@@ -31,16 +31,16 @@ def field_names(fields: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({fields} if isinstance(fields, str) else {*fields}))
 
 
-def keeping(encoder: Encoder | None, fields: str | Sequence[str]) -> Encoder | None:
-    """The same encoder, with raw `fields` in its records.
+def keep_fields(encoder: Encoder | None, fields: str | Sequence[str]) -> Encoder | None:
+    """Return the same encoder, with raw `fields` in its records.
 
     None stays None: it stores samples as they are, so all of their fields are there.
     """
     names = field_names(fields)
-    return encoder if encoder is None or not names else Keeping(encoder, names)
+    return encoder if encoder is None or not names else FieldKeepingEncoder(encoder, names)
 
 
-class Keeping:
+class FieldKeepingEncoder:
     """Encoder that hands on to `inner` and adds raw fields to its records; satisfies `Encoder`."""
 
     def __init__(self, inner: Encoder, fields: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class Keeping:
         return self.inner.independent_steps
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """The schema of `inner`, and the kept fields as they are in the sample.
+        """Return the schema of `inner`, and the kept fields as they are in the sample.
 
         Raises:
             EncoderError: A field is missing, or in the record of `inner` already.
@@ -79,16 +79,16 @@ class Keeping:
             )
         return {**record, **kept}
 
-    def group(self, sample_schema: Schema) -> Group:
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """As `inner`."""
-        return self.inner.group(sample_schema)
+        return self.inner.encode_batch_size(sample_schema)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Encode, and pass the kept fields through."""
         return {**self.inner.encode(batch), **{name: batch[name] for name in self._with_sizes(batch)}}
 
     def _with_sizes(self, sample: Mapping[str, object]) -> list[str]:
-        """The kept fields, and those that hold their sizes."""
+        """Return the kept fields, and those that hold their sizes."""
         sizes = [name + SHAPE_SUFFIX for name in self._fields]
         return [*self._fields, *(name for name in sizes if name in sample)]
 
@@ -97,11 +97,11 @@ class Keeping:
         self.inner.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Those of `inner`."""
+        """Return those of `inner`."""
         return self.inner.weights()
 
     def identity(self) -> dict[str, Json]:
-        """The kept fields, and the identity of `inner`."""
+        """Return the kept fields, and the identity of `inner`."""
         inner = self.inner.identity()
         config: dict[str, Json] = {"fields": list(self._fields), "inner": inner}
         return {"class": KEEPING, "config": config, "weights": inner.get("weights"), "version": 1}
@@ -121,24 +121,24 @@ PIECE_BYTES = 64 * MIB
 """Samples larger than this are read in pieces along time."""
 
 
-class Samples(Protocol):
+class FitSource(Protocol):
     """What fitting needs of a source; every `Source` has it."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         ...
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """One sample, or `start:stop` of its fields with time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class FieldStatistics:
     """What maps raw values to normalized ones: `(value - shift) / scale`, one pair per channel."""
 
     field: str
@@ -154,8 +154,8 @@ class Statistics:
 
 
 def fit_statistics(
-    source: Samples, field: str, method: Literal["standard", "minmax"] = "standard"
-) -> Statistics:
+    source: FitSource, field: str, method: Literal["standard", "minmax"] = "standard"
+) -> FieldStatistics:
     """Go once over `source` in number order and sum in float64. Give it the training split only.
 
     Raises:
@@ -184,7 +184,7 @@ def fit_statistics(
     spread = np.sqrt(sums.square / sums.count) if standard else sums.high - sums.low
     shift = sums.mean if standard else sums.low
     scale = np.where(spread > 1e-12 * np.abs(shift), spread, 1.0)
-    return Statistics(
+    return FieldStatistics(
         field=field,
         method=method,
         shift=tuple(float(f"{value:.7g}") for value in shift),
@@ -193,13 +193,13 @@ def fit_statistics(
     )
 
 
-class Normalized:
+class NormalizedEncoder:
     """Encoder that normalizes one field, then hands on to `inner` (None: keeps it as the record).
 
     Satisfies `Encoder`. The field reaches `inner` as float32.
     """
 
-    def __init__(self, inner: Encoder | None, statistics: Statistics) -> None:
+    def __init__(self, inner: Encoder | None, statistics: FieldStatistics) -> None:
         self.inner = inner
         self._statistics = statistics
         self._shift = torch.tensor(statistics.shift, dtype=torch.float32, device="cpu")
@@ -211,7 +211,7 @@ class Normalized:
         return self.inner is None or self.inner.independent_steps
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """The schema of `inner` for the normalized samples.
+        """Return the schema of `inner` for the normalized samples.
 
         Raises:
             EncoderError: The field is missing or has another number of channels.
@@ -219,12 +219,12 @@ class Normalized:
         normalized = self._normalized(sample_schema)
         return normalized if self.inner is None else self.inner.schema(normalized)
 
-    def group(self, sample_schema: Schema) -> Group:
-        """The group of `inner`; without one about 8 MiB."""
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the batch size of `inner`; without one about 8 MiB."""
         normalized = self._normalized(sample_schema)
         if self.inner is None:
-            return fixed_group(sample_schema, normalized, cut_time=True)
-        return self.inner.group(normalized)
+            return fixed_batch_size(sample_schema, normalized, cut_time=True)
+        return self.inner.encode_batch_size(normalized)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Normalize to fresh memory, then encode."""
@@ -248,7 +248,7 @@ class Normalized:
         return {"normalize.shift": self._shift, "normalize.scale": self._scale, **inner}
 
     def identity(self) -> dict[str, Json]:
-        """The rule, the training samples it was fitted on, and the identity of `inner`."""
+        """Return the rule, the training samples it was fitted on, and the identity of `inner`."""
         rule = self._statistics
         inner: dict[str, Json] | None = None if self.inner is None else self.inner.identity()
         config: dict[str, Json] = {"field": rule.field, "method": rule.method, "fitted_on": rule.digest}
@@ -306,8 +306,8 @@ def _from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _pieces(source: Samples, number: int, field: str, spec: Field) -> Iterator[NDArray[Any]]:
-    """The field of one sample, large ones cut along time."""
+def _pieces(source: FitSource, number: int, field: str, spec: Field) -> Iterator[NDArray[Any]]:
+    """Return the field of one sample, large ones cut along time."""
     whole = spec.ragged or not spec.time or spec.size_bytes() <= PIECE_BYTES
     steps = 0 if whole else max(1, PIECE_BYTES // max(1, spec.row_bytes))
     if whole:
@@ -380,12 +380,12 @@ class SteadyEncoder:
             )
         return {SOLUTION: other, INPUT: one, **{name: found[name] for name in _shared(given, found)}}
 
-    def group(self, sample_schema: Schema) -> Group:
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """About 8 MiB of samples and latents a call."""
-        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=False)
+        return fixed_batch_size(sample_schema, self.schema(sample_schema), cut_time=False)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Encode both fields of a group."""
+        """Encode both fields of a batch."""
         given, found = self._input.encode(batch), self._solution.encode(batch)
         pair = {SOLUTION: found["latent"], INPUT: given["latent"]}
         return {**pair, **{name: found[name] for name in _shared(given, found)}}
@@ -396,12 +396,12 @@ class SteadyEncoder:
         self._solution.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Those of both, as `input.NAME` and `solution.NAME`."""
+        """Return those of both, as `input.NAME` and `solution.NAME`."""
         parts = {"input": self._input.weights(), "solution": self._solution.weights()}
         return {f"{part}.{name}": value for part, own in parts.items() for name, value in own.items()}
 
     def identity(self) -> dict[str, Json]:
-        """The identities of both."""
+        """Return the identities of both."""
         config: dict[str, Json] = {"input": self._input.identity(), "solution": self._solution.identity()}
         return {"class": STEADY, "config": config, "weights": digest_weights(self.weights()), "version": 1}
 

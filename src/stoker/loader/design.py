@@ -45,7 +45,7 @@ from stoker.loader.records import (
 )
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
-from stoker.plan import LEDGER, Demand, Ledger, Plan, Reservation, Resources, plan_tiers, probe
+from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
 from stoker.store.joins import rename_hint
 from stoker.units import format_count
@@ -97,7 +97,9 @@ FILL_TIMEOUT_S = 24 * 3600.0
 """Seconds that encoding what a cache lacks may take before the first batch."""
 
 
-def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
+def decide(
+    cache: Cache, options: Options, plan: Plan | None = None, *, ledger: MemoryLedger = MEMORY_LEDGER
+) -> Design:
     """Return what is served from where; opens shards where fields are ragged, and reads no record.
 
     Args:
@@ -126,7 +128,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     demand = replace(
         _demand(cache, table, outputs, options.batch_size, str(options.device)),
         table_bytes=0 if options.device.type == "cpu" else table_bytes(order, len(table.indices)),
-        elsewhere=describe_remote(
+        remote=describe_remote(
             cache,
             order.kind,
             examples=order.positions,
@@ -173,7 +175,7 @@ def decide_filling(cache: Cache, options: Options, fill: FillOrder) -> Design:
         cache,
         options,
         partial(_planned_filling, cache, options),
-        LEDGER,
+        MEMORY_LEDGER,
         demand,
         table=fill.table,
         examples=fill.examples,
@@ -227,7 +229,7 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     cache: Cache,
     options: Options,
     plan: Plan | Callable[[Demand, Resources], Plan],
-    ledger: Ledger,
+    ledger: MemoryLedger,
     demand: Demand,
     *,
     table: RecordTable,

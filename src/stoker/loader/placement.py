@@ -26,7 +26,14 @@ from stoker.errors import ResourceError, StalledError
 from stoker.loader import tiers as device_tier
 from stoker.loader.tiers import Memory, map_host
 from stoker.plan import Plan, Resources, plan_tiers
-from stoker.plan.placement import LEAST_GAIN, MOST_PATIENCE_S, Calm, gain, short, without
+from stoker.plan.placement import (
+    LEAST_GAIN,
+    MOST_PATIENCE_S,
+    ShortageBackoff,
+    move_to_disk,
+    plan_gain,
+    short_memories,
+)
 from stoker.plan.resources import device_again, give_back
 from stoker.plan.tiers import reserves_of
 from stoker.runtime.threads import Pool, Ticket, is_exiting
@@ -81,7 +88,7 @@ class PlacementWatch:
         """True once the device may be filled."""
         self._faults = major_faults()
         now = time.monotonic()
-        self._calm = Calm(since_s=now)
+        self._calm = ShortageBackoff(since_s=now)
         self._next_s = now + LOOK_S
         self.plan = design.plan if self.seen else replan(design, replace(self._usable(), device_bytes=0))
         """What is to be held now."""
@@ -100,14 +107,14 @@ class PlacementWatch:
         made = replace(demand, table_bytes=0)  # tables are there by now, and the peak has an order
         reserves = reserves_of(made, usable, options.tier, options.reserve_bytes)
         room = {"device": usable.device_bytes, "host": usable.host_bytes}
-        tight = short(self.plan, room, reserves)
+        tight = short_memories(self.plan, room, reserves)
         if tight:
             return self._shrink(tight, usable, now_s)
         fresh = replan(self._design, usable)
-        if not shown and (gain(self.plan, fresh) < LEAST_GAIN or not self._calm.over(now_s)):
+        if not shown and (plan_gain(self.plan, fresh) < LEAST_GAIN or not self._calm.over(now_s)):
             return False
         if self._calm.over(now_s) and now_s - self._calm.since_s >= MOST_PATIENCE_S:
-            self._calm = Calm(since_s=self._calm.since_s)
+            self._calm = ShortageBackoff(since_s=self._calm.since_s)
         return self._adopt(fresh)
 
     def refused(self, now_s: float) -> None:
@@ -121,7 +128,7 @@ class PlacementWatch:
             "the system evicted %d records from host memory; they come from disk now. Batches stay the same",
             records,
         )
-        self.plan = without(self.plan, "host", records)
+        self.plan = move_to_disk(self.plan, "host", records)
 
     def faulted(self) -> bool:
         """Return True if the process met many page faults that went to disk since the last call."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stoker.errors import StokerError
 from stoker.loader.chunks import RECORD
 from stoker.loader.outputs import OutputSpec, plan_runs
-from stoker.plan import Elsewhere
+from stoker.plan import RemoteDemand
 from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.store.format import axis_length, rows_per_block
 from stoker.store.joint import JointCache
@@ -676,12 +676,12 @@ def make_wait_clock(cache: Cache) -> Callable[[], float] | None:
 
 def describe_remote(
     cache: Cache, kind: OrderKind, *, examples: int, example_bytes: float, step_examples: int
-) -> Elsewhere | None:
+) -> RemoteDemand | None:
     """Return what a plan asks about a remote cache; None where its files are all on this machine."""
     shards = find_mirrors(cache)
     if not shards:
         return None
-    return Elsewhere(
+    return RemoteDemand(
         url=shards[0].folder.url,
         bytes=sum(entry.bytes for entry in cache.index.shards),
         room_bytes=mirror_room(shards),

@@ -3,7 +3,7 @@
 README.md has the map of this folder.
 """
 
-from stoker.monitor.gpu import GpuAbsent, GpuSample, GpuSampler, open_gpu
+from stoker.monitor.gpu import GpuSample, GpuSampler, MissingGpu, open_gpu
 from stoker.monitor.meter import StallJournal, StallMeter, StallReport
 
-__all__ = ["GpuAbsent", "GpuSample", "GpuSampler", "StallJournal", "StallMeter", "StallReport", "open_gpu"]
+__all__ = ["GpuSample", "GpuSampler", "MissingGpu", "StallJournal", "StallMeter", "StallReport", "open_gpu"]

@@ -31,18 +31,18 @@ class GpuSample:
     """Board power in watts; None: not reported."""
 
     def to_json(self) -> dict[str, Json]:
-        """All figures by name."""
+        """Return all figures by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAbsent:
+class MissingGpu:
     """There is nothing to sample."""
 
     reason: str
 
     def to_json(self) -> dict[str, Json]:
-        """The reason, so that a report says it in place of figures."""
+        """Return the reason, so that a report says it in place of figures."""
         return {"absent": self.reason}
 
 
@@ -61,13 +61,13 @@ class GpuSampler:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def sample(self) -> GpuSample | GpuAbsent:
+    def sample(self) -> GpuSample | MissingGpu:
         """Look now; a GPU that fell off the bus is absent, not an error of the training."""
         try:
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
             name = pynvml.nvmlDeviceGetName(self._handle)
         except pynvml.NVMLError as error:
-            return GpuAbsent(reason=str(error))
+            return MissingGpu(reason=str(error))
         return GpuSample(
             name=name if isinstance(name, str) else bytes(name).decode(),
             utilisation=self._utilisation(),
@@ -93,7 +93,7 @@ class GpuSampler:
             return None
 
 
-def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
+def open_gpu(uuid: str | None = None) -> GpuSampler | MissingGpu:
     """Open a GPU for sampling.
 
     Args:
@@ -103,7 +103,7 @@ def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return GpuAbsent(reason=f"no NVIDIA driver ({error})")
+        return MissingGpu(reason=f"no NVIDIA driver ({error})")
     try:
         if uuid is None:
             return GpuSampler(pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -114,20 +114,20 @@ def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
         return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))  # a part of a GPU
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
-        return GpuAbsent(reason=f"the driver has no such GPU ({error})")
+        return MissingGpu(reason=f"the driver has no such GPU ({error})")
 
 
-def find_driver() -> GpuDriver | GpuAbsent:
-    """The driver that is loaded, as its own library says."""
+def find_driver() -> GpuDriver | MissingGpu:
+    """Return the driver that is loaded, as its own library says."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return GpuAbsent(reason=f"no NVIDIA driver ({error})")
+        return MissingGpu(reason=f"no NVIDIA driver ({error})")
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
         cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
     except pynvml.NVMLError as error:
-        return GpuAbsent(reason=f"the driver does not say what it is ({error})")
+        return MissingGpu(reason=f"the driver does not say what it is ({error})")
     finally:
         pynvml.nvmlShutdown()
     text = version if isinstance(version, str) else bytes(version).decode()
@@ -151,24 +151,24 @@ class GpuWatch:
         self,
         uuid: str | None = None,
         *,
-        opening: Callable[[str | None], GpuSampler | GpuAbsent] = open_gpu,
+        opening: Callable[[str | None], GpuSampler | MissingGpu] = open_gpu,
         every_s: float = EVERY_S,
     ) -> None:
         """`uuid`, `opening`: which GPU, and how it is opened (in the thread: the caller does not wait)."""
         self._lock = threading.Lock()
         self._sum, self._count = 0.0, 0
-        self._absent: GpuAbsent | None = None
+        self._absent: MissingGpu | None = None
         self._over = threading.Event()
         self._ticket = Pool(1, "stoker-gpu-watch").submit(partial(self._watch, uuid, opening, every_s))
 
-    def take(self) -> float | GpuAbsent:
-        """Mean utilisation since the last call, 0..1; or why it is not known."""
+    def take(self) -> float | MissingGpu:
+        """Return mean utilisation since the last call, 0..1; or why it is not known."""
         with self._lock:
             total, count = self._sum, self._count
             self._sum, self._count = 0.0, 0
             if count:
                 return total / count
-            return self._absent or GpuAbsent(reason="no sample was taken yet")
+            return self._absent or MissingGpu(reason="no sample was taken yet")
 
     def stop(self) -> None:
         """End sampling."""
@@ -176,20 +176,20 @@ class GpuWatch:
         self._ticket.wait(STOP_S)
 
     def _watch(
-        self, uuid: str | None, opening: Callable[[str | None], GpuSampler | GpuAbsent], every_s: float
+        self, uuid: str | None, opening: Callable[[str | None], GpuSampler | MissingGpu], every_s: float
     ) -> None:
         gpu = opening(uuid)
-        if isinstance(gpu, GpuAbsent):
+        if isinstance(gpu, MissingGpu):
             self._note(gpu)
             return
         try:
             while not (self._over.is_set() or is_exiting()):
                 sample = gpu.sample()
-                if isinstance(sample, GpuAbsent):
+                if isinstance(sample, MissingGpu):
                     self._note(sample)
                     return
                 self._note(
-                    GpuAbsent(reason=f"{sample.name} does not report how busy it is")
+                    MissingGpu(reason=f"{sample.name} does not report how busy it is")
                     if sample.utilisation is None
                     else sample.utilisation
                 )
@@ -198,9 +198,9 @@ class GpuWatch:
             with suppress(Exception):  # the driver is gone: there is nothing to close
                 gpu.close()
 
-    def _note(self, found: float | GpuAbsent) -> None:
+    def _note(self, found: float | MissingGpu) -> None:
         with self._lock:
-            if isinstance(found, GpuAbsent):
+            if isinstance(found, MissingGpu):
                 self._absent = found
             else:
                 self._sum, self._count = self._sum + found, self._count + 1

@@ -1,9 +1,9 @@
 """Count how long training waits for data, and for what.
 
 The loader writes into the meter, so that nothing above it needs a callback: per batch `waited` and `handed`,
-at the end of a pass `ended`, and `spent` where a part of the loader knows what a wait was for. What lies
-between handing one batch over and being asked for the next is the step. All times are of the host's clock: on
-a GPU whose queue runs ahead, a wait shorter than the queue is counted although the device never idled, so the
+at the end of a pass `ended`, and `spent` where a part of the loader knows what a wait was for. The time from
+handing one batch over to being asked for the next is the step. All times are of the host's clock. On a GPU
+whose queue runs ahead, a wait shorter than the queue is counted although the device never idled. So the
 stall is an upper bound there.
 """
 
@@ -21,9 +21,9 @@ from stoker.runtime.disk import explain_disk_errors
 from stoker.schema import Json
 
 Part: TypeAlias = Literal["fetch", "read", "gather", "copy", "transform", "wait"]
-"""What a wait was for: bytes from an object store or shared storage, reading from disk, putting the batch
-together in memory (all time without another cause), copying it to the device or into page-locked memory, the
-user's transforms, or waiting for another thread."""
+"""What a wait was for. `fetch`: bytes from an object store or shared storage. `read`: reading from disk.
+`gather`: putting the batch together in memory, and all time without another cause. `copy`: copying it to the
+device or into page-locked memory. `transform`: the user's transforms. `wait`: waiting for another thread."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -69,7 +69,7 @@ class StallReport:
         return max(0.0, 1.0 - self.ceiling_step_s * self.batches / spent_s) if spent_s else 0.0
 
     def since(self, earlier: StallReport) -> StallReport:
-        """What was added after `earlier`, a report of the same meter that was not reset in between."""
+        """Return what was added after `earlier`, a report of the same meter that was not reset in between."""
         return _combined(self, earlier, -1)
 
     def plus(self, other: StallReport) -> StallReport:
@@ -77,7 +77,7 @@ class StallReport:
         return _combined(self, other, 1)
 
     def to_json(self) -> dict[str, Json]:
-        """All figures by name."""
+        """Return all figures by name."""
         return {**asdict(self), "mean_step_s": self.mean_step_s, "lost": self.lost}
 
 
@@ -200,7 +200,7 @@ EVERY_S = 10.0
 
 
 def journal_name(rank: int) -> str:
-    """The file of a rank in a run's folder.
+    """Return the file of a rank in a run's folder.
 
     >>> journal_name(0), journal_name(3)
     ('stall.jsonl', 'stall-rank3.jsonl')
@@ -230,7 +230,7 @@ class StallJournal:
         self._total: StallReport | None = None
 
     def tick(self, facts: Mapping[str, Json] | None = None) -> StallReport | None:
-        """The interval that is over by now, written down together with `facts`; None before it is."""
+        """Return the interval that is over by now, written down together with `facts`; None before it is."""
         return self.cut(facts) if self._clock() >= self._due_s else None
 
     def cut(self, facts: Mapping[str, Json] | None = None) -> StallReport | None:

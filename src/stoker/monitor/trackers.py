@@ -1,9 +1,9 @@
 """Where figures go in addition to a run's folder: TensorBoard, Weights & Biases, MLflow, or one's own.
 
-Each of these packages is imported by its own class, on its first use: none of them is needed to train. A
-tracker runs in a process of its own, which `Tracking` starts and never waits for: the pipe to it is the
-bounded queue, and a line that does not fit is dropped and counted. So a tracker that is slow, hangs or
-crashes costs the run nothing but a message. When the run is over it has a deadline, and is then killed.
+Each of these packages is imported by its own class, on its first use: none of them is needed to train.
+A tracker runs in a process of its own. `TrackerProcesses` starts it and never waits for it: the pipe to it
+is the bounded queue, and a line that does not fit is dropped and counted. So a tracker that is slow, hangs
+or crashes costs the run nothing but a message. After the run it has a timeout, and is then killed.
 """
 
 # The packages are optional, and ship few types.
@@ -230,7 +230,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:
 
 
 def kept_id(run: TrackedRun, name: str) -> str | None:
-    """The id under which a resumed run was begun, if it was."""
+    """Return the id under which a resumed run was begun, if it was."""
     file = run.folder / f"tracker-{name}.id"
     return file.read_text(encoding="utf-8").strip() if run.resumed and file.is_file() else None
 
@@ -252,7 +252,7 @@ LAST_BYTES = 2000
 """Of a tracker's log, to find its last line."""
 
 
-class Tracking:
+class TrackerProcesses:
     """The trackers of one run; close it with `end`."""
 
     def __init__(
@@ -265,7 +265,7 @@ class Tracking:
     ) -> None:
         """Start a process for each name; `say` gets a line about whatever goes wrong with one."""
         self._end_s = end_s
-        self._pipes = [_Pipe(name, run.folder / f"tracker-{name}.log", say) for name in names]
+        self._pipes = [_TrackerProcess(name, run.folder / f"tracker-{name}.log", say) for name in names]
         start: dict[str, Json] = {**asdict(run), "folder": str(run.folder)}
         for pipe in self._pipes:
             pipe.send({"start": start})
@@ -285,7 +285,7 @@ class Tracking:
             pipe.finish(deadline_s, self._end_s)
 
 
-class _Pipe:
+class _TrackerProcess:
     """One tracker's process."""
 
     def __init__(self, name: str, log: Path, say: Callable[[str], None]) -> None:
@@ -315,7 +315,7 @@ class _Pipe:
         os.set_blocking(self._stdin.fileno(), False)
 
     def send(self, row: Mapping[str, Json]) -> bool:
-        """Whether a line went into the pipe whole; half a line would spoil the next, so it ends the pipe."""
+        """Return True if it took the entire line. Half a line would spoil the next, so it ends the pipe."""
         if self._ended:
             return False
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -370,7 +370,7 @@ class _Pipe:
 
 
 def _last_line(log: Path) -> str:
-    """The last line of a log, or that it is empty."""
+    """Return the last line of a log, or that it is empty."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
         lines = file.read().decode(errors="replace").split("\n")

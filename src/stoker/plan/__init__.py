@@ -3,20 +3,20 @@
 README.md has the map of this folder.
 """
 
-from stoker.plan.placement import LEDGER, Ledger, Reservation
+from stoker.plan.placement import MEMORY_LEDGER, MemoryLedger, Reservation
 from stoker.plan.rates import BatchLoad, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
-from stoker.plan.tiers import TIERS, Demand, Elsewhere, Plan, Tier, TierShare, plan_tiers, stall_of
+from stoker.plan.tiers import TIERS, Demand, Plan, RemoteDemand, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
-    "LEDGER",
+    "MEMORY_LEDGER",
     "TIERS",
     "BatchLoad",
     "Demand",
-    "Elsewhere",
-    "Ledger",
+    "MemoryLedger",
     "Plan",
     "Rates",
+    "RemoteDemand",
     "Reservation",
     "Resources",
     "Tier",

@@ -44,7 +44,7 @@ class GpuRow(JsonResult):
 
 
 def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = None) -> tuple[GpuRow, ...]:
-    """What each GPU of `MEMORY_GIB` would hold.
+    """Return what each GPU of `MEMORY_GIB` would hold.
 
     Args:
         record_bytes: Of one record, as stored: `stoker.store.format.record_bytes` of a cache's columns.
@@ -78,7 +78,7 @@ def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = No
 
 
 def known_gpu(name: str, memory_bytes: int) -> str | None:
-    """The entry of `MEMORY_GIB` that a GPU is, by the name that its driver gives; None: none of them.
+    """Return the entry of `MEMORY_GIB` that a GPU is, by the name that its driver gives; None: none of them.
 
     >>> known_gpu("NVIDIA A100-SXM4-40GB", int(39.4 * GIB)), known_gpu("NVIDIA L4", 23 * GIB)
     ('A100 40 GB', None)
@@ -94,7 +94,7 @@ def peak_flops(name: str) -> float:
 
 
 def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = None) -> str:
-    """The table in one sentence; arguments as for `gpu_table`.
+    """Return the table in one sentence; arguments as for `gpu_table`.
 
     >>> say_gpus(1e9, 100, model_bytes=0).partition("; ")[2]
     '16 on V100 16 GB, 33 on V100 32 GB, 41 on A100 40 GB, 83 on A100 80 GB, 83 on H100 80 GB'

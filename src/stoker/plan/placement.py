@@ -1,8 +1,8 @@
 """Decide whether what memory holds should change now. Arithmetic, like `tiers`; nothing moves here.
 
-Memory that became short is given back at the next look; memory that became free is filled only once there has
-been no shortage for a while, longer after each shortage. Between the two lies half of the reserve, so that
-what is free may waver without anything moving to and fro.
+Memory that became short is given back at the next look. Memory that became free is filled only once there has
+been no shortage for a while, longer after each shortage. Half of the reserve lies between the two limits, so
+that free memory may waver without records moving to and fro.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ MEMORIES: tuple[Literal["device", "host"], ...] = ("device", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calm:
-    """How long there has been no shortage, and how long there must be none before more memory is filled."""
+class ShortageBackoff:
+    """Time since the last shortage, and how long it must be before more memory is filled."""
 
     since_s: float
     """When memory was last short, or when the first look was."""
     patience_s: float = PATIENCE_S
 
-    def after_shortage(self, now_s: float) -> Calm:
-        """What follows a shortage at `now_s`.
+    def after_shortage(self, now_s: float) -> ShortageBackoff:
+        """Return what follows a shortage at `now_s`.
 
-        >>> Calm(since_s=0.0).after_shortage(50.0)
-        Calm(since_s=50.0, patience_s=60.0)
+        >>> ShortageBackoff(since_s=0.0).after_shortage(50.0)
+        ShortageBackoff(since_s=50.0, patience_s=60.0)
         """
-        return Calm(since_s=now_s, patience_s=min(MOST_PATIENCE_S, 2 * self.patience_s))
+        return ShortageBackoff(since_s=now_s, patience_s=min(MOST_PATIENCE_S, 2 * self.patience_s))
 
     def over(self, now_s: float) -> bool:
-        """Whether it has been calm for long enough."""
+        """Return True if it has been calm for long enough."""
         return now_s - self.since_s >= self.patience_s
 
 
-def short(plan: Plan, usable: Mapping[str, int], reserves: Mapping[str, int]) -> frozenset[str]:
-    """The memories of which `plan` holds more than there is, less half the reserve.
+def short_memories(plan: Plan, usable: Mapping[str, int], reserves: Mapping[str, int]) -> frozenset[str]:
+    """Return the memories of which `plan` holds more than there is, less half the reserve.
 
     Args:
         plan: What is held, or being brought in.
@@ -59,8 +59,8 @@ def short(plan: Plan, usable: Mapping[str, int], reserves: Mapping[str, int]) ->
     return frozenset(m for m in MEMORIES if held[m] and held[m] > usable[m] - reserves[m] // 2)
 
 
-def gain(plan: Plan, fresh: Plan) -> float:
-    """The part of all records that `fresh` serves from faster memory than `plan` does."""
+def plan_gain(plan: Plan, fresh: Plan) -> float:
+    """Return the part of all records that `fresh` serves from faster memory than `plan` does."""
     before, after = plan.records_by_tier(), fresh.records_by_tier()
     total = sum(before.values()) or 1
     device = after["device"] - before["device"]
@@ -68,8 +68,8 @@ def gain(plan: Plan, fresh: Plan) -> float:
     return max(device, memory) / total
 
 
-def without(plan: Plan, tier: str, records: int) -> Plan:
-    """The plan with that many records of `tier` on disk instead."""
+def move_to_disk(plan: Plan, tier: str, records: int) -> Plan:
+    """Return the plan with that many records of `tier` on disk instead."""
     held = {row.tier: row for row in plan.rows}[tier]
     moved = min(records, held.records)
     size = held.bytes * moved // held.records if held.records else 0
@@ -99,7 +99,7 @@ class Reservation:
 
     __slots__ = ("__weakref__", "_ledger", "parts", "taken")
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
         self.parts: dict[str, Mapping[Hashable, int]] = {}
         """Per memory (`host`, or a device's name) the bytes of each part, by a key that tells parts apart."""
@@ -124,7 +124,7 @@ class Reservation:
         )
 
 
-class Ledger:
+class MemoryLedger:
     """All claims of a process. For several threads at once."""
 
     def __init__(self) -> None:
@@ -132,14 +132,14 @@ class Ledger:
         self._lock = threading.Lock()
 
     def claim(self) -> Reservation:
-        """A new claim, of nothing yet."""
+        """Return a new claim, of nothing yet."""
         made = Reservation(self)
         with self._lock:
             self._claims.add(made)
         return made
 
     def balance(self, memory: str, own: Reservation, wanted: Collection[Hashable]) -> int:
-        """Bytes to add to what the machine reports as free of `memory`, for `own`; mostly below 0."""
+        """Return bytes to add to what the machine reports as free of `memory`, for `own`; mostly below 0."""
         with self._lock:
             others = [claim for claim in self._claims if claim is not own]
         parts: dict[Hashable, int] = {}
@@ -154,5 +154,5 @@ def _less(balance: int) -> str:
     return f", less {format_bytes(-balance)} for other loaders" if balance < 0 else ""
 
 
-LEDGER = Ledger()
+MEMORY_LEDGER = MemoryLedger()
 """The account of this process."""

@@ -49,7 +49,7 @@ class BatchLoad:
     loads slows the step; None: not tried."""
 
     def lost_s(self, step_s: float) -> float | None:
-        """What a batch costs beyond steps of any length, by what was tried; None: nothing was."""
+        """Return what a batch costs beyond steps of any length, by what was tried; None: nothing was."""
         if self.at_step is None:
             return None
         tried_s, lost_s = self.at_step
@@ -113,7 +113,7 @@ def _copy_rate() -> float:
 
 
 def _median_rate(copy: Callable[[], object], size_bytes: int) -> float:
-    """The median of the repeats that fit in half the budget."""
+    """Return the median of the repeats that fit in half the budget."""
     times_s: list[float] = []
     end = time.perf_counter() + BUDGET_S / 2
     while not times_s or time.perf_counter() < end:
@@ -126,16 +126,11 @@ def _median_rate(copy: Callable[[], object], size_bytes: int) -> float:
 def _disk_rate(path: Path) -> float | None:
     """None where there is no file with enough to read."""
     file = _largest(path)
-    blocks = 0 if file is None else file.stat().st_size // BLOCK_BYTES
-    if file is None or blocks < THREADS:
+    blocks = [] if file is None else _blocks([file], BLOCK_BYTES)
+    if len(blocks) < THREADS:
         return None
-    places = random.Random(0).sample(range(blocks), min(blocks, 4096))  # noqa: S311  no secret
-    end = time.perf_counter() + BUDGET_S
-    started = time.perf_counter()
-    pool = Pool(THREADS, "stoker-rates")
-    jobs = [pool.submit(partial(_read_blocks, file, places[n::THREADS], end)) for n in range(THREADS)]
-    read = sum(job.result(DEADLINE_S, f"reading {file} for its rate") for job in jobs)
-    return read / max(time.perf_counter() - started, 1e-9)
+    random.Random(0).shuffle(blocks)  # noqa: S311  no secret
+    return _read(blocks, BLOCK_BYTES, THREADS, BUDGET_S, times=1)
 
 
 def _unpack_rate(path: Path) -> float | None:
@@ -144,25 +139,6 @@ def _unpack_rate(path: Path) -> float | None:
 
     file = _largest(path)
     return None if file is None else decompression_rate(file, BUDGET_S / 2)
-
-
-def _read_blocks(file: Path, places: list[int], end: float) -> int:
-    """Bytes read until `end`. Past the page cache, which would give the rate of memory."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:  # a file system without direct reads, tmpfs for one
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    read = 0
-    try:
-        with mmap.mmap(-1, BLOCK_BYTES) as block:  # aligned, as direct reads demand
-            for place in places:
-                read += os.preadv(descriptor, [block], place * BLOCK_BYTES)
-                if time.perf_counter() >= end:
-                    break
-    finally:
-        os.close(descriptor)
-    return read
 
 
 def _largest(path: Path) -> Path | None:
@@ -297,24 +273,20 @@ def _repeat(
     """Bytes a second of as many repeats as fit; the first one is not counted, since it touches new memory."""
     import torch
 
+    finish = finish or (lambda: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two that wait for each other collapse where anything else runs
     try:
-        return _repeated(one, size_bytes, seconds, finish or (lambda: None))
+        one()
+        finish()
+        begin, count = time.perf_counter(), 0
+        while not count or time.perf_counter() - begin < seconds:
+            one()
+            count += 1
+        finish()
+        return count * size_bytes / max(time.perf_counter() - begin, 1e-9)
     finally:
         torch.set_num_threads(threads)
-
-
-def _repeated(one: Callable[[], Any], size_bytes: int, seconds: float, finish: Callable[[], None]) -> float:
-    one()
-    finish()
-    begin = time.perf_counter()
-    count = 0
-    while not count or time.perf_counter() - begin < seconds:
-        one()
-        count += 1
-    finish()
-    return count * size_bytes / max(time.perf_counter() - begin, 1e-9)
 
 
 def _blocks(files: Sequence[Path], size: int) -> list[tuple[Path, int]]:
@@ -368,7 +340,7 @@ def _read(
 
 
 def _read_again(blocks: Sequence[tuple[Path, int]], size: int, seconds: float) -> float:
-    """The same through the page cache, everything read once before."""
+    """Return the same through the page cache, everything read once before."""
     _read(blocks, size, READ_THREADS, WARM_S, direct=False, times=1)
     return _read(blocks, size, READ_THREADS, seconds, direct=False)
 
@@ -378,7 +350,9 @@ def _open(file: Path, flags: int, *, direct: bool) -> int:
         try:
             return os.open(file, flags | os.O_DIRECT)
         except OSError:  # a file system without direct reads, tmpfs for one
-            pass
+            descriptor = os.open(file, flags)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return descriptor
     return os.open(file, flags)
 
 

@@ -71,7 +71,7 @@ class _Group:
 
 
 def memory_limits(cgroup: str, mountinfo: str, root: Path) -> list[MemoryLimit]:
-    """All memory limits above a process, its own group first; groups without a limit are left out.
+    """Return all memory limits above a process, its own group first; groups without a limit are left out.
 
     Args:
         cgroup, mountinfo: Contents of `/proc/<pid>/cgroup` and `/proc/<pid>/mountinfo`.
@@ -90,7 +90,7 @@ def memory_limits(cgroup: str, mountinfo: str, root: Path) -> list[MemoryLimit]:
 
 
 def cpu_limits(cgroup: str, mountinfo: str, root: Path) -> list[CpuLimit]:
-    """All CPU quotas above a process; arguments as for `memory_limits`."""
+    """Return all CPU quotas above a process; arguments as for `memory_limits`."""
     found: list[CpuLimit] = []
     for group in _groups(cgroup, mountinfo, root, "cpu"):
         if group.version == 1:
@@ -106,7 +106,7 @@ def cpu_limits(cgroup: str, mountinfo: str, root: Path) -> list[CpuLimit]:
 
 
 def unreclaimable(stat: Mapping[str, int]) -> int:
-    """Bytes of a `memory.stat` (version 2 names) that the kernel cannot take back.
+    """Return bytes of a `memory.stat` (version 2 names) that the kernel cannot take back.
 
     Anonymous memory, shared memory and locked pages, each page once: the anonymous lists hold the first
     two, the unevictable list holds what is locked. To these come slab and other kernel memory that stays,
@@ -150,7 +150,7 @@ def _held_v1(folder: Path) -> int:
 
 
 def _groups(cgroup: str, mountinfo: str, root: Path, controller: str) -> list[_Group]:
-    """The process's group and its ancestors, in every hierarchy that may carry `controller`."""
+    """Return the process's group and its ancestors, in every hierarchy that may carry `controller`."""
     mounts = _mounts(mountinfo, controller)
     found: list[_Group] = []
     for line in cgroup.splitlines():
@@ -168,7 +168,7 @@ def _ancestry(path: PurePosixPath, top: PurePosixPath, mount: Path, version: int
     """Folders from the process's group up to the mount.
 
     A container sees the hierarchy from `top` down; a path that does not lie below it (it may even begin
-    with `..`) belongs to a part we cannot see, and the mount itself is then the nearest group we can.
+    with `..`) belongs to a part we cannot see. The mount itself is then the nearest group that we can.
     """
     try:
         below = path.relative_to(top)
@@ -216,7 +216,7 @@ def _limit(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where there is none or we may not read it, as for a group's root, or on a
+    """Return the file's text; empty where it is missing or we may not read it, as for a group's root, or on a
     system without it."""
     try:
         return path.read_text()
@@ -225,7 +225,7 @@ def _read(path: Path) -> str:
 
 
 def least_cpus(limits: list[CpuLimit], affinity: int) -> CpuLimit:
-    """The tightest of the quotas and the CPUs that this process may run on.
+    """Return the tightest of the quotas and the CPUs that this process may run on.
 
     >>> least_cpus([CpuLimit(cpus=1.5, label="quota")], 4)
     CpuLimit(cpus=1.5, label='quota')
@@ -258,7 +258,7 @@ class Mount:
 
     @property
     def network(self) -> bool:
-        """Whether its data is on another machine: by type; programs that serve a file system count as such.
+        """True if its data is on another machine: by type; programs that serve a file system count as such.
 
         >>> Mount(point="/", kind="fuse.sshfs", source="host:").network
         True
@@ -267,12 +267,12 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there takes memory."""
+        """True if what is written there takes memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
 def mount_of(path: PurePosixPath, mountinfo: str) -> Mount | None:
-    """The mount that an absolute path without links lies on; None where nothing is known.
+    """Return the mount that an absolute path without links lies on; None where nothing is known.
 
     >>> text = "1 0 0:1 / / rw - ext4 /dev/sda rw\\n2 1 0:2 / /my\\\\040nfs rw shared:1 - nfs4 host:/x rw"
     >>> mount_of(PurePosixPath("/my nfs/a.h5"), text).kind, mount_of(PurePosixPath("/nfs/a"), text).kind
@@ -443,13 +443,13 @@ class Resources(JsonResult):
     """Files that may still be made there; None: no path given, or no such limit."""
 
 
-def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1) -> Resources:
-    """What this process may use now.
+def probe(*, device: str = "cpu", path: Path | None = None, local_world_size: int = 1) -> Resources:
+    """Return what this process may use now.
 
     Args:
         device: `cpu`, or `cuda[:i]`, whose memory is asked for (this makes a CUDA context).
         path: Where the cache lies or will lie; folders that do not exist yet are no harm.
-        local_world: Processes of this node that share its CPUs. Host memory is not divided, since they
+        local_world_size: Processes of this node that share its CPUs. Host memory is not divided, since they
             share one copy of the records.
 
     Raises:
@@ -473,7 +473,7 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
         device_bytes=free,
         device_total_bytes=total,
         device_name=name,
-        cpus=cpu.cpus / max(1, local_world),
+        cpus=cpu.cpus / max(1, local_world_size),
         cpu_limit=cpu.label,
         disk_bytes=disk_bytes,
         disk_inodes=disk_inodes,
@@ -494,7 +494,7 @@ def memory_now(earlier: Resources) -> Resources:
 
 
 def host_memory(proc: Path, root: Path) -> MemoryLimit:
-    """The tightest of the machine's memory and every control group above this process.
+    """Return the tightest of the machine's memory and every control group above this process.
 
     Args:
         proc: `/proc`, or a folder with `meminfo`, `self/cgroup` and `self/mountinfo`.
@@ -502,16 +502,16 @@ def host_memory(proc: Path, root: Path) -> MemoryLimit:
     """
     machine = machine_memory((proc / "meminfo").read_text())
     groups = memory_limits(_read(proc / "self/cgroup"), _read(proc / "self/mountinfo"), root)
-    # A group may be allowed more than the machine has; then the machine's own line decides by itself,
+    # A group may be allowed more than the machine has; then the machine's own line decides alone,
     # since what the group holds is held on the machine too.
     return min([machine, *groups], key=lambda limit: limit.usable_bytes)
 
 
 def machine_memory(meminfo: str) -> MemoryLimit:
-    """The machine's memory, from the text of `/proc/meminfo`.
+    """Return the machine's memory, from the text of `/proc/meminfo`.
 
     The kernel's own estimate (`MemAvailable`) counts dirty pages as free, ours misses memory that no line
-    names (drivers, other file systems' caches); the lower of the two is what can be relied on.
+    names (drivers, other file systems' caches). The lower of the two can be relied on.
     """
     found = re.findall(r"^(\S+):\s+(\d+)", meminfo, flags=re.MULTILINE)
     kib = {name: int(size) for name, size in found}
@@ -527,7 +527,7 @@ def machine_memory(meminfo: str) -> MemoryLimit:
 
 
 def cpu_share(proc: Path, root: Path, affinity: int) -> CpuLimit:
-    """The tightest of affinity and every quota above this process; arguments as for `host_memory`."""
+    """Return the tightest of affinity and every quota above this process; arguments as for `host_memory`."""
     quotas = cpu_limits(_read(proc / "self/cgroup"), _read(proc / "self/mountinfo"), root)
     return least_cpus(quotas, affinity)
 
@@ -585,7 +585,7 @@ def give_back(device: torch.device) -> None:
 
 
 def device_again(device: str) -> int:
-    """Bytes of a GPU that torch held in this process at its peak and has given back since."""
+    """Return bytes of a GPU that torch held in this process at its peak and has given back since."""
     import torch
 
     if not device.startswith("cuda") or not torch.cuda.is_initialized():
@@ -606,6 +606,6 @@ def disk_space(path: Path) -> tuple[int, int | None]:
 
 
 def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
-    """What a path lies on, or will once it is there; None where the system does not say."""
+    """Return what a path lies on, or will once it is there; None where the system does not say."""
     real = PurePosixPath(os.path.realpath(path))
     return mount_of(real, _read(proc / "self/mountinfo"))

@@ -44,7 +44,7 @@ WANTED_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class RemoteDemand:
     """A set that lies elsewhere, and how it is served."""
 
     url: str
@@ -63,7 +63,7 @@ class Elsewhere:
 
     @property
     def fits(self) -> bool:
-        """Whether the local cache holds all of it."""
+        """True if the local cache holds all of it."""
         return self.room_bytes is None or self.bytes <= self.room_bytes
 
     @property
@@ -74,7 +74,7 @@ class Elsewhere:
         return min(1.0, self.room_bytes * NET_OF / max(1, self.bytes))
 
     def fetched(self, order: str | None = None) -> float:
-        """Bytes that an epoch fetches once the local cache is full, as a multiple of the set's.
+        """Return bytes that an epoch fetches once the local cache is full, as a multiple of the set's.
 
         Args:
             order: Another order than it is served in.
@@ -84,7 +84,7 @@ class Elsewhere:
         return _missed(self.held, self._uses(order or self.order))
 
     def fetched_for(self, size: float) -> float:
-        """Bytes that come for each `size` bytes of examples that are served."""
+        """Return bytes that come for each `size` bytes of examples that are served."""
         return size * self.fetched() * self.bytes / max(1.0, self.examples * self.example_bytes)
 
     def better(self) -> str:
@@ -118,7 +118,7 @@ class Elsewhere:
         return f"{format_bytes(round(fetched * self.bytes))} ({fetched:.2f} of the set)"
 
     def _uses(self, order: str) -> float:
-        """How many times an epoch comes to a block, apart from each other."""
+        """Return how many times an epoch comes to a block, apart from each other."""
         found = re.fullmatch(r"block\((\d+),\s*(\d+)\)", order)
         blocks, room = max(1.0, self.bytes / self.block_bytes), self.room_bytes or self.bytes
         if found and int(found[2]) * self.bytes <= room * (1 - AHEAD_OF) * self.examples:
@@ -153,7 +153,7 @@ def _tried(held: float, uses: int) -> float:
 
 
 def _misses(uses: Sequence[int], room: int) -> list[bool]:
-    """Which of these uses find their block gone, where the one needed last goes first."""
+    """Return which of these uses find their block gone, where the one needed last goes first."""
     following, last = [len(uses)] * len(uses), dict[int, int]()
     for at in range(len(uses) - 1, -1, -1):
         following[at] = last.get(uses[at], len(uses))
@@ -195,7 +195,7 @@ class PlanFacts:
     """Bytes that may be filled, per memory tier."""
 
     def free(self, tier: str) -> tuple[int, str]:
-        """Bytes of a memory tier that are free, and what limits them."""
+        """Return bytes of a memory tier that are free, and what limits them."""
         found = self.resources
         if tier == "device":
             return found.device_bytes, found.device_name
@@ -210,8 +210,8 @@ def explain(plan: Plan, facts: PlanFacts, asked: str) -> str:
         parts.append("with device cpu the device tier is the host tier")
     if facts.demand.stored_ratio is not None:
         parts.append(_compressed(facts.demand.stored_ratio, facts.rates))
-    if facts.demand.elsewhere is not None:
-        parts.append(facts.demand.elsewhere.say())
+    if facts.demand.remote is not None:
+        parts.append(facts.demand.remote.say())
     if facts.demand.missing_records:
         parts.append(f"{format_count(facts.demand.missing_records)} of them not stored yet")
     parts.append(_cost(plan))
@@ -230,7 +230,7 @@ def _compressed(ratio: float, rates: Rates) -> str:
 
 
 def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
-    """The error for a tier that was asked for and cannot hold `stored` records."""
+    """Return the error for a tier that was asked for and cannot hold `stored` records."""
     demand = facts.demand
     free, limit = facts.free(tier)
     return (
@@ -243,7 +243,7 @@ def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
 
 
 def table(plan: Plan) -> str:
-    """The tiers that hold something, one a line, and from which step on nothing waits."""
+    """Return the tiers that hold something, one a line, and from which step on nothing waits."""
     rows = [("tier", "records", "bytes", "load/batch")]
     rows += [
         (
@@ -343,7 +343,7 @@ class Demand:
     """Cores that a step keeps busy: one that starts a GPU's kernels, or all threads that compute on a CPU."""
     encoded_first: int = 0
     """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
-    elsewhere: Elsewhere | None = None
+    remote: RemoteDemand | None = None
     """Where the cache lies if not on this machine; None: it does."""
     stored_ratio: float | None = None
     """Bytes on disk for each of these bytes, where shards are compressed; None: they are not."""
@@ -362,7 +362,7 @@ class Demand:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is the CPU, whose own memory is the host tier."""
+        """True if the device is the CPU, whose own memory is the host tier."""
         return self.device == "cpu"
 
     @property
@@ -391,7 +391,7 @@ class TierShare(JsonResult):
     """What was found by serving some batches, where that was done."""
 
     def beyond_s(self, step_s: float) -> float:
-        """Seconds that a batch was found to cost beyond what its load says, or below it."""
+        """Return seconds that a batch was found to cost beyond what its load says, or below it."""
         tried_s = None if self.served is None else self.served.lost_s(step_s)
         if tried_s is None or self.direct_s is None:
             return 0.0
@@ -460,7 +460,7 @@ class Plan(JsonResult):
         return None if self.step_s is None else self.stall_at(self.step_s)
 
     def stall_at(self, step_s: float) -> float | None:
-        """The stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
+        """Return the stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
 
         A batch draws from the tiers in proportion to what they hold.
         """
@@ -473,7 +473,7 @@ class Plan(JsonResult):
 
 
 def stall_of(load_s: float, step_s: float, *, prefetch: bool) -> float:
-    """The part of a step's wall time that it waits for data, 0..1.
+    """Return the part of a step's wall time that it waits for data, 0..1.
 
     Args:
         load_s, step_s: Seconds to load one batch, and to compute one step.
@@ -546,7 +546,7 @@ def plan_tiers(
 def reserves_of(
     demand: Demand, resources: Resources, tier: str, reserve_bytes: int | None, step_s: float | None = None
 ) -> dict[str, int]:
-    """Bytes per memory that are left to everything else; arguments as for `plan_tiers`."""
+    """Return bytes per memory that are left to everything else; arguments as for `plan_tiers`."""
     peak = resources.device_again_bytes
     seen = step_s is not None or tier == "device" or peak is not None
     device = int(resources.device_total_bytes * (DEVICE_RESERVE if seen else DEVICE_RESERVE_UNSEEN))
@@ -622,8 +622,8 @@ def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:
     if tier == "disk":
         stored = size if demand.stored_ratio is None else size * demand.stored_ratio
         disk_s = DISK_CALL_S + stored / rates.disk_bytes_s
-        if demand.elsewhere is not None:
-            disk_s += demand.elsewhere.fetched_for(stored) / rates.network_bytes_s
+        if demand.remote is not None:
+            disk_s += demand.remote.fetched_for(stored) / rates.network_bytes_s
         if demand.stored_ratio is not None:
             threads = max(1.0, min(THREADS, facts.resources.cpus - demand.step_cpus))
             disk_s += size / (threads * rates.unpack_bytes_s)
@@ -685,7 +685,7 @@ def _part(wait_s: float, step_s: float) -> float:
 
 
 def shortest_quiet_step(direct_s: float, beside_s: float) -> float:
-    """The shortest step that waits at most 1 % of its time.
+    """Return the shortest step that waits at most 1 % of its time.
 
     >>> shortest_quiet_step(0.0, 0.07), shortest_quiet_step(0.001, 0.0)
     (0.07, 0.099)
@@ -712,7 +712,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class MeasuredStall:
     """What a run's meter came to."""
 
     stall: float
@@ -725,7 +725,7 @@ class Waiting:
     """The tier that served most examples."""
 
 
-def over_budget(waiting: Waiting, budget: float, plan: Plan) -> str | None:
+def over_budget(waiting: MeasuredStall, budget: float, plan: Plan) -> str | None:
     """The verdict where a stall is above `budget`: the fact, what was expected, a cure; None: it is not.
 
     Args:
@@ -741,7 +741,7 @@ def over_budget(waiting: Waiting, budget: float, plan: Plan) -> str | None:
 
 
 def said_parts(parts: Mapping[str, float]) -> str:
-    """The parts of a wait in words, the longest first; those below a twentieth are left out.
+    """Return the parts of a wait in words, the longest first; those below a twentieth are left out.
 
     >>> said_parts({"read": 5.5, "gather": 0.5, "wait": 0.01})
     '5.5 s of it reading from disk, 500 ms putting batches together in memory'
@@ -754,8 +754,8 @@ def said_parts(parts: Mapping[str, float]) -> str:
     )
 
 
-def cure(waiting: Waiting, plan: Plan) -> str:
-    """What to do about the longest part of a wait."""
+def cure(waiting: MeasuredStall, plan: Plan) -> str:
+    """Return what to do about the longest part of a wait."""
     main = max(waiting.parts, key=lambda part: waiting.parts[part], default="gather")
     faster = plan.tier
     if faster != waiting.tier and waiting.tier == "disk":

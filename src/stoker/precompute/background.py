@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stoker import errors
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.weights import moved
+from stoker.encoders.weights import on_device
 from stoker.errors import (
     ConfigError,
     Interrupted,
@@ -199,7 +199,7 @@ class ChildFill:
 
 def _pickled(task: FillTask) -> bytes:
     """Return the task, with the encoder on the CPU: the child brings its own to the device."""
-    with nullcontext() if task.encoder is None else moved(task.encoder, torch.device("cpu")):
+    with nullcontext() if task.encoder is None else on_device(task.encoder, torch.device("cpu")):
         return pickle_for_process(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
@@ -467,15 +467,15 @@ class EncodeFiller:
         """Makes records of them."""
         return self._encoder
 
-    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+    def fill(self, numbers: Sequence[int], timeout_s: float) -> None:
         """Encode and store these samples unless they are stored, and write the index.
 
         Raises:
             SourceError: The source or the encoder is not what the cache was made from any more.
-            StalledError: `deadline_s` had passed after a group; what was encoded by then is stored.
+            StalledError: `timeout_s` had passed after a group; what was encoded by then is stored.
             MissingRecordError: A sample is quarantined; the message says why.
         """
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + timeout_s
         folder = self._folder()
         asked = np.unique(np.asarray(numbers, np.int64))
         missing = np.intersect1d(asked, folder.missing(retry_transient=False))
@@ -492,7 +492,7 @@ class EncodeFiller:
             )
         if not finished:
             raise StalledError(
-                f"{format_count(len(missing), 'sample')} asked for, not encoded within {deadline_s:g} s. "
+                f"{format_count(len(missing), 'sample')} asked for, not encoded within {timeout_s:g} s. "
                 f"Run precompute first, or give more time"
             )
 

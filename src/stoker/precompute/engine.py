@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
-from stoker.encoders.wrappers import keeping
+from stoker.encoders.wrappers import keep_fields
 from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError, StokerError, arg
 from stoker.plan.resources import Resources, encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
@@ -309,7 +309,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part=part,
         progress="auto" if progress is True else progress or None,
     )
-    encoder = keeping(encoder, keep)
+    encoder = keep_fields(encoder, keep)
     if wait:
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
     if engine is not None:

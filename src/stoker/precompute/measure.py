@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.weights import moved
+from stoker.encoders.weights import on_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
 from stoker.plan.resources import probe
 from stoker.precompute.encode import full_precision, is_out_of_memory
@@ -109,8 +109,8 @@ class _ChosenSamples:
         starts = [at for at, part in enumerate(self._parts) if not at or part != self._parts[at - 1]]
         return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self)], strict=True)]
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        trial, part, number = self._trial, self._parts[number], self.numbers[number]
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
+        trial, part, number = self._trial, self._parts[index], self.numbers[index]
         first = part not in self._open
         trial.stage, trial.number = "open" if first else "read", number
         trial.names[number] = self._names[part]
@@ -301,7 +301,7 @@ def measure_encode_batch(
     if any(f.ragged for f in fields):
         why = "samples differ in length, so each is encoded alone"
         return EncodeBatch(samples=None, device=device, trials=(), why=why)
-    if encoder.group(schema).steps is not None:
+    if encoder.encode_batch_size(schema).steps is not None:
         why = "samples are so large that each is cut over time; one fills a call"
         return EncodeBatch(samples=None, device=device, trials=(), why=why)
     size = max(1, sum(f.size_bytes() for f in fields))
@@ -331,7 +331,7 @@ class _Search:
         """Double the size until throughput, memory, time or the samples end it."""
         with (
             _named_errors(self._device),
-            moved(self._encoder, self._device),
+            on_device(self._encoder, self._device),
             torch.inference_mode(),
             full_precision(),
         ):
@@ -418,11 +418,11 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
         ResourceError: The device's memory does not suffice.
         StalledError: It is not done in time.
     """
-    where, steps = torch.device(device), encoder.group(schema).steps
+    where, steps = torch.device(device), encoder.encode_batch_size(schema).steps
 
     def encode() -> float:
         begin = time.perf_counter()
-        with _named_errors(where), moved(encoder, where):
+        with _named_errors(where), on_device(encoder, where):
             batch: dict[str, torch.Tensor] = {}
             for name, field in schema.items():
                 length = 1 if field.ragged else steps if field.time and steps is not None else None

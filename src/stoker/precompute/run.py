@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.weights import moved, weights_device
+from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, LoadedBatch, plan_layout, slot_size
@@ -621,7 +621,7 @@ class StageBuilder:
         several = len(self._children) > 1
         hint = "Or encode on one device" if several else _MAKE_LATE_HINT
         try:
-            with moved(self._encoder, torch.device("cpu")):
+            with on_device(self._encoder, torch.device("cpu")):
                 payload = pickle_for_process(task, "encoder", otherwise=hint)
         except SourceError as error:
             if several:

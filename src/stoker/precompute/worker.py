@@ -57,7 +57,7 @@ LOOKED_AT = 64
 class SampleSource(Protocol):
     """The part of a `Source` that reads."""
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """As `Source.read`."""
         ...
 
@@ -97,7 +97,7 @@ class ChangeGuard:
         self._names_of: Callable[[int], Sequence[str]] | None = getattr(source, "sample_files", None)
         self._places: dict[int, dict[str, int]] = {}
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """As `Source.read`.
 
         Raises:
@@ -105,11 +105,11 @@ class ChangeGuard:
         """
         try:
             whole = start is None and stop is None
-            sample = self._source.read(number) if whole else self._source.read(number, start, stop)
+            sample = self._source.read(index) if whole else self._source.read(index, start, stop)
         except Exception:
-            self._look(number)  # half-written files raise anything; that they changed is the better reason
+            self._look(index)  # half-written files raise anything; that they changed is the better reason
             raise
-        self._look(number)
+        self._look(index)
         return sample
 
     def read_many(self, numbers: range) -> Sample | None:

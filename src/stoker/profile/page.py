@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from stoker.profile.result import ENCODE, Profile, Stack, Stacks
+from stoker.profile.result import ENCODE, Profile, Stack, StackSamples
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.units import format_bytes, format_percent, format_seconds
 
@@ -23,8 +23,8 @@ ROW_REM = 1.5
 SHADES = ("#f3c9a5", "#eeb07c", "#f7dcc4")
 
 
-def flame(stacks: Stacks) -> str:
-    """The picture; words where nothing was seen."""
+def flame(stacks: StackSamples) -> str:
+    """Return the picture; words where nothing was seen."""
     if not stacks.total:
         return "<p>No single samples could be read.</p>"
     cells: list[str] = []
@@ -115,7 +115,7 @@ def write_page(profile: Profile, path: Path, *, title: str = "") -> None:
 
 
 def tier_rows(profile: Profile) -> Rows:
-    """What the loop does now, and what it would do with each tier."""
+    """Return what the loop does now, and what it would do with each tier."""
     loop = profile.loop
 
     def line(name: str, wall_s: float, stall: float, note: str) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def tier_rows(profile: Profile) -> Rows:
 
 
 def stage_rows(profile: Profile) -> Rows:
-    """What one sample takes in each stage."""
+    """Return what one sample takes in each stage."""
     whole_s = sum(stage.seconds for stage in profile.stages) or 1.0
     return [
         (stage.name, format_seconds(stage.seconds), format_percent(stage.seconds / whole_s), stage.note)
@@ -150,7 +150,7 @@ def stage_rows(profile: Profile) -> Rows:
 
 
 def gpu_rows(profile: Profile) -> Rows:
-    """What other GPUs would do."""
+    """Return what other GPUs would do."""
     return [
         (
             one.gpu,
@@ -184,7 +184,7 @@ def _about(profile: Profile) -> str:
 
 
 def _bars(profile: Profile) -> str:
-    """A bar each for the loop and every tier that fits."""
+    """Return a bar each for the loop and every tier that fits."""
     loop = profile.loop
     rows = [("your loop", loop.compute_s, max(0.0, loop.step_s - loop.compute_s), loop.wait_s)]
     rows += [
@@ -212,7 +212,7 @@ def _bars(profile: Profile) -> str:
 
 
 def _table(heading: Sequence[str], rows: Rows) -> str:
-    """A table; a cell beyond the figures is text that may wrap."""
+    """Return a table; a cell beyond the figures is text that may wrap."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
     figures = len(heading) - (heading[-1] == "")
     body = "".join(

@@ -54,22 +54,22 @@ class OtherGpu(JsonResult):
     """Of an epoch; None without a price."""
 
 
-def part_used(loop: Loop, resources: Resources) -> tuple[float, bool]:
-    """The part of the data sheet's rate that a step reaches, and whether that was measured here."""
+def part_used(loop: LoopTimes, resources: Resources) -> tuple[float, bool]:
+    """Return the part of the data sheet's rate that a step reaches, and whether that was measured here."""
     here = known_gpu(resources.device_name, resources.device_total_bytes)
     if here is None or not loop.flops or not loop.compute_s:
         return USED, False
     return min(1.0, loop.flops / loop.compute_s / peak_flops(here)), True
 
 
-def elsewhere(
-    loop: Loop, demand: Demand, resources: Resources, rates: Rates, prices: Mapping[str, float]
+def forecast_other_gpus(
+    loop: LoopTimes, demand: Demand, resources: Resources, rates: Rates, prices: Mapping[str, float]
 ) -> tuple[OtherGpu, ...]:
-    """What each GPU of the table would do with the loop.
+    """Return what each GPU of the table would do with the loop.
 
     Args:
         loop, demand: What was measured, and what is to be served.
-        resources, rates: Of this machine: the host memory and the disk that a GPU is put beside.
+        resources, rates: Of this machine, whose host memory and disk the GPU is taken to have.
         prices: What an hour costs, by the beginning of a GPU's name.
     """
     unknown = [name for name in prices if not any(gpu.startswith(name) for gpu in MEMORY_GIB)]
@@ -108,8 +108,8 @@ def elsewhere(
     return tuple(found)
 
 
-def say_used(loop: Loop, resources: Resources) -> str:
-    """How far the times are to be trusted."""
+def say_used(loop: LoopTimes, resources: Resources) -> str:
+    """Return how far the times are to be trusted."""
     if loop.flops is None:
         return "one step could not be counted, so its time on other GPUs is not known"
     used, known = part_used(loop, resources)
@@ -140,7 +140,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 @dataclass(slots=True)
-class Stacks:
+class StackSamples:
     """How often each stack was seen."""
 
     seen: Counter[Stack] = field(default_factory=Counter[Stack])
@@ -163,9 +163,9 @@ class Stacks:
         return line, count / self.total
 
 
-def watch(work: Callable[[], None]) -> Stacks:
+def watch(work: Callable[[], None]) -> StackSamples:
     """Do `work`, and say where its time went."""
-    stacks, over = Stacks(), threading.Event()
+    stacks, over = StackSamples(), threading.Event()
     thread, base = threading.get_ident(), len(_stack(inspect.currentframe()))
 
     def look() -> None:
@@ -188,7 +188,7 @@ def watch(work: Callable[[], None]) -> Stacks:
 
 
 def time_samples(read: Callable[[int], object], numbers: Sequence[int]) -> dict[int, float]:
-    """Seconds that each sample takes."""
+    """Return seconds that each sample takes."""
     took: dict[int, float] = {}
     for number in numbers:
         begin = time.perf_counter()
@@ -198,7 +198,7 @@ def time_samples(read: Callable[[int], object], numbers: Sequence[int]) -> dict[
 
 
 def source_of(line: Line) -> str:
-    """A line as it is written, and where."""
+    """Return a line as it is written, and where."""
     text = linecache.getline(line[0], line[1]).strip()
     return (
         f"`{text}` ({Path(line[0]).name}:{line[1]})"
@@ -230,7 +230,7 @@ ENCODE = "encode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop(JsonResult):
+class LoopTimes(JsonResult):
     """What was measured of a loop; seconds are per batch."""
 
     json_keys = ("stall", "wait_s", "step_s", "cached_s", "compute_s", "copy_s", "sample_s", "flops")
@@ -240,7 +240,7 @@ class Loop(JsonResult):
     step_s: float
     """A step of it, with a batch that the loader has just made."""
     cached_s: float
-    """A step with a batch at hand: no loading beside it."""
+    """A step with a batch at hand: no loading at the same time."""
     compute_s: float
     """A step with a batch that lies on the device."""
     flops: float | None = None
@@ -291,7 +291,7 @@ class Loop(JsonResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class SampleStage:
     """One thing that is done to every sample before it can be in a batch."""
 
     name: str
@@ -321,13 +321,13 @@ class Profile(JsonResult):
         "verdict", "stages", "bottleneck", "stragglers", "served_from", "gpus", "elsewhere", "remarks",
     )  # fmt: skip
 
-    loop: Loop
+    loop: LoopTimes
     tiers: tuple[TierForecast, ...]
-    stages: tuple[Stage, ...] = ()
-    """What is done to a sample, one thing after another, each timed with nothing beside it."""
+    stages: tuple[SampleStage, ...] = ()
+    """What is done to a sample, one thing after another, each timed alone."""
     bottleneck: str
     """What most of loading passes in, and its part; empty where samples could not be read alone."""
-    stacks: Stacks
+    stacks: StackSamples
     gpus: str
     """What memory of GPUs would hold the data."""
     elsewhere: tuple[OtherGpu, ...] = ()
@@ -341,7 +341,7 @@ class Profile(JsonResult):
 
     @property
     def best(self) -> TierForecast | None:
-        """The fastest tier that fits; None: there is none."""
+        """The fastest tier that fits; None: no tier fits."""
         return min((t for t in self.tiers if t.fits), key=lambda t: t.wall_s, default=None)
 
     @property
@@ -379,7 +379,7 @@ class Profile(JsonResult):
         )
 
     def _without_cache(self) -> str:
-        """What the cache is worth, and what another tier would be."""
+        """Return what the cache is worth, and what another tier would be."""
         best, unkept = self.best, self.unkept
         if self.loop.stall <= NOTHING:
             said = ": this loop is bound by its own steps"
@@ -408,8 +408,8 @@ class Profile(JsonResult):
         return {**JsonResult.to_json(self), "tiers": tiers, **epoch(self.loop.wall_s)}
 
 
-def demand_of(loop: Loop, cpus: float) -> Demand:
-    """What serving a loop's batches would ask for, with records stored as the batches are."""
+def demand_of(loop: LoopTimes, cpus: float) -> Demand:
+    """Return what serving a loop's batches would ask for, with records stored as the batches are."""
     record = loop.batch_bytes / max(1, loop.batch_examples)
     return Demand(
         records=loop.examples,
@@ -421,8 +421,8 @@ def demand_of(loop: Loop, cpus: float) -> Demand:
     )
 
 
-def predict(loop: Loop, demand: Demand, resources: Resources, rates: Rates) -> tuple[TierForecast, ...]:
-    """What a step would take with records served from each tier."""
+def predict(loop: LoopTimes, demand: Demand, resources: Resources, rates: Rates) -> tuple[TierForecast, ...]:
+    """Return what a step would take with records served from each tier."""
     step_s = max(loop.compute_s, 1e-9)
     found: list[TierForecast] = []
     for tier in ("device", "host", "disk"):
@@ -439,8 +439,8 @@ def predict(loop: Loop, demand: Demand, resources: Resources, rates: Rates) -> t
     return tuple(found)
 
 
-def largest(stages: tuple[Stage, ...]) -> str:
-    """The stage that takes most of making a record, and its part; empty without any."""
+def largest(stages: tuple[SampleStage, ...]) -> str:
+    """Return the stage that takes most of making a record, and its part; empty without any."""
     whole_s = sum(stage.seconds for stage in stages)
     if not whole_s:
         return ""
@@ -449,5 +449,5 @@ def largest(stages: tuple[Stage, ...]) -> str:
 
 
 def gpus_for(demand: Demand) -> str:
-    """Which GPUs would hold the data, in a sentence."""
+    """Return which GPUs would hold the data, in a sentence."""
     return say_gpus(max(1.0, demand.record_bytes), demand.records)

@@ -25,12 +25,12 @@ from stoker.errors import ConfigError, StalledError
 from stoker.plan import measure_rates, probe
 from stoker.plan.resources import resolve_device
 from stoker.profile.result import (
-    Loop,
+    LoopTimes,
     Profile,
-    Stacks,
-    Stage,
+    SampleStage,
+    StackSamples,
     demand_of,
-    elsewhere,
+    forecast_other_gpus,
     gpus_for,
     predict,
     say_used,
@@ -50,7 +50,7 @@ from stoker.profile.result import (
 NO_WORDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class _Calls(TorchDispatchMode):
+class _CallCounter(TorchDispatchMode):
     """Counts operations that compute something."""
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or NO_WORDS))
 
 
-class StepCount:
+class StepCounter:
     """Counts from when it is made until `close`."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._products = self._stack.enter_context(FlopCounterMode(display=False))
-        self._calls = self._stack.enter_context(_Calls())
+        self._calls = self._stack.enter_context(_CallCounter())
 
     @property
     def flops(self) -> float:
@@ -79,7 +79,7 @@ class StepCount:
 
     @property
     def calls(self) -> int:
-        """Calls of kernels so far; views are none."""
+        """Calls of kernels so far; views do not count."""
         return self._calls.count
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ WARM = 2
 """Batches before the clock starts: the first ones start workers, allocate, and choose kernels."""
 
 
-class Enough(BaseException):
+class ProfilingDone(BaseException):
     """Ends the loop that was measured; no error, so that nothing but `finally` blocks sees it."""
 
 
@@ -123,8 +123,8 @@ class StepTimes:
         return statistics.median(self.steps_s) if self.steps_s else 0.0
 
 
-class Probe:
-    """Iterates batches for a loop until all three parts are timed, then raises `Enough` in it."""
+class LoopProbe:
+    """Iterates batches for a loop until all three parts are timed, then raises `ProfilingDone` in it."""
 
     def __init__(self, batches: Iterable[Any], *, steps: int, device: torch.device) -> None:
         self.times: dict[Part, StepTimes] = {
@@ -138,8 +138,8 @@ class Probe:
         """Operations in matrix products and convolutions of a step; None: they could not be counted."""
         self.calls = 0
         """Calls of kernels in that step."""
-        self.counting: StepCount | None = None
-        """Counts while the last step goes on: code that fails under it had been timed by then."""
+        self.counting: StepCounter | None = None
+        """Counts during the last step: code that fails under it was timed before."""
         self._batches, self._steps, self._device = batches, steps, device
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,10 +150,10 @@ class Probe:
         yield from self._timed("cached", lambda: self.batch)
         made_up = synthetic(self.batch, self._device)
         yield from self._timed("synthetic", lambda: made_up)
-        self.counting = StepCount()
+        self.counting = StepCounter()
         yield made_up
         self.flops, self.calls = self.counting.flops, self.counting.calls
-        raise Enough
+        raise ProfilingDone
 
     def close(self) -> None:
         """Count no more."""
@@ -184,7 +184,7 @@ class Probe:
 
 
 def over_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of lists, tuples and mappings with every tensor changed."""
+    """Return the same nest of lists, tuples and mappings with every tensor changed."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -199,7 +199,7 @@ def over_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def synthetic(batch: Any, device: torch.device) -> Any:
-    """A batch like this one on the device: noise for floats, the same values for labels and masks."""
+    """Return a batch like this one on the device: noise for floats, the same values for labels and masks."""
 
     def made_up(tensor: Tensor) -> Tensor:
         return torch.randn_like(tensor, device=device) if tensor.is_floating_point() else tensor.to(device)
@@ -208,7 +208,7 @@ def synthetic(batch: Any, device: torch.device) -> Any:
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """Bytes of a batch, and its examples: the length of its first tensor that has one."""
+    """Return bytes of a batch, and its examples: the length of its first tensor that has one."""
     sizes: list[int] = []
     lengths: list[int] = []
 
@@ -238,7 +238,7 @@ def profile(
     price_per_hour: float | None = None,
     prices: Mapping[str, float] = NO_PRICES,
 ) -> Profile:
-    """Where the time of a loop goes, and what each tier would make of it.
+    """Return where the time of a loop goes, and what each tier would make of it.
 
     Steps are really taken, three times `steps` of them and one: give a copy of a model that matters.
 
@@ -256,17 +256,17 @@ def profile(
     if steps < 1:
         raise ConfigError(f"steps is {steps}. Expected at least 1")
     where = resolve_device(device)
-    watched = Probe(loader, steps=steps, device=where)
+    watched = LoopProbe(loader, steps=steps, device=where)
     take(watched, step)
     return _finish(watched, loader, where, (price_per_hour, prices))
 
 
-def take(watched: Probe, step: Callable[[Any], object]) -> None:
+def take(watched: LoopProbe, step: Callable[[Any], object]) -> None:
     """Have a probe time a step function."""
     try:
         for batch in watched:
             step(batch)
-    except Enough:
+    except ProfilingDone:
         pass
     except Exception:  # whatever fails while products are counted: times were taken by then
         if watched.counting is None:
@@ -296,13 +296,13 @@ def profile_script(
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Expected a Python script that trains")
     where = resolve_device("auto")
-    found: list[tuple[Probe, Any]] = []
+    found: list[tuple[LoopProbe, Any]] = []
     plain = DataLoader.__iter__
 
     def instrumented(loader: Any) -> Any:
         if found:
             return plain(loader)
-        watched = Probe(_Plain(loader, plain), steps=steps, device=where)
+        watched = LoopProbe(_PlainLoader(loader, plain), steps=steps, device=where)
         found.append((watched, loader))
         return iter(watched)
 
@@ -311,9 +311,9 @@ def profile_script(
     sys.path.insert(0, str(path.resolve().parent))
     DataLoader.__iter__ = cast("Any", instrumented)
     try:
-        with deadline(timeout_s, f"{path} did not get through {3 * steps} steps"):
+        with time_limit(timeout_s, f"{path} did not get through {3 * steps} steps"):
             runpy.run_path(str(path), run_name="__main__")
-    except (Enough, SystemExit):
+    except (ProfilingDone, SystemExit):
         pass
     except Exception:  # as in `take`
         if not (found and found[0][0].counting):
@@ -329,8 +329,8 @@ def profile_script(
     return _finish(*found[0], where, (price_per_hour, prices))
 
 
-class _Plain:
-    """A loader as it is when nobody looks."""
+class _PlainLoader:
+    """A loader that iterates without a probe."""
 
     def __init__(self, loader: Any, plain: Callable[[Any], Any]) -> None:
         self._loader, self._plain = loader, plain
@@ -340,7 +340,7 @@ class _Plain:
 
 
 @contextmanager
-def deadline(seconds: float, what: str) -> Generator[None]:
+def time_limit(seconds: float, what: str) -> Generator[None]:
     """End a block that takes longer."""
 
     def late(*_: object) -> None:
@@ -355,10 +355,10 @@ def deadline(seconds: float, what: str) -> Generator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measured(
-    watched: Probe, where: torch.device, *, examples: int | None = None, batch_examples: int | None = None
-) -> Loop:
-    """What a probe found of a loop, single samples left out.
+def loop_times(
+    watched: LoopProbe, where: torch.device, *, examples: int | None = None, batch_examples: int | None = None
+) -> LoopTimes:
+    """Return what a probe found of a loop, single samples left out.
 
     Args:
         watched: After its loop.
@@ -375,7 +375,7 @@ def measured(
         )
     size, seen = size_of(watched.batch)
     cached_s, synthetic_s = times["cached"].step_s, times["synthetic"].step_s
-    return Loop(
+    return LoopTimes(
         wait_s=times["full"].wait_s,
         step_s=times["full"].step_s,
         cached_s=cached_s,
@@ -393,9 +393,9 @@ def measured(
 
 
 def _finish(
-    watched: Probe, loader: Any, where: torch.device, prices: tuple[float | None, Mapping[str, float]]
+    watched: LoopProbe, loader: Any, where: torch.device, prices: tuple[float | None, Mapping[str, float]]
 ) -> Profile:
-    loop = measured(watched, where)
+    loop = loop_times(watched, where)
     samples_s, collate_s, stacks = _read_alone(loader, loop.batch_examples)
     loop = replace(
         loop,
@@ -405,9 +405,11 @@ def _finish(
     )
     hottest = stacks.hottest()
     said = "" if hottest is None else f"{source_of(hottest[0])}, {100 * hottest[1]:.0f} % of reading a sample"
-    stages = [Stage(name="read", seconds=fmean(samples_s.values()), note=said)] if samples_s else []
+    stages = [SampleStage(name="read", seconds=fmean(samples_s.values()), note=said)] if samples_s else []
     if collate_s:
-        stages.append(Stage(name="collate", seconds=collate_s, note="making a batch, its part of one sample"))
+        stages.append(
+            SampleStage(name="collate", seconds=collate_s, note="making a batch, its part of one sample")
+        )
     resources = probe(device=str(where))
     demand, rates = demand_of(loop, resources.cpus), measure_rates(device=str(where))
     return Profile(
@@ -417,17 +419,17 @@ def _finish(
         bottleneck=said,
         stacks=stacks,
         gpus=gpus_for(demand),
-        elsewhere=elsewhere(loop, demand, resources, rates, prices[1]),
+        elsewhere=forecast_other_gpus(loop, demand, resources, rates, prices[1]),
         elsewhere_note=say_used(loop, resources),
         price_per_hour=prices[0],
     )
 
 
-def _read_alone(loader: Any, examples: int) -> tuple[dict[int, float], float, Stacks]:
+def _read_alone(loader: Any, examples: int) -> tuple[dict[int, float], float, StackSamples]:
     """Single samples in this process: seconds of each, of its part of making a batch, and where they went."""
     data: Any = getattr(loader, "dataset", None)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        return {}, 0.0, Stacks()
+        return {}, 0.0, StackSamples()
     count = len(data)
     numbers = list(range(0, count, max(1, count // SAMPLES)))[:SAMPLES]
     kept: list[Any] = []

@@ -492,6 +492,6 @@ def bench_encode(run: Run) -> EncodeBench:
     return EncodeBench(
         task=run.task,
         settled=settled_batch(run, job.encoder, job.source),
-        fixed_rule=job.encoder.group(schema).samples,
+        fixed_rule=job.encoder.encode_batch_size(schema).samples,
         found=measure_jobs(run, [job]),
     )

@@ -20,7 +20,13 @@ from stoker.config.models import DataConfig
 from stoker.config.sections import Names
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
+from stoker.encoders.wrappers import (
+    FieldStatistics,
+    NormalizedEncoder,
+    SteadyEncoder,
+    fit_statistics,
+    keep_fields,
+)
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.plan.resources import resolve_device
 from stoker.plugins import find_plugin
@@ -194,7 +200,7 @@ STATISTICS_FOLDER = ".statistics"
 LIMIT_BYTES = 1 << 20
 
 
-def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir: Path) -> Statistics:
+def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir: Path) -> FieldStatistics:
     """Mean and deviation of `field` over all samples of `source`, the train split; from disk when known.
 
     Raises:
@@ -208,7 +214,7 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
         if kept.get("check") == digest_json(kept["statistics"]):
             values: dict[str, Any] = kept["statistics"]
             values |= {"shift": tuple(values["shift"]), "scale": tuple(values["scale"])}
-            return Statistics(**values)
+            return FieldStatistics(**values)
     statistics = fit_statistics(source, field)
     data = as_json(statistics)
     # A folder that cannot be written is no error here: then they are fitted again next time.
@@ -243,7 +249,7 @@ def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
     if run.config.data.normalize:
         fitted_on = sources.get("train") or build_source(run, "train")
     first = next(iter(sources.values()))
-    encoder = keeping(build_encoder(run, first.schema(), fitted_on=fitted_on), kept_fields(run))
+    encoder = keep_fields(build_encoder(run, first.schema(), fitted_on=fitted_on), kept_fields(run))
     if encoder is not None:
         encoder = run.encoders.setdefault(digest_json(encoder.identity()), encoder)
     settled = settled_batch(run, encoder, first)
@@ -319,7 +325,7 @@ def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Enco
         return encoder
     digests = Digests(run.cache_dir, config.identity)
     statistics = train_statistics(fitted_on, "data", digests=digests, cache_dir=run.cache_dir)
-    return Normalized(encoder, statistics)
+    return NormalizedEncoder(encoder, statistics)
 
 
 def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
@@ -480,11 +486,11 @@ def measured_jobs(run: Run, jobs: Sequence[CacheJob]) -> list[CacheJob]:
     if run.config.precompute.encode_batch != "auto" or first.encoder is None:
         return list(jobs)
     told = "null"
-    if run.ranks.leads:
+    if run.ranks.is_rank_zero:
         settled = settled_batch(run, first.encoder, first.source) or _measure(run, jobs)
         log.info("%s: encode batch %s (%s)", run.task, _say(settled.samples), settled.where)
         told = json.dumps(settled.samples)
-    samples = json.loads(run.ranks.tell(told, "the size of an encode batch")[0])
+    samples = json.loads(run.ranks.all_gather(told, "the size of an encode batch")[0])
     return [replace(job, encode_batch=samples) for job in jobs]
 
 

@@ -21,19 +21,19 @@ import torch
 
 import stoker
 from stoker.config import Config
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks, nodes_that_share
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.wrappers import field_names, is_steady
 from stoker.errors import ConfigError, FormatError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
 from stoker.loader.windows import number_examples, state_fields, time_field
-from stoker.monitor import GpuAbsent, open_gpu
+from stoker.monitor import MissingGpu, open_gpu
 from stoker.plan import probe
 from stoker.plan.resources import automatic_device, encode_on, require_devices, use_device
 from stoker.precompute.progress import ProgressSink
 from stoker.run.stages import RAW, stages_of
 from stoker.runtime.jsonio import read_strict
-from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store.mirror.root import attach_mirror
@@ -58,7 +58,7 @@ class Run:
     """
 
     config: Config
-    ranks: Ranks = field(default=ALONE, kw_only=True)
+    ranks: Ranks = field(default=SINGLE_PROCESS, kw_only=True)
     progress: ProgressSink | None = field(default=None, kw_only=True)
     encoders: dict[str, Encoder] = field(default_factory=dict[str, Encoder], kw_only=True, repr=False)
     """Those made so far, by the digest of their identity: equal ones are one object."""
@@ -143,16 +143,16 @@ class Run:
             return self.whole.nodes
         ranks, folder = self.ranks, self.config.training.latent_cache_dir
         if is_url(folder):
-            return list(range(ranks.nodes))
+            return list(range(ranks.num_nodes))
         nodes = nodes_that_share(Path(folder), ranks)
-        if ranks.leads and len(nodes) < ranks.nodes:
+        if ranks.is_rank_zero and len(nodes) < ranks.num_nodes:
             log.info(
                 "%d of %d machines see the same %s: each of the others encodes all of it for itself. In a "
                 "folder that all of them see, each would encode 1/%d",
                 len(nodes),
-                ranks.nodes,
+                ranks.num_nodes,
                 folder,
-                ranks.nodes,
+                ranks.num_nodes,
             )
         return nodes
 
@@ -213,7 +213,7 @@ def encode_devices(run: Run) -> tuple[str, ...]:
     Raises:
         ConfigError: A device that was asked for is not there.
     """
-    wanted, count = run.config.precompute, run.ranks.local_world
+    wanted, count = run.config.precompute, run.ranks.local_world_size
     if wanted.devices:
         devices = encode_on(wanted.devices)
         if wanted.engine == "local":
@@ -320,7 +320,7 @@ def describe_machine() -> str:
     resources = probe()
     gpu = open_gpu()
     build = "CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
-    if isinstance(gpu, GpuAbsent):
+    if isinstance(gpu, MissingGpu):
         device = f"CPU ({resources.cpus:g} cores"
         driver = "no NVIDIA driver"
     else:

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import ConfigError, DivergedError, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.runtime.files import make_folder, replace_atomically
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import EventSink, TrainConfig, TrainStage
-from stoker.train.loop import PassFigures, StallRecorder, TrainLoop, TrainProgress, ignore_event
+from stoker.train.loop import PassSummary, StallRecorder, TrainLoop, TrainProgress, ignore_event
 from stoker.train.state import (
     Checkpoint,
     MetricsLog,
@@ -37,7 +37,7 @@ from stoker.train.state import (
     numerics_of,
     restore_optimizer,
 )
-from stoker.train.step import Losses, Stepped, Stepper, StopFlag
+from stoker.train.step import Losses, Stepper, StepResult, StopFlag
 
 
 class Learner(Protocol):
@@ -202,7 +202,7 @@ class _RecordObjective:
         count = sum(p.numel() for p in self.learner.model.parameters())
         return {"parameters": count, **numerics_of(self.device, False)}
 
-    def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
+    def stepper(self, ranks: Ranks = SINGLE_PROCESS, stopped: Callable[[], bool] = lambda: False) -> Stepper:
         """Return what moves the module's weights."""
         return Stepper(
             losses=self._losses,
@@ -228,7 +228,7 @@ class _RecordObjective:
             self.progress.examples = 0
         self._begun, self._told_s = self.progress.examples, time.monotonic()
 
-    def count(self, done: Stepped, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
+    def count(self, done: StepResult, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
         """Add losses and norm of a step; return the event `batch` at most once a second."""
         del lr, log_every
         progress = self.progress
@@ -262,7 +262,7 @@ class _RecordObjective:
         """The validation loss."""
         return self.progress.errors.get("val_loss")
 
-    def epoch_row(self, figures: PassFigures) -> dict[str, Json]:
+    def epoch_row(self, figures: PassSummary) -> dict[str, Json]:
         """Return the figures of a pass, and keep them."""
         progress = self.progress
         loss, norms = self.sums.tolist()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep
+from stoker.distributed.ranks import Ranks
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
 from stoker.loader.transform import Transform
@@ -21,7 +22,6 @@ from stoker.monitor import StallMeter
 from stoker.run.build import build_source
 from stoker.run.context import Run, batch_examples, unfinished
 from stoker.run.stages import horizon_of
-from stoker.scale.ranks import Ranks
 from stoker.schema import Schema
 from stoker.store import Cache
 from stoker.store.joins import join_table
@@ -212,8 +212,8 @@ def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
         ConfigError: It cannot.
     """
     ranks = run.ranks
-    begun = unfinished(run, digest) if ranks.leads else None
-    begun = json.loads(ranks.tell(json.dumps(begun), "the start of training")[0])
+    begun = unfinished(run, digest) if ranks.is_rank_zero else None
+    begun = json.loads(ranks.all_gather(json.dumps(begun), "the start of training")[0])
     size = batch_examples(run, cache.schema) * (begun or ranks.world_size)
     if size % ranks.world_size:
         raise ConfigError(

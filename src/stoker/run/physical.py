@@ -22,7 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from stoker.encoders.grid import Decode, GridEncoder, decoder_of, encode_of
-from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized, SteadyEncoder
+from stoker.encoders.wrappers import KEEPING, STEADY, FieldKeepingEncoder, NormalizedEncoder, SteadyEncoder
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
 from stoker.runtime.jsonio import as_object
@@ -117,7 +117,7 @@ def _own_decoder(cache: Cache) -> Decode | None:
     if not isinstance(filler, EncodeFiller) or "latent" not in cache.schema:
         return None
     encoder = filler.encoder
-    while isinstance(encoder, Keeping | Normalized):
+    while isinstance(encoder, FieldKeepingEncoder | NormalizedEncoder):
         encoder = encoder.inner
     if isinstance(encoder, GridEncoder | SteadyEncoder):
         return None  # recipe and weights are enough for these

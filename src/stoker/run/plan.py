@@ -19,9 +19,9 @@ from stoker.loader.order import parse_order
 from stoker.loader.prefetch import HANDOVER_S, describe_remote
 from stoker.loader.records import RecordTable, find_records
 from stoker.monitor import StallMeter
-from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan import BatchLoad, Demand, Plan, RemoteDemand, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
-from stoker.plan.tiers import TIERS, Waiting, over_budget
+from stoker.plan.tiers import TIERS, MeasuredStall, over_budget
 from stoker.run.caches import CacheLocation, locate, raw_bytes
 from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
 from stoker.run.folders import require_folder
@@ -459,7 +459,7 @@ def demand_of(run: Run, located: CacheLocation) -> Demand:
     quarantined = 0 if cache is None else len(cache.index.quarantined)
     return Demand(
         stored_ratio=None if cache is None else cache.index.stored_ratio,
-        elsewhere=None if cache is None else _elsewhere(run, cache, size),
+        remote=None if cache is None else _remote_demand(run, cache, size),
         records=located.recipe.count - quarantined,
         record_bytes=size,
         batch_examples=batch_examples(run, schema),
@@ -470,7 +470,7 @@ def demand_of(run: Run, located: CacheLocation) -> Demand:
     )
 
 
-def _elsewhere(run: Run, cache: Cache, size: float) -> Elsewhere | None:
+def _remote_demand(run: Run, cache: Cache, size: float) -> RemoteDemand | None:
     """Where the cache lies, if not here, and how training would go through it."""
     schema = cache.recipe.schema
     windows = run.windows_for(schema)
@@ -559,7 +559,7 @@ def verdict_of(run: Run, cache: Cache, report: TrainReport) -> str | None:
         step_s=max(report.step_s, 1e-9),
         rates=measure_rates(cache.path, device=device),
     )
-    waiting = Waiting(
+    waiting = MeasuredStall(
         stall=report.stall,
         step_s=report.step_s,
         wait_s=sum(report.parts.values()),

@@ -18,6 +18,7 @@ import xxhash
 
 from stoker.config import Config
 from stoker.config.names import in_settings
+from stoker.distributed.ranks import Ranks
 from stoker.errors import (
     ConfigError,
     DeviceError,
@@ -51,7 +52,6 @@ from stoker.run.context import Run, encode_devices, names_of_caches, windows_in
 from stoker.run.folders import is_open, require_writable
 from stoker.run.loaders import check_beside
 from stoker.runtime.files import make_folder
-from stoker.scale.ranks import Ranks
 from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
@@ -76,7 +76,10 @@ def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) ->
         StalledError: A rank did not come.
     """
     own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
-    told = [json.loads(text) for text in ranks.tell(json.dumps([ranks.node, own]), "the end of precompute")]
+    told = [
+        json.loads(text)
+        for text in ranks.all_gather(json.dumps([ranks.node_rank, own]), "the end of precompute")
+    ]
     by_node = [figures for node, figures in told if node in nodes]
     results: list[CacheResult] = []
     for result, *by_rank in zip(caches, *by_node, strict=True):
@@ -101,7 +104,9 @@ def _opened_again(cache: Cache) -> Cache:
 
 def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
     seen = [[c.name, c.fingerprint, len(c), xxhash.xxh3_64_hexdigest(c.numbers.tobytes())] for c in caches]
-    told = [json.loads(text) for text in ranks.tell(json.dumps(seen), "a look at the caches of all ranks")]
+    told = [
+        json.loads(text) for text in ranks.all_gather(json.dumps(seen), "a look at the caches of all ranks")
+    ]
     for rank, theirs in enumerate(told):
         for first, other in zip(told[0], theirs, strict=True):
             (name, key, count, _), (_, other_key, others, _) = first, other
@@ -327,7 +332,7 @@ def precompute_config(
                 raise
             log.error("task %s failed, the others continue: %s", part.task, in_settings(error))
             failed.append(TaskFailure(task=part.task, cause=error))
-    if manifest is not None and run.ranks.leads:
+    if manifest is not None and run.ranks.is_rank_zero:
         write_manifest(manifest, run.config, caches)
     return PrecomputeResult(caches=tuple(caches), failed=tuple(failed))
 
@@ -429,9 +434,9 @@ def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
         compression=wanted.compression,
-        progress=run.progress or ("auto" if ranks.leads else None),
-        part=(nodes.index(ranks.node), len(nodes)),
-        among="alone" if ranks.local_world == 1 else "first" if ranks.local_rank == 0 else "rest",
+        progress=run.progress or ("auto" if ranks.is_rank_zero else None),
+        part=(nodes.index(ranks.node_rank), len(nodes)),
+        among="alone" if ranks.local_world_size == 1 else "first" if ranks.local_rank == 0 else "rest",
     )
 
 

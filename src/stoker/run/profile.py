@@ -22,19 +22,19 @@ from stoker.plan import Demand, Resources, measure_rates, probe, stall_of
 from stoker.precompute.measure import Trial, try_stages
 from stoker.profile.result import (
     ENCODE,
-    Loop,
+    LoopTimes,
     Profile,
-    Stacks,
-    Stage,
+    SampleStage,
+    StackSamples,
     TierForecast,
-    elsewhere,
+    forecast_other_gpus,
     gpus_for,
     largest,
     predict,
     say_used,
     watch,
 )
-from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
+from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, LoopProbe, loop_times, take, time_limit
 from stoker.run.build import CacheJob
 from stoker.run.caches import CacheLocation, locate_with_job
 from stoker.run.context import Run, batch_examples, windows_in
@@ -59,7 +59,7 @@ class _TrialResult:
     cache: Cache | None
     """What they went to; None: the raw data is gone."""
     trial: Trial
-    stacks: Stacks
+    stacks: StackSamples
 
 
 def profile_config(
@@ -95,7 +95,7 @@ def profile_config(
         assert cache is not None  # a cache without its source is complete, else `locate` had refused it
         served_cache = joined(run, cache, run.split) if complete else cache
         loader = _loader(run, served_cache, complete=complete)
-        with deadline(timeout_s, f"{config.where} did not get through {3 * steps} steps"):
+        with time_limit(timeout_s, f"{config.where} did not get through {3 * steps} steps"):
             loop = _loop(run, loader, steps=steps, folder=Path(folder) / "run")
         if not complete:
             loop = replace(loop, examples=round(loop.examples * located.recipe.count / len(cache)))
@@ -117,7 +117,7 @@ def profile_config(
         bottleneck=largest(_made(stages)),
         stacks=tried.stacks,
         gpus=gpus_for(demand),
-        elsewhere=elsewhere(loop, demand, resources, rates, prices),
+        elsewhere=forecast_other_gpus(loop, demand, resources, rates, prices),
         elsewhere_note=say_used(loop, resources),
         price_per_hour=price,
         served_from=loader.plan.tier,
@@ -138,7 +138,7 @@ def _try(
     run: Run, job: CacheJob | None, located: CacheLocation, folder: Path, timeout_s: float
 ) -> _TrialResult:
     """Make a few records, with an eye on what the code does meanwhile."""
-    tried = _TrialResult(cache=None, trial=Trial(), stacks=Stacks())
+    tried = _TrialResult(cache=None, trial=Trial(), stacks=StackSamples())
     if job is None:
         return tried
     place, settings = (folder, job.name, located.recipe), settings_of(run, job)
@@ -188,20 +188,20 @@ def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
     )
 
 
-def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> Loop:
+def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
     """Whole training steps on the loader's batches."""
     if not len(loader):
         raise ConfigError(
             f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"
         )
     where = torch.device(run.device)
-    watched = Probe(_RepeatedPasses(loader), steps=steps, device=where)
+    watched = LoopProbe(_RepeatedPasses(loader), steps=steps, device=where)
     take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
     size = loader.batch_size
-    return measured(watched, where, examples=len(loader) * size, batch_examples=size)
+    return loop_times(watched, where, examples=len(loader) * size, batch_examples=size)
 
 
-def _stages(trial: Trial) -> tuple[Stage, ...]:
+def _stages(trial: Trial) -> tuple[SampleStage, ...]:
     """What one sample takes in each; opening is shared by all samples of a file."""
     if not trial.records:
         return ()
@@ -210,14 +210,14 @@ def _stages(trial: Trial) -> tuple[Stage, ...]:
     open_s = fmean(extra) if extra else 0.0
     tried = len(trial.reads_s) + len(trial.opens_s)
     return (
-        Stage(
+        SampleStage(
             name="open",
             seconds=sum(extra) / max(1, tried),
             note=f"{format_seconds(open_s)} for each of {format_count(len(extra))} files or tables",
         ),
-        Stage(name="read", seconds=read_s, note=f"mean of {format_count(tried, 'sample')}"),
-        Stage(name="encode", seconds=trial.encode_s, note=format_count(len(trial.encodes_s), "call")),
-        Stage(
+        SampleStage(name="read", seconds=read_s, note=f"mean of {format_count(tried, 'sample')}"),
+        SampleStage(name="encode", seconds=trial.encode_s, note=format_count(len(trial.encodes_s), "call")),
+        SampleStage(
             name="write",
             seconds=trial.writes_s / trial.records,
             note=f"converting, checksums, writing; then {format_seconds(trial.seal_s)} to commit a shard",
@@ -225,13 +225,13 @@ def _stages(trial: Trial) -> tuple[Stage, ...]:
     )
 
 
-def _made(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+def _made(stages: tuple[SampleStage, ...]) -> tuple[SampleStage, ...]:
     """Those that a loop without a cache has as well."""
     return tuple(stage for stage in stages if stage.name != "write")
 
 
 def _unkept(
-    loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources
+    loop: LoopTimes, demand: Demand, stages: tuple[SampleStage, ...], resources: Resources
 ) -> TierForecast | None:
     """A loop that reads and encodes each sample once an epoch, as those without a cache do."""
     made = _made(stages)

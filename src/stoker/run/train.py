@@ -21,8 +21,8 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.monitor.gpu import GpuAbsent, GpuWatch
-from stoker.monitor.trackers import Ending, TrackedRun, Tracking, check_trackers, flat
+from stoker.monitor.gpu import GpuWatch, MissingGpu
+from stoker.monitor.trackers import Ending, TrackedRun, TrackerProcesses, check_trackers, flat
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
 from stoker.run.caches import locate
@@ -45,7 +45,7 @@ from stoker.schema import Json, JsonResult, as_json
 from stoker.store import Cache
 from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.report import ReportTable
-from stoker.train.run import own_folder, train
+from stoker.train.run import lock_run_folder, train
 from stoker.train.state import MetricsLog
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -126,13 +126,13 @@ class RunTracking:
         self.startup = startup
         self.values: dict[str, float] = dict(startup.values)
         """The newest figure by name."""
-        self.gpu: GpuAbsent | None = None
+        self.gpu: MissingGpu | None = None
         """Why there is no figure of the GPU, as far as that is known."""
         self._run, self._started, self._tell = run, startup.started_s, tell
         self._folder = run.run_dir
         self._price = run.config.training.price_per_hour
         self._paid = 0.0
-        self._trackers: Tracking | None = None
+        self._trackers: TrackerProcesses | None = None
         self._watch: GpuWatch | None = None
         self._step = 0
         self._due_s = 0.0
@@ -183,9 +183,9 @@ class RunTracking:
             settings=self._run.config.to_dict(),
             resumed=resumed,
         )
-        self._trackers = Tracking(self._run.config.training.trackers, run, log.warning)
+        self._trackers = TrackerProcesses(self._run.config.training.trackers, run, log.warning)
         watched = watch_gpu(self._run.device)
-        if isinstance(watched, GpuAbsent):
+        if isinstance(watched, MissingGpu):
             self.gpu = watched
         else:
             self._watch = watched
@@ -206,7 +206,7 @@ class RunTracking:
         values |= {name: facts[key] for key, name in ERRORS.items() if facts.get(key) is not None}
         if self._watch is not None:
             found = self._watch.take()
-            if isinstance(found, GpuAbsent):
+            if isinstance(found, MissingGpu):
                 self.gpu = found
             else:
                 self.gpu, values[GPU] = None, 100 * found
@@ -243,10 +243,10 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
         tracked.end(status)
 
 
-def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
+def watch_gpu(device: str) -> GpuWatch | MissingGpu:
     """Return a watch on the GPU that a run computes on; on a CPU, why nothing is watched."""
     if device == "cpu":
-        return GpuAbsent(reason="training.device is cpu")
+        return MissingGpu(reason="training.device is cpu")
     # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
     return GpuWatch(str(torch.cuda.get_device_properties(device).uuid))
 
@@ -499,7 +499,7 @@ def prepare(run: Run) -> PreparedCaches:
 
         check_together({part.task: locate(part, splits[0]).recipe.schema for part in run.parts()})
     run_dir = require_writable(run.run_dir, "training.run_dir")
-    with own_folder(run_dir) if run.ranks.leads else nullcontext():
+    with lock_run_folder(run_dir) if run.ranks.is_rank_zero else nullcontext():
         caches = fill_caches(run, splits, training="windows")
     return PreparedCaches(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
@@ -545,8 +545,8 @@ def train_prepared(
             on_event(kind, facts)
         tracked.listen(kind, facts)
 
-    _tell_before(run_dir, prepared, served, on_event if ranks.leads else None)
-    checks = begin_spot_checks(config, caches[::2]) if ranks.leads else None
+    _tell_before(run_dir, prepared, served, on_event if ranks.is_rank_zero else None)
+    checks = begin_spot_checks(config, caches[::2]) if ranks.is_rank_zero else None
     began = time.monotonic()
     with tracking(RunTracking(run, _startup(prepared, started, began), tell=on_event)) as tracked:
         try:

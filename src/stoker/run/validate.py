@@ -19,7 +19,7 @@ from stoker.config import load_config
 from stoker.config.names import in_settings
 from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
-from stoker.monitor import GpuAbsent, open_gpu
+from stoker.monitor import MissingGpu, open_gpu
 from stoker.monitor.gpu import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.plan import Resources, plan_tiers, probe
@@ -115,7 +115,7 @@ def check_driver() -> CheckRow:
     import torch
 
     built, found = torch.version.cuda, find_driver()
-    if isinstance(found, GpuAbsent):
+    if isinstance(found, MissingGpu):
         if built is None:
             return passed("driver", f"{found.reason}; torch is a build for the CPU")
         return warned(
@@ -154,11 +154,11 @@ def check_shared_memory(folder: Path = SHARED) -> CheckRow:
 def check_device(run: Run, rows: list[CheckRow]) -> Run:
     """Add the GPU's row; returns the run with the device to plan for."""
     gpu = open_gpu()
-    described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
-    if not isinstance(gpu, GpuAbsent):
+    described = "" if isinstance(gpu, MissingGpu) else "NVIDIA driver found"
+    if not isinstance(gpu, MissingGpu):
         sample = gpu.sample()
         gpu.close()
-        if not isinstance(sample, GpuAbsent):
+        if not isinstance(sample, MissingGpu):
             described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
     device = run.device
     try:

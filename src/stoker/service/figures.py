@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 import pynvml
 
-from stoker.monitor.gpu import GpuAbsent, open_gpu
+from stoker.monitor.gpu import MissingGpu, open_gpu
 from stoker.plan.resources import probe
 from stoker.runtime.threads import Pool
 from stoker.service.background import CachedValue
@@ -70,7 +70,7 @@ def gpus() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in _gpu_names():
         gpu = open_gpu(name)
-        if isinstance(gpu, GpuAbsent):
+        if isinstance(gpu, MissingGpu):
             continue
         try:
             rows.append(gpu.sample().to_json())

@@ -41,7 +41,7 @@ from stoker.sources.protocol import Source
 from stoker.sources.sql.query import parse_database_url
 from stoker.sources.sql.source import SQLSource
 from stoker.train.config import TrainConfig
-from stoker.train.run import own_folder
+from stoker.train.run import lock_run_folder
 from stoker.train.state import checkpoint_to_resume, newest_checkpoint
 from stoker.units import format_count
 
@@ -146,7 +146,7 @@ def train_records(
         figures: Names of the last epoch's figures that the job reports.
     """
     device, meter = run.device, StallMeter()
-    with own_folder(run.folder):
+    with lock_run_folder(run.folder):
         caches = run.caches()
         train = _loader(run, caches[0], device, meter=meter)
         val = _loader(run, caches[1], device, order="sequential") if len(caches) > 1 else None

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.errors import (
     ConfigError,
     CorruptError,
@@ -319,9 +319,9 @@ class Recipe:
         return str(encoder.get("weights") or "")
 
     @cached_property
-    def group(self) -> Group:
+    def group(self) -> EncodeBatchSize:
         """The fixed group in which samples are encoded."""
-        return Group(samples=self.entries["group"]["samples"], steps=self.entries["group"]["steps"])
+        return EncodeBatchSize(samples=self.entries["group"]["samples"], steps=self.entries["group"]["steps"])
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -373,7 +373,11 @@ def make_recipe(
     encoded = sample_schema if encoder is None else ask(lambda: encoder.schema(sample_schema))
     _check_names(encoded)
     stored = stored_schema(encoded, dtype)
-    group = _default_group(sample_schema) if encoder is None else ask(lambda: encoder.group(sample_schema))
+    group = (
+        _default_group(sample_schema)
+        if encoder is None
+        else ask(lambda: encoder.encode_batch_size(sample_schema))
+    )
     group = _asked_group(group, encode_batch, sample_schema)
     identity = source.identity()
     source_entries, files = _source_entries(identity, len(source), digests or Digests())
@@ -525,14 +529,14 @@ def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: st
     )
 
 
-def _default_group(sample_schema: Schema) -> Group:
+def _default_group(sample_schema: Schema) -> EncodeBatchSize:
     if any(f.ragged for f in sample_schema.values()):
-        return Group(samples=1)
+        return EncodeBatchSize(samples=1)
     size = sum(f.size_bytes() for f in sample_schema.values())
-    return Group(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
+    return EncodeBatchSize(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
 
 
-def _asked_group(fixed: Group, samples: int | None, sample_schema: Schema) -> Group:
+def _asked_group(fixed: EncodeBatchSize, samples: int | None, sample_schema: Schema) -> EncodeBatchSize:
     """Return the group of so many samples; one sample alone may be cut over time, as in the fixed group."""
     if samples is None or (samples == 1 and fixed.samples == 1):
         return fixed
@@ -544,7 +548,7 @@ def _asked_group(fixed: Group, samples: int | None, sample_schema: Schema) -> Gr
             f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded by "
             f"itself. Leave it out, or give {arg('encode_batch', 1)}"
         )
-    return Group(samples=samples)
+    return EncodeBatchSize(samples=samples)
 
 
 def _source_entries(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import pickle
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
-from stoker.encoders.protocol import Encoder, Group
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.errors import StokerError
 from stoker.schema import (
     FLOATS,
@@ -160,8 +161,8 @@ def _check_copy(source: Source, copied: Source, first: Mapping[int, Sample]) -> 
 
 
 def _copied(thing: _Thing) -> _Thing:
-    """A copy that went the way of copies for worker processes."""
-    return pickle.loads(dumps(thing))  # noqa: S301  bytes of our own
+    """Return a copy that went the way of copies for worker processes."""
+    return cloudpickle.loads(dumps(thing))
 
 
 def _same(one: Sample, other: Sample) -> bool:
@@ -195,29 +196,29 @@ def check_encoder(
     """
     import torch
 
-    from stoker.encoders.weights import moved
+    from stoker.encoders.weights import on_device
 
     assert isinstance(encoder, Encoder), f"{type(encoder).__name__} lacks a method of Encoder"
-    with moved(encoder, torch.device("cpu")):
+    with on_device(encoder, torch.device("cpu")):
         _check_promises(encoder, sample_schema, steps=steps, tolerance=tolerance, seed=seed)
 
 
 def _check_promises(
     encoder: Encoder, sample_schema: Schema, *, steps: int, tolerance: float, seed: int
 ) -> None:
-    group = _check_group(encoder, sample_schema)
+    batch_size = _check_batch_size(encoder, sample_schema)
     schema = encoder.schema(sample_schema)
     assert schema, "schema() has no field"
     assert encoder.schema(sample_schema) == schema, "schema() differs from call to call"
     _check_encoder_identity(encoder)
-    batch = _made_up(sample_schema, group, steps, seed)
+    batch = _made_up(sample_schema, batch_size, steps, seed)
     before = {name: tensor.clone() for name, tensor in batch.items()}
     first = encoder.encode(batch)
     assert _equal(batch, before), "encode() writes to its input"
     _check_record(first, schema, _rows(batch), steps)
     kept = {name: tensor.clone() for name, tensor in first.items()}
     assert _equal(encoder.encode(batch), kept), "encode() differs from call to call for equal input"
-    other = _made_up(sample_schema, group, steps, seed + 1)
+    other = _made_up(sample_schema, batch_size, steps, seed + 1)
     encoder.encode(other)
     assert _equal(first, kept), "encode() reuses the memory of an earlier result"
     _check_neighbours(encoder, batch, other, kept, tolerance)
@@ -226,17 +227,21 @@ def _check_promises(
     assert _equal(encoder.encode(batch), kept), "encode() keeps a state between calls"
 
 
-def _check_group(encoder: Encoder, sample_schema: Schema) -> Group:
-    group = encoder.group(sample_schema)
-    assert group == encoder.group(sample_schema), "group() differs from call to call"
-    assert group.samples >= 1, f"group() has {group.samples} samples"
+def _check_batch_size(encoder: Encoder, sample_schema: Schema) -> EncodeBatchSize:
+    size = encoder.encode_batch_size(sample_schema)
+    assert size == encoder.encode_batch_size(sample_schema), "encode_batch_size() differs from call to call"
+    assert size.samples >= 1, f"encode_batch_size() has {size.samples} samples"
     if any(field.ragged for field in sample_schema.values()):
-        assert group.samples == 1, "samples with ragged fields are encoded one by one: group(samples=1)"
-    if group.steps is not None:
-        assert group.steps >= 1, f"group() has {group.steps} steps"
-        assert group.samples == 1, "group() cuts over time, so it must have one sample"
-        assert encoder.independent_steps, "group() cuts over time although steps are not independent"
-    return group
+        assert size.samples == 1, (
+            "samples with ragged fields are encoded one by one: EncodeBatchSize(samples=1)"
+        )
+    if size.steps is not None:
+        assert size.steps >= 1, f"encode_batch_size() has {size.steps} steps"
+        assert size.samples == 1, "encode_batch_size() cuts over time, so it must have one sample"
+        assert encoder.independent_steps, (
+            "encode_batch_size() cuts over time although steps are not independent"
+        )
+    return size
 
 
 def _check_encoder_identity(encoder: Encoder) -> None:
@@ -268,8 +273,8 @@ def _check_encoder_identity(encoder: Encoder) -> None:
         assert changed.identity() != identity, f"identity() stays when weight {name!r} changes"
 
 
-def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, Tensor]:
-    """One group of random samples; fields with time have `group.steps` steps when samples are cut."""
+def _made_up(schema: Schema, batch_size: EncodeBatchSize, steps: int, seed: int) -> dict[str, Tensor]:
+    """One encode batch of random samples; fields with time have `batch_size.steps` where cut."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -280,9 +285,9 @@ def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, T
         sizes = [steps + word.startswith("p") for word in field.axes]
         if field.ragged:
             shape[0] = math.prod(sizes) if sizes else steps
-        elif field.time and group.steps is not None:
-            shape[0] = min(group.steps, shape[0])
-        size = (group.samples, *shape)
+        elif field.time and batch_size.steps is not None:
+            shape[0] = min(batch_size.steps, shape[0])
+        size = (batch_size.samples, *shape)
         dtype: torch.dtype = getattr(torch, field.dtype)
         if field.dtype in FLOATS:
             batch[name] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
@@ -331,7 +336,7 @@ def _check_neighbours(
     kept: Mapping[str, Tensor],
     tolerance: float,
 ) -> None:
-    """Each sample keeps its record when all others of the group are replaced, or are zeros (padding)."""
+    """Each sample keeps its record when all others of its batch are replaced, or are zeros (padding)."""
     import torch
 
     rows = _rows(batch)

@@ -37,7 +37,7 @@ class Fault:
     """For `raise`; None: an OSError as of a disk that fails (EIO), which is tried again."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no fault."""
+        """Refuse unknown kinds and numbers out of range."""
         if self.kind not in get_args(Kind):
             raise ConfigError(f"the fault {self.kind!r} is not known. Expected {', '.join(get_args(Kind))}")
         if self.attempts is not None and self.attempts < 1:
@@ -104,7 +104,7 @@ class FaultySource:
         return self._source.schema()
 
     def _take(self, place: int, number: int) -> bool:
-        """Whether the fault is still due for a sample; counts this attempt."""
+        """Return True if the fault is still due for a sample; counts this attempt."""
         attempts = self._faults[place].attempts
         if attempts is None or self._folder is None:
             return True
@@ -131,7 +131,7 @@ class FaultySource:
 
 
 def _changed(sample: Sample) -> Sample:
-    """The sample with the top byte of its first value changed."""
+    """Return the sample with the top byte of its first value changed."""
     name = next(iter(sample))
     array = sample[name].copy(order="C")
     if array.nbytes:

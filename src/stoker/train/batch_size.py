@@ -25,7 +25,7 @@ from stoker.errors import ConfigError, ResourceError
 # A model, what trains it, and the random numbers, as they were before: each bit, and at the same place.
 
 
-class Untouched:
+class TrainingSnapshot:
     """Puts everything back when it is left, also after an error; `restore` does so in between.
 
     Copies are kept on the CPU, so that the device's memory is what it would be in training. Tensors get their
@@ -42,7 +42,7 @@ class Untouched:
         rest = [one for one in others if not isinstance(one, Optimizer)]
         self._others = [(one, copy.deepcopy(one.state_dict())) for one in rest]
 
-    def __enter__(self) -> Untouched:
+    def __enter__(self) -> TrainingSnapshot:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._values = [(tensor, _kept(tensor)) for tensor in tensors]
         self._gradients = [
@@ -134,7 +134,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
     precision: float = 0.05,
     steps: int = 2,
 ) -> int:
-    """The largest number of examples with which `step(model, batch)` runs within memory.
+    """Return the largest number of examples with which `step(model, batch)` runs within memory.
 
     Args:
         model: Put back as it was: weights, buffers, gradients, training mode.
@@ -162,7 +162,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
         )
     others = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     make = batches if callable(batches) else _repeated(batches)
-    with Untouched(model, others) as before:
+    with TrainingSnapshot(model, others) as before:
 
         def fits(count: int) -> bool:
             ran = _try(model, make, step, count, steps=steps)
@@ -200,7 +200,7 @@ def _search(fits: Callable[[int], bool], initial: int, maximum: int, precision: 
 def _try(
     model: nn.Module, make: MakeBatch, step: Callable[[nn.Module, Any], object], count: int, *, steps: int
 ) -> bool:
-    """Whether steps with so many examples run."""
+    """Return True if steps with so many examples run."""
     fits = True
     try:
         for _ in range(steps):
@@ -222,7 +222,7 @@ def _let_go() -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short: torch's own, Python's, or the CPU allocator's."""
+    """Return True if an error says that memory is short: torch's own, Python's, or the CPU allocator's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -231,7 +231,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _repeated(batches: Iterable[Any]) -> MakeBatch:
-    """The first batch, repeated or cut to so many examples; a loader's position stays what it was."""
+    """Return the first batch, repeated or cut to so many examples; a loader's position stays what it was."""
     state = batches.state_dict() if hasattr(batches, "state_dict") else None  # type: ignore[attr-defined]
     one = next(iter(batches), None)
     if state is not None:
@@ -246,7 +246,7 @@ def _repeated(batches: Iterable[Any]) -> MakeBatch:
 
 
 def _examples(batch: Any) -> int:
-    """The length of axis 0 that the first tensor has, or of `index`; 0 without either."""
+    """Return the length of axis 0 that the first tensor has, or of `index`; 0 without either."""
     index = batch.get("index") if isinstance(batch, Mapping) else getattr(batch, "index", None)
     if isinstance(index, Tensor):
         return len(index)  # fields of varying length are no measure
@@ -259,7 +259,7 @@ def _examples(batch: Any) -> int:
 
 
 def _resized(batch: Any, examples: int, count: int) -> Any:
-    """The batch with `count` examples; what has no axis of examples stays as it is."""
+    """Return the batch with `count` examples; what has no axis of examples stays as it is."""
     if isinstance(batch, Tensor):
         if batch.ndim == 0 or len(batch) != examples:
             return batch

@@ -57,12 +57,12 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
 def _number(default: Any, *, least: float | None = None, most: float = math.inf, whole: bool = False) -> Any:
-    """A setting that is a finite number from `least` to `most`; above 0 where `least` is None."""
+    """Return a setting that is a finite number from `least` to `most`; above 0 where `least` is None."""
     return field(default=default, metadata={"least": least, "most": most, "whole": whole})
 
 
 def _count(default: int | None, *, least: int = 1) -> Any:
-    """A setting that is a whole number of at least `least`."""
+    """Return a setting that is a whole number of at least `least`."""
     return _number(default, least=least, whole=True)
 
 

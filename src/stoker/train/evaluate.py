@@ -17,8 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.encoders.grid import Decode, DecodeByRecord
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import PhysicalSpace
 from stoker.train.operator import LatentOperator, PairBatch, PairLoader, Pairs, raw_field, to_pairs
 from stoker.units import MIB
@@ -57,7 +57,7 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     stride: int,
     samples: int,
     amp: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     decode: Decode | DecodeByRecord | None = None,
     raw: str | None = None,
 ) -> Evaluation:
@@ -110,8 +110,8 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
                 far_still.add(start, target, numbers)
     halves = [half for error in (one, still, far, far_still) for half in (error.latent, error.physical)]
     parts = [float(part) for half in halves for part in (half.wrong, half.size)]
-    *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
-    steps = max(int(told) for told in ranks.tell(str(steps), "the end of an evaluation"))
+    *sums, windows = ranks.all_sum([*parts, windows], "the end of an evaluation")
+    steps = max(int(told) for told in ranks.all_gather(str(steps), "the end of an evaluation"))
     nrmse = [_nrmse(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
     found = dict(zip(ERRORS, nrmse[0::2] + ([] if decode is None else nrmse[1::2]), strict=False))
     errors: Errors = {
@@ -123,12 +123,12 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
 
 def _share(found: int, wanted: int, ranks: Ranks) -> int:
     """How many of its `found` trajectories this rank rolls out: the first `wanted` of all ranks' are."""
-    before = ranks.tell(str(found), "the roll-outs")[: ranks.rank]
+    before = ranks.all_gather(str(found), "the roll-outs")[: ranks.rank]
     return max(0, min(found, wanted - sum(map(int, before))))
 
 
 def _nrmse(wrong: float, size: float) -> float:
-    """The error; 0 of 0 is 0."""
+    """Return the error; 0 of 0 is 0."""
     return (wrong / size) ** 0.5 if size else float(wrong > 0)
 
 
@@ -202,7 +202,7 @@ class _Chains:
         return len(self._chains)
 
     def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The first `count` of them, by length: states `(n, L, D)` that they begin with, truth
+        """Return the first `count` of them, by length: states `(n, L, D)` that they begin with, truth
         `(steps, n, L, D)`, conditions `(steps, n, C)` and sample numbers `(n,)`.
 
         A chain with a gap is left out: its first steps alone would look like a complete roll-out.
@@ -241,7 +241,7 @@ OF_TASK = "/"
 
 
 def judge(loader: Validation, errors_of: Callable[[PairLoader | None, str], Errors]) -> Errors:
-    """The errors on a set; of several tasks each one's, and their means without weights.
+    """Return the errors on a set; of several tasks each one's, and their means without weights.
 
     An error that only some tasks have (their encoder has a decoder) has no mean.
 
@@ -262,7 +262,7 @@ def judge(loader: Validation, errors_of: Callable[[PairLoader | None, str], Erro
 
 
 def by_task(errors: Mapping[str, float | None]) -> dict[str, Errors]:
-    """The errors of each task by their names; empty where there is only one task.
+    """Return the errors of each task by their names; empty where there is only one task.
 
     >>> by_task({"val_nrmse": 2.0, "val_nrmse/a": 1.0, "val_nrmse/b": 3.0})
     {'a': {'val_nrmse': 1.0}, 'b': {'val_nrmse': 3.0}}
@@ -276,7 +276,7 @@ def by_task(errors: Mapping[str, float | None]) -> dict[str, Errors]:
 
 
 def with_lost(errors: Mapping[str, float | None], spaces: Mapping[str, PhysicalSpace]) -> Errors:
-    """The errors, and what each task's encoder loses, with its mean."""
+    """Return the errors, and what each task's encoder loses, with its mean."""
     lost = {task: space.reconstruction() for task, space in spaces.items()}
     tasks = by_task(errors).keys() or {""}
     own = {f"{LOST}{OF_TASK}{task}" if task else LOST: value for task, value in lost.items()}
@@ -284,6 +284,6 @@ def with_lost(errors: Mapping[str, float | None], spaces: Mapping[str, PhysicalS
 
 
 def mean(errors: list[float | None]) -> float | None:
-    """The mean of errors that are all known."""
+    """Return the mean of errors that are all known."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known and len(known) == len(errors) else None

@@ -20,15 +20,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import DivergedError, Interrupted
 from stoker.monitor.meter import EVERY_S, PARTS, StallJournal, StallMeter, StallReport, journal_name
 from stoker.plan.resources import give_back
 from stoker.plan.tiers import TIERS
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import BatchLoader, EventSink, TrainConfig, TrainStage
 from stoker.train.state import Checkpoint, Kind, MetricsLog, save_checkpoint
-from stoker.train.step import Stepped, Stepper, StopFlag, learning_rate
+from stoker.train.step import Stepper, StepResult, StopFlag, learning_rate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class TrainProgress:
     batch: int = 0
     """Batches done of the pass after those; all of them while it waits to be evaluated."""
     whole: bool = False
-    """They were all batches of the pass, as long as it was then: while a cache is being filled it has another
-    length when the run continues, since quarantined samples are tried again."""
+    """They were all batches of the pass, with the length that it had then. While a cache is being filled, the
+    pass may have another length when the run continues, since quarantined samples are tried again."""
     best: float | None = None
     """Lowest validation error of this stage."""
     best_epoch: int = 0
@@ -86,7 +86,7 @@ class TrainProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassFigures:
+class PassSummary:
     """What the loop knows of a pass when it was evaluated."""
 
     epoch: int
@@ -127,7 +127,7 @@ class Objective(Protocol):
         """What to tell of the models and of how they compute, when a stage starts."""
         ...
 
-    def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = ..., /) -> Stepper:
+    def stepper(self, ranks: Ranks = SINGLE_PROCESS, stopped: Callable[[], bool] = ..., /) -> Stepper:
         """Return what moves the weights of this stage; `stopped` tells if this process was asked to stop."""
         ...
 
@@ -139,7 +139,7 @@ class Objective(Protocol):
         """Zero the sums of a pass; `resumed`: only those that begin again in the middle of one."""
         ...
 
-    def count(self, done: Stepped, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
+    def count(self, done: StepResult, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
         """Add a step, which `progress` counts already; return an event where it is time for one."""
         ...
 
@@ -152,7 +152,7 @@ class Objective(Protocol):
         """The one of `progress.errors` that decides which weights are best, lower being better."""
         ...
 
-    def epoch_row(self, figures: PassFigures) -> dict[str, Json]:
+    def epoch_row(self, figures: PassSummary) -> dict[str, Json]:
         """Return the line of a pass, whose batches `progress` still counts."""
         ...
 
@@ -177,7 +177,7 @@ class StallRecorder:
         meter: StallMeter | None,
         folder: Path | None,
         tell: EventSink,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -230,7 +230,7 @@ class StallRecorder:
         report = self._meter.epoch()
         own = [report.wait_s, report.step_s, report.batches]
         own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
-        wait_s, step_s, batches, *rest = self._ranks.sums(own, "the end of a pass")
+        wait_s, step_s, batches, *rest = self._ranks.all_sum(own, "the end of a pass")
         progress.wait_s += wait_s
         progress.step_s += step_s
         progress.timed += int(batches)
@@ -311,7 +311,7 @@ MOST_BETWEEN_LINES, LINES = 50, 40
 
 
 def ignore_event(_kind: str, _facts: Mapping[str, Json]) -> None:
-    """Do nothing: nobody listens."""
+    """Do nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -331,7 +331,7 @@ class TrainLoop:
     meter: StallMeter | None = None
     """The one that the loader writes into."""
     recorder: StallRecorder
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     on_batch: Callable[[], None] = lambda: None
     """Called when a batch is there, before its step."""
     stage: TrainStage = field(init=False)
@@ -501,7 +501,7 @@ class TrainLoop:
             progress.best, progress.best_epoch = error, progress.epoch
         eval_s, lr = time.perf_counter() - begun_s, self._rate(progress.step - 1)
         row = objective.epoch_row(
-            PassFigures(epoch=epoch, lr=lr, stall=stall, train_s=train_s, eval_s=eval_s)
+            PassSummary(epoch=epoch, lr=lr, stall=stall, train_s=train_s, eval_s=eval_s)
         )
         if over:
             progress.batch, progress.whole = 0, False
@@ -564,7 +564,7 @@ class TrainLoop:
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with tensors of its own: training changes those of the models."""
+    """Return the same with tensors of its own: training changes those of the models."""
 
     def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in tensors.items()}

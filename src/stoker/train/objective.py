@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.scale.ranks import ALONE, Ranks
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.schema import Json
 from stoker.train.config import FieldSpace, PhysicalSpace, TrainConfig, TrainStage
 from stoker.train.evaluate import Errors, Validation, evaluate, judge
-from stoker.train.loop import PassFigures, TrainProgress
+from stoker.train.loop import PassSummary, TrainProgress
 from stoker.train.operator import (
     FieldDecoder,
     LatentOperator,
@@ -44,7 +44,7 @@ from stoker.train.operator import (
     to_pairs,
 )
 from stoker.train.state import Checkpoint, dump_optimizer, make_optimizer, numerics_of
-from stoker.train.step import Losses, Stepped, Stepper
+from stoker.train.step import Losses, Stepper, StepResult
 
 DOUBLED = ("stride", "dt")
 """Conditions that are twice as large for a step of twice the stride."""
@@ -120,7 +120,7 @@ class StageLoss(nn.Module):
         return total
 
     def _disagreement(self, z0: Tensor, states: Tensor, cond: Tensor, found: list[Tensor]) -> Tensor:
-        """How far predictions of one state are apart, `(B,)`."""
+        """Return how far predictions of one state are apart, `(B,)`."""
         operator, total = self.operator, z0.new_zeros(len(z0))
         if len(found) > 1:
             with torch.no_grad():
@@ -137,7 +137,7 @@ class StageLoss(nn.Module):
 
 
 def _mean(errors: list[Tensor], mask: Tensor | None) -> Tensor:
-    """Mean over steps, of those that count."""
+    """Return mean over steps, of those that count."""
     total = torch.zeros_like(errors[0])
     for k, error in enumerate(errors):
         total = total + (error if mask is None else error * mask[:, k])
@@ -241,10 +241,10 @@ class OperatorObjective:
         count = sum(p.numel() for p in self.model.parameters())
         return {"stage": self.stage.name, "parameters": count, **self.numerics}
 
-    def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
+    def stepper(self, ranks: Ranks = SINGLE_PROCESS, stopped: Callable[[], bool] = lambda: False) -> Stepper:
         """Return what moves the weights of this stage, its gradients being means over `ranks`."""
         return Stepper(
-            losses=partial(self._losses, loss=ranks.wrapped(self._loss())),
+            losses=partial(self._losses, loss=ranks.data_parallel(self._loss())),
             models=[*self._trained],
             optimizer=self.optimizer,
             grad_clip=self.config.grad_clip,
@@ -255,7 +255,7 @@ class OperatorObjective:
         )
 
     def _loss(self) -> StageLoss:
-        """The loss of this stage."""
+        """Return the loss of this stage."""
         at, columns = 0, dict[str, int]()
         for name, width in self.widths.items():
             if width == 1:
@@ -271,7 +271,7 @@ class OperatorObjective:
         )
 
     def _losses(self, batch: PairBatch, loss: nn.Module) -> Losses:
-        """The losses of a batch by `loss`, a module as `_loss` gives it, maybe wrapped."""
+        """Return the losses of a batch by `loss`, a module as `_loss` gives it, maybe wrapped."""
         pairs, fields = to_pairs(batch, self.widths, self.device), None
         if self.decoder is not None and self.space is not None and self.stage.trains_decoder:
             names = (f"{self.space.field}{k}" for k in (0, 1))
@@ -297,14 +297,14 @@ class OperatorObjective:
         self._recent.zero_()
         self._logged = self.progress.step
 
-    def count(self, done: Stepped, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
+    def count(self, done: StepResult, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
         """Add the loss of a step; return the event `step` every `log_every` steps."""
         for total in (self.loss_sum, self._recent):
             total.add_(done.mean)
         progress = self.progress
         if progress.step % log_every:
             return None
-        loss = self.ranks.mean(self._recent, f"step {progress.step + 1}")
+        loss = self.ranks.all_mean(self._recent, f"step {progress.step + 1}")
         row: dict[str, Json] = {
             "step": progress.step,
             "epoch": progress.epoch + 1,
@@ -346,10 +346,10 @@ class OperatorObjective:
         """The error of one step: of states, and where a decoder is trained of fields."""
         return self.progress.errors.get("physical_nrmse" if self.stage.name == "decoder" else "val_nrmse")
 
-    def epoch_row(self, figures: PassFigures) -> dict[str, Json]:
+    def epoch_row(self, figures: PassSummary) -> dict[str, Json]:
         """Return the line of a pass; all ranks ask for it."""
         progress = self.progress
-        loss = self.ranks.mean(self.loss_sum, "the end of an epoch")
+        loss = self.ranks.all_mean(self.loss_sum, "the end of an epoch")
         return {
             "epoch": figures.epoch,
             "step": progress.step,
@@ -362,8 +362,8 @@ class OperatorObjective:
 
     def checkpoint(self, place: Mapping[str, Any]) -> Checkpoint | None:
         """Return all that it takes to continue, on rank 0; all ranks ask for it."""
-        self.progress.loss_sum = float(self.ranks.mean(self.loss_sum, "a checkpoint"))
-        if not self.ranks.leads:
+        self.progress.loss_sum = float(self.ranks.all_mean(self.loss_sum, "a checkpoint"))
+        if not self.ranks.is_rank_zero:
             return None
         state: dict[str, Any] = {
             "progress": asdict(self.progress),

@@ -1,9 +1,9 @@
 """The latent operator: z1 = guess + f(z0, cond), a small transformer conditioned layer by layer.
 
 The guess is that nothing changes, z0. In a steady problem z0 is an input and not a state, and the guess is
-the mean solution of the training data. f begins as zero, so that an untrained operator is that guess, and
-it works in the units of the training data: states to deviation one going in, steps in units of the usual
-step coming out.
+the mean solution of the training data. f begins as zero, so that an untrained operator is that guess. It
+works in the units of the training data: states go in with deviation one, steps come out in units of the
+usual step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.encoders.grid import Decode
 from stoker.encoders.wrappers import INPUT, SOLUTION, is_steady
 from stoker.errors import ConfigError, RecordError
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import BatchLoader
 
 # ----------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class FieldDecoder(nn.Module):
             self.get_buffer(name).copy_(value)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Fields of states `(..., L, D)`, float32."""
+        """Return fields of states `(..., L, D)`, float32."""
         shape, buffer = self.shape, self.get_buffer
         z = states.reshape(-1, shape.tokens, shape.dim)
         x = self.enter((z - buffer("z_mean")) / buffer("z_std")) + self.position
@@ -87,7 +87,7 @@ class FieldDecoder(nn.Module):
         return (base + correction).reshape(*states.shape[:-2], *shape.field)
 
     def errors(self, states: Tensor, fields: Tensor) -> Tensor:
-        """Mean squared error per example in units of the fields' deviation, `(B,)`."""
+        """Return mean squared error per example in units of the fields' deviation, `(B,)`."""
         wrong = (self(states) - fields) / self.get_buffer("std")
         return wrong.square().flatten(1).mean(1)
 
@@ -115,13 +115,13 @@ def _layout(shape: DecoderShape) -> tuple[int, int] | None:
     return min(fits, key=lambda own: abs(math.log(height * own[1] / (own[0] * width))), default=None)
 
 
-def field_scales(batches: Iterable[Tensor], ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+def field_scales(batches: Iterable[Tensor], ranks: Ranks = SINGLE_PROCESS) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel over some batches of fields `(B, *field)` of all ranks, `(C,)`."""
     sums = [
         torch.stack([rows.mean(0), rows.square().mean(0)])
         for rows in (batch.double().reshape(-1, batch.shape[-1]) for batch in batches)
     ]
-    mean, square = ranks.mean(torch.stack(sums).mean(0), "the scales of the fields")
+    mean, square = ranks.all_mean(torch.stack(sums).mean(0), "the scales of the fields")
     std = (square - mean.square()).clamp_min(0).sqrt()
     return mean.float(), torch.where(std > 1e-6 * square.sqrt(), std, 1.0).float()
 
@@ -291,7 +291,7 @@ def _state(found: Tensor | Mapping[str, Tensor], device: torch.device, axes: int
 
 
 def raw_field(batch: PairBatch, name: str, device: torch.device) -> Tensor:
-    """A raw field of a batch, as `data0`, `(B, *shape)` float32 on the device.
+    """Return a raw field of a batch, as `data0`, `(B, *shape)` float32 on the device.
 
     Raises:
         RecordError: The batch does not carry it.
@@ -299,7 +299,7 @@ def raw_field(batch: PairBatch, name: str, device: torch.device) -> Tensor:
     if name not in batch.cond:
         raise RecordError(
             f"a batch has no raw field {name!r}, only {', '.join(sorted(batch.cond)) or 'no conditions'}. "
-            f"Store it with the latents: precompute.keep={name[:-1]}, or keeping(encoder, {name[:-1]!r})"
+            f"Store it with the latents: precompute.keep={name[:-1]}, or keep_fields(encoder, {name[:-1]!r})"
         )
     return batch.cond[name].to(device, torch.float32, non_blocking=True)
 
@@ -322,7 +322,7 @@ class Scales:
     """Mean solution of a steady problem, `(L, D)`; None: the guess is `z0` itself."""
 
 
-def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
+def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = SINGLE_PROCESS) -> Scales:
     """Scales of some batches of all ranks, summed in float64 in their order."""
     states: list[Tensor] = []
     steps: list[Tensor] = []
@@ -331,7 +331,7 @@ def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
     guess = None
     if batches and batches[0].steady:
         means = torch.stack([batch.states[:, 0].double().mean(0) for batch in batches])
-        guess = ranks.mean(means.mean(0), "the mean solution").float()
+        guess = ranks.all_mean(means.mean(0), "the mean solution").float()
     for batch in batches:
         z0 = batch.z0.double()
         step = (batch.states[:, 0] - (batch.z0 if guess is None else guess)).double()
@@ -341,7 +341,8 @@ def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
         cond = batch.cond.double()
         conds.append(torch.stack([cond.mean(0), cond.square().mean(0)]))
     state, step, cond = (
-        ranks.mean(torch.stack(found).mean(0), "the scales of the data") for found in (states, steps, conds)
+        ranks.all_mean(torch.stack(found).mean(0), "the scales of the data")
+        for found in (states, steps, conds)
     )
     z_mean, z_std = _deviation(state)
     cond_mean, cond_std = _deviation(cond)
@@ -359,7 +360,7 @@ def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
 
 
 def _deviation(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation from mean and mean square, `(2, n)`; deviation 1 where nothing varies."""
+    """Return mean and deviation from mean and mean square, `(2, n)`; deviation 1 where nothing varies."""
     mean, square = moments
     deviation = (square - mean.square()).clamp_min(0).sqrt()
     return mean.float(), torch.where(deviation > 1e-6 * square.sqrt(), deviation, 1.0).float()
@@ -430,7 +431,7 @@ class LatentOperator(nn.Module):
         return self.get_buffer("mean_solution").expand_as(z0) if self.steady else z0
 
     def forward(self, z0: Tensor, cond: Tensor) -> Tensor:
-        """The next states, `(B, L, D)`."""
+        """Return the next states, `(B, L, D)`."""
         buffer = self.get_buffer
         x = self.enter((z0 - buffer("z_mean")) / buffer("z_std")) + self.position
         if self.condition is None:
@@ -443,7 +444,7 @@ class LatentOperator(nn.Module):
         return self.guess(z0) + buffer("step_std") * step
 
     def later(self, cond: Tensor) -> Tensor:
-        """The condition one step later, `(B, C)`: its time moved on by `dt`, if it has both."""
+        """Return the condition one step later, `(B, C)`: its time moved on by `dt`, if it has both."""
         if self.clock is None:
             return cond
         time, step = self.clock
@@ -461,7 +462,7 @@ class LatentOperator(nn.Module):
         return found
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
-        """Mean squared difference of states per example in units of the usual step, `(B,)`."""
+        """Return mean squared difference of states per example in units of the usual step, `(B,)`."""
         return ((a - b) / self.get_buffer("step_std")).square().mean((1, 2))
 
 

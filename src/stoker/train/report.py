@@ -50,7 +50,7 @@ def draw_curves(rows: Rows, path: Path) -> None:
 
 
 def curves_as_svg(rows: Rows) -> list[str]:
-    """The same three as SVG without a background, their text in the color of the page around them."""
+    """Return the same three as SVG without a background, their text in the color of the page around them."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def curves_as_svg(rows: Rows) -> list[str]:
 
 
 def _panels(rows: Rows) -> tuple[Callable[[Any], None], ...]:
-    """What draws each of the three pictures."""
+    """Return what draws each of the three pictures."""
     steps = [row for row in rows if row.get("kind") == "step"]
     epochs = [row for row in rows if row.get("kind") == "epoch"]
     return (
@@ -254,7 +254,7 @@ class ReportTable:
     """Shown when it is asked for."""
 
     def to_html(self) -> str:
-        """The table, all text escaped."""
+        """Return the table, all text escaped."""
         table, title = _table(self.rows, self.heading), html.escape(self.title)
         return _folded(title, table) if self.folded else f"<h2>{title}</h2>{table}"
 
@@ -297,7 +297,7 @@ def write_report(
 
 
 def _summary(report: TrainReport) -> str:
-    """The most important figures, each error with its persistence."""
+    """Return the most important figures, each error with its persistence."""
     stall = _or_dash(report.stall, format_percent)
     figures = {
         "validation NRMSE": _error(report.val_nrmse, report.persistence_nrmse),
@@ -314,7 +314,7 @@ def _summary(report: TrainReport) -> str:
 
 
 def _tasks(report: TrainReport) -> str:
-    """The errors of each task; nothing where there is only one."""
+    """Return the errors of each task; nothing where there is only one."""
     if not report.tasks:
         return ""
     names = [name for name in OF_A_TASK if any(name in errors for errors in report.tasks.values())]
@@ -340,7 +340,7 @@ def _physical(report: TrainReport) -> dict[str, str]:
 
 
 def _alone(ceiling_s: float) -> str:
-    """The time of a step that never waits, next to that of the run's steps."""
+    """Return the time of a step that never waits, next to that of the run's steps."""
     return f" <small>{format_seconds(ceiling_s)} with its batch at hand</small>"
 
 
@@ -369,7 +369,7 @@ def _names(entries: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]], heading: Sequence[str] = (), style: str = ' class="names"') -> str:
-    """A table of plain text, which is escaped here."""
+    """Return a table of plain text, which is escaped here."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import ConfigError, DivergedError, StaleStateError, arg
 from stoker.monitor.meter import StallMeter
 from stoker.plan.resources import resolve_device, use_device
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import remove_unfinished
 from stoker.runtime.locks import lock_folder, lock_holder
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import (
     EventSink,
@@ -65,7 +65,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     *,
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     physical: PhysicalSpace | Mapping[str, PhysicalSpace] | None = None,
     about: Callable[[], Sequence[ReportTable]] = tuple,
     space: FieldSpace | None = None,
@@ -99,16 +99,16 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
         Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
         StaleStateError: The run to resume has another operator, or the loader refuses its place.
-        StalledError: Another rank ended, or did not come within the deadline.
+        StalledError: Another rank ended, or did not come within the timeout.
     """
     check_validation(val_loader, max(s.patience or 0 for s in config.all_stages) or None, ranks)
     folder = Path(run_dir)
-    with StopFlag() as stop, own_folder(folder) if ranks.leads else nullcontext():
+    with StopFlag() as stop, lock_run_folder(folder) if ranks.is_rank_zero else nullcontext():
         run = _TrainRun(
             config=config,
             folder=folder,
             ranks=ranks,
-            tell=on_event if ranks.leads and on_event is not None else ignore_event,
+            tell=on_event if ranks.is_rank_zero and on_event is not None else ignore_event,
             space=space,
             loader_of=loader_of or (lambda _: train_loader),
             only=only,
@@ -155,7 +155,7 @@ class _TrainRun:
 
     def __post_init__(self) -> None:
         """Resume the run of the newest complete checkpoint if that is asked for, else begin one."""
-        self.log = MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.leads)
+        self.log = MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.is_rank_zero)
         self.objective = self._resumed() or self._begun()
 
     def note_batch(self) -> None:
@@ -165,7 +165,7 @@ class _TrainRun:
             self.tell("ready", {"seconds": seconds})
 
     def _resumed(self) -> OperatorObjective | None:
-        """The run that the newest valid checkpoint holds, if there is one and it is asked for."""
+        """Return the run that the newest valid checkpoint holds, if there is one and it is asked for."""
         if not self.config.resume:
             return None
         root, stages = self.folder / "checkpoints", self.config.all_stages
@@ -175,19 +175,19 @@ class _TrainRun:
             return None
         number = min(int(checkpoint.state["progress"].get("stage", 0)), len(stages) - 1)
         self.loader = self.loader_of(stages[number])
-        resumed = take_up(self.folder, self.config, self.loader, checkpoint, self.ranks, self.space)
+        resumed = resume_run(self.folder, self.config, self.loader, checkpoint, self.ranks, self.space)
         done = resumed.progress
         self.log.keep(
             lambda row: (
                 row.get("step", 0) <= done.step and (row.get("kind") != "epoch" or row["epoch"] <= done.epoch)
             )
         )
-        differs = changed(resumed, checkpoint.state)
+        differs = changed_settings(resumed, checkpoint.state)
         self.tell("resume", {"step": checkpoint.step, "epoch": done.epoch + 1, "changed": differs})
         return resumed
 
     def _begun(self) -> OperatorObjective:
-        """A new run.
+        """Return a new run.
 
         Raises:
             ConfigError: A later stage alone was asked for.
@@ -200,9 +200,9 @@ class _TrainRun:
                 "stages without --stage"
             )
         self.loader = self.loader_of(stages[0])
-        objective = begin(self.config, self.loader, self.note_batch, self.ranks, self.space)
-        if self.ranks.leads:
-            _set_aside(self.folder)
+        objective = start_run(self.config, self.loader, self.note_batch, self.ranks, self.space)
+        if self.ranks.is_rank_zero:
+            _move_previous_run(self.folder)
         return objective
 
     def _last_stage(self) -> int:
@@ -271,7 +271,7 @@ class _TrainRun:
             **{name: errors.get(name) for name in (*ERRORS, LOST)},
         )
         loop.recorder.close(progress)
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             write_report(self.folder, self.log.rows(), report, asdict(self.config), about())
         self.tell("done", {name: value for name, value in asdict(report).items() if name != "run_dir"})
         return report
@@ -288,7 +288,7 @@ def steps_of(loader: PairLoader, config: TrainConfig) -> Callable[[Any], object]
         StokerError: As `train`.
     """
     config = replace(config, resume=False, stages=(), lambda_inv_enc=0.0, lambda_inv_dec=0.0)
-    stepper = begin(config, loader, lambda: None, ALONE).stepper()
+    stepper = start_run(config, loader, lambda: None, SINGLE_PROCESS).stepper()
     return partial(stepper.step, rate=LEAST_LR, epoch=1, number=1)
 
 
@@ -311,7 +311,7 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
 
 
 @contextmanager
-def own_folder(folder: Path) -> Generator[None]:
+def lock_run_folder(folder: Path) -> Generator[None]:
     """Hold a run's folder: no other process trains in it, and half-written files of a kill are removed.
 
     Raises:
@@ -335,7 +335,7 @@ def own_folder(folder: Path) -> Generator[None]:
         yield
 
 
-def begin(
+def start_run(
     config: TrainConfig,
     loader: PairLoader,
     on_batch: Callable[[], None],
@@ -394,7 +394,7 @@ def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
     Raises:
         StaleStateError: Not all found the same.
     """
-    found = ranks.tell("none" if checkpoint is None else f"step {checkpoint.step}", "the checkpoint")
+    found = ranks.all_gather("none" if checkpoint is None else f"step {checkpoint.step}", "the checkpoint")
     if len(set(found)) > 1:
         raise StaleStateError(
             f"the newest checkpoint in {root} is of {', '.join(found)} as the ranks see it. Expected one "
@@ -402,7 +402,7 @@ def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
         )
 
 
-def take_up(
+def resume_run(
     folder: Path,
     config: TrainConfig,
     loader: PairLoader,
@@ -449,7 +449,7 @@ def take_up(
     return run
 
 
-def changed(run: OperatorObjective, saved: Mapping[str, Any]) -> dict[str, Json]:
+def changed_settings(run: OperatorObjective, saved: Mapping[str, Any]) -> dict[str, Json]:
     """What differs from when a checkpoint was written, as `{name: [before, now]}`: settings and numerics."""
     config: dict[str, Json] = json.loads(json.dumps(asdict(run.config)))
     before = saved["config"]  # a setting that there was not yet is as its default
@@ -487,7 +487,7 @@ def _finite_pairs(
 
 
 def _checked(space: FieldSpace | None, config: TrainConfig) -> FieldSpace:
-    """What decoders are trained with, which the stages need.
+    """Return what decoders are trained with, which the stages need.
 
     Raises:
         ConfigError: `space` is None, or the inverse-decoding loss lacks an encoder with gradients.
@@ -543,7 +543,7 @@ def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
     return time, step
 
 
-def _set_aside(folder: Path) -> None:
+def _move_previous_run(folder: Path) -> None:
     """Keep one earlier run: starting again by mistake must not cost days of training.
 
     Its checkpoints and its lines stay together. A run that ended before its first checkpoint left nothing

@@ -132,7 +132,7 @@ def newest_checkpoint(
 def checkpoint_to_resume(
     root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
 ) -> Checkpoint | None:
-    """The checkpoint that a run continues from; None where it has not made one yet.
+    """Return the checkpoint that a run continues from; None where it has not made one yet.
 
     Args:
         root, on_damaged: As for `newest_checkpoint`.
@@ -240,7 +240,7 @@ def restore_optimizer(optimizer: Any, device: torch.device, tensors: Mapping[str
 
 
 def numerics_of(device: torch.device, amp: bool) -> dict[str, Json]:
-    """How this process computes on `device`; `dtype` is that of products and attention."""
+    """Return how this process computes on `device`; `dtype` is that of products and attention."""
     return {
         "torch": str(torch.__version__),
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -251,7 +251,7 @@ def numerics_of(device: torch.device, amp: bool) -> dict[str, Json]:
 
 
 def _float32_matmul(device: torch.device) -> str:
-    """How products of float32 are computed: `ieee`, or `tf32` or `bf16` for less exact ones."""
+    """Return how products of float32 are computed: `ieee`, or `tf32` or `bf16` for less exact ones."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     # Absent before torch 2.9. The older question raises where a program has set the newer answer.
     precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
@@ -285,7 +285,7 @@ class MetricsLog:
             file.write(line + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All lines; one that a kill left half-written is passed over."""
+        """Return all lines; one that a kill left half-written is passed over."""
         if not self.path.exists():
             return []
         rows: list[dict[str, Any]] = []

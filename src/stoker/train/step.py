@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import DivergedError
 from stoker.runtime.signals import TOGETHER_S, takes
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import Schedule
 
 FINAL_RATE = 0.01
@@ -71,7 +71,7 @@ class FiniteGuard:
     """
 
     def __init__(
-        self, device: torch.device, ranks: Ranks = ALONE, stop: Callable[[], bool] = lambda: False
+        self, device: torch.device, ranks: Ranks = SINGLE_PROCESS, stop: Callable[[], bool] = lambda: False
     ) -> None:
         """`stop` says whether this process was asked to stop; ranks exchange it with the step's result."""
         self._ranks = ranks
@@ -110,10 +110,10 @@ class FiniteGuard:
         if self._event is not None:
             self._event.synchronize()
         own, where = not bool(self._flag), f"step {facts.step}"
-        bad, stops = self._ranks.sums([float(own), float(self._stop())], where)
+        bad, stops = self._ranks.all_sum([float(own), float(self._stop())], where)
         self.stopping = stops > 0
         if bad:
-            told = self._ranks.tell(_describe(facts) if own else "", where)
+            told = self._ranks.all_gather(_describe(facts) if own else "", where)
             # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
             blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]
             raise DivergedError(blamed[0])
@@ -150,7 +150,7 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepResult:
     """What a step came to; tensors on the device, so that nothing waits for it."""
 
     losses: Tensor
@@ -176,7 +176,7 @@ class Stepper:
     device: torch.device
     amp: bool = False
     """Compute losses in bfloat16 where that is safe."""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     stopped: Callable[[], bool] = lambda: False
     """Returns True once this process is asked to stop; the ranks exchange it with each step."""
     guard: FiniteGuard = field(init=False)
@@ -186,7 +186,7 @@ class Stepper:
         """Make the guard of these steps."""
         self.guard = FiniteGuard(self.device, self.ranks, self.stopped)
 
-    def step(self, batch: Any, *, rate: float, epoch: int, number: int) -> Stepped:
+    def step(self, batch: Any, *, rate: float, epoch: int, number: int) -> StepResult:
         """Move the weights once.
 
         Args:
@@ -212,7 +212,7 @@ class Stepper:
         )
         self.guard.submit(facts)
         self.optimizer.step()
-        return Stepped(found.values.detach(), mean.detach(), norm)
+        return StepResult(found.values.detach(), mean.detach(), norm)
 
 
 # ----------------------------------------------------------------------------------------------------------

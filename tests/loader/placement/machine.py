@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.loader import Loader, placement
-from stoker.plan import Ledger, Resources
+from stoker.plan import MemoryLedger, Resources
 from stoker.store import Cache
 
 SHARDS = 8
@@ -43,7 +43,7 @@ class Machine:
 class Running:
     """A loader over a made-up machine, moved by hand: every look is followed by its filling."""
 
-    def __init__(self, cache: Cache, machine: Machine, ledger: Ledger, **settings: Any) -> None:
+    def __init__(self, cache: Cache, machine: Machine, ledger: MemoryLedger, **settings: Any) -> None:
         self.loader = Loader(cache, **{"batch_size": 5, "seed": 2, **settings})
         design = self.loader._serving.design
         device = "cuda:0" if machine.device else "cpu"

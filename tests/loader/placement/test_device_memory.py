@@ -17,7 +17,7 @@ from stoker.loader import Loader, Windows, gather, placement
 from stoker.loader import tiers as device_tier
 from stoker.loader.placement import replan
 from stoker.monitor.meter import StallMeter
-from stoker.plan import Ledger
+from stoker.plan import MemoryLedger
 from stoker.store import Cache
 from tests.loader.placement.machine import SHARD_BYTES, SHARDS, Machine, Running
 from tests.loader.test_partial import equal
@@ -26,7 +26,7 @@ from tests.loader.test_partial import equal
 def test_the_device_waits_until_three_steps_have_shown_the_peak(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
-    running = Running(cache, Machine(device=10), Ledger())
+    running = Running(cache, Machine(device=10), MemoryLedger())
     clock(100.0)
     assert running.look() == (0, SHARDS), "however long the first step takes"
     held: list[tuple[int, int]] = []
@@ -49,7 +49,7 @@ def test_what_the_model_wants_again_is_left_to_it(
 ) -> None:
     """Torch gave some of the peak's memory back, so the driver reports it as free."""
     monkeypatch.setattr(placement, "device_again", lambda _: 6 * SHARD_BYTES)
-    running = Running(cache, Machine(device=10), Ledger())
+    running = Running(cache, Machine(device=10), MemoryLedger())
 
     running.placement.turn(3)
     running.settle()
@@ -69,7 +69,7 @@ def test_the_device_is_filled_at_once_where_that_was_asked_for(cache: Cache, set
         demand=replace(design.demand, device="cuda:0"),
         options=replace(design.options, **{"reserve_bytes": None, **tier, **settings}),
         measure=machine.look,
-        reservation=Ledger().claim(),
+        reservation=MemoryLedger().claim(),
     )
     loader._serving.design = replace(design, plan=replan(design, machine.look()))
     running.loader = loader
@@ -82,7 +82,7 @@ def test_another_process_that_takes_the_device_costs_the_tier_and_no_batch(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
     machine = Machine(device=10)
-    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=SHARD_BYTES)
     batches = iter(running.loader)
     got = [next(batches), next(batches)]
     assert running.held() == (SHARDS, 0)
@@ -122,7 +122,7 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     machine = Machine(device=free)
     if meter:
         settings["meter"] = StallMeter()
-    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES, **settings)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=SHARD_BYTES, **settings)
     held = running.placement.held.device
     assert held is not None
     gone = weakref.ref(held.sources["latent"])
@@ -156,7 +156,7 @@ def test_the_device_is_not_asked_while_the_old_memory_is_being_filled(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
     machine = Machine(device=5)
-    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=SHARD_BYTES)
     over = threading.Event()
 
     def fill(held: placement.MemorySet | None) -> None:
@@ -185,7 +185,7 @@ def test_a_device_that_is_full_after_all_is_done_without(
 
     with monkeypatch.context() as patch:
         patch.setattr(device_tier, "allocate_on_device", full)
-        running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
+        running = Running(cache, Machine(device=10), MemoryLedger(), reserve_bytes=0)
 
         assert running.held() == (0, SHARDS)
         assert all(equal(a, b) for a, b in zip(running.loader, expected, strict=True))
@@ -195,7 +195,7 @@ def test_a_device_that_is_full_after_all_is_done_without(
 
 def test_a_part_of_the_device_grows_when_there_is_more(cache: Cache, clock: Callable[[float], None]) -> None:
     machine = Machine(device=4)
-    running = Running(cache, machine, Ledger(), reserve_bytes=0)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=0)
     assert running.held() == (4, 4)
 
     machine.device = 6  # free besides the four
@@ -226,7 +226,7 @@ def test_memory_that_is_let_go_of_is_read_by_nobody_and_in_no_peak(
     """
     done: list[tuple[str, bool]] = []
     machine = Machine(device=10)
-    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=SHARD_BYTES)
     next(iter(running.loader))
     held = running.placement.held.device
     assert held is not None
@@ -257,7 +257,7 @@ def test_a_filling_that_is_refused_holds_nothing_when_the_device_is_looked_at_ag
 
     monkeypatch.setattr(device_tier, "allocate_on_device", refusing)
     monkeypatch.setattr(placement, "give_back", lambda _: alive.append(parts[-1]() is not None))
-    running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
+    running = Running(cache, Machine(device=10), MemoryLedger(), reserve_bytes=0)
 
     assert running.held() == (0, SHARDS)
     assert alive

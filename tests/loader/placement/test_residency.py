@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.loader import Windows, placement
-from stoker.plan import Ledger
+from stoker.plan import MemoryLedger
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.placement.machine import ROWS, SHARD_BYTES, SHARDS, STEP, Machine, Running
@@ -23,7 +23,7 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
     cache: Cache, expected: list[Any], clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine()
-    running = Running(cache, machine, Ledger())
+    running = Running(cache, machine, MemoryLedger())
     batches = iter(running.loader)
     got = [next(batches), next(batches)]
     assert running.held() == (0, SHARDS)
@@ -41,7 +41,7 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
 
 
 def test_what_is_about_to_go_serves_not_everything_any_more(cache: Cache) -> None:
-    running = Running(cache, Machine(), Ledger())
+    running = Running(cache, Machine(), MemoryLedger())
     assert running.placement.serving() is not None
 
     running.placement._settle({"device": frozenset(), "host": frozenset(range(4))})
@@ -51,7 +51,7 @@ def test_what_is_about_to_go_serves_not_everything_any_more(cache: Cache) -> Non
 
 def test_memory_that_wavers_moves_nothing(cache: Cache, clock: Callable[[float], None]) -> None:
     machine = Machine(host=10)
-    running = Running(cache, machine, Ledger())
+    running = Running(cache, machine, MemoryLedger())
     assert running.held() == (0, SHARDS)
 
     for host in (9.1, 9.9, 9.0, 11, 9.2):
@@ -64,7 +64,7 @@ def test_memory_that_became_free_is_filled_only_after_a_while(
     cache: Cache, clock: Callable[[float], None]
 ) -> None:
     machine = Machine(host=10)
-    running = Running(cache, machine, Ledger())
+    running = Running(cache, machine, MemoryLedger())
     machine.host = 5
     clock(2.0)
     assert running.look() == (0, 4)
@@ -81,7 +81,7 @@ def test_host_memory_that_batches_were_mixed_from_is_let_go_of(
 ) -> None:
     monkeypatch.setattr("stoker.loader.tiers._choose_mapped", lambda *_: None)
     machine = Machine(device=5)
-    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=SHARD_BYTES)
     assert running.held() == (4, 4)
     host = running.placement.held.host
     assert host is not None
@@ -108,7 +108,7 @@ def test_memory_that_is_made_while_a_model_is_evaluated_is_ordinary_memory(
 ) -> None:
     """The thread that fills it is in no such mode, nor is who trains on it later."""
     machine = Machine(device=4)
-    running = Running(cache, machine, Ledger(), reserve_bytes=0)
+    running = Running(cache, machine, MemoryLedger(), reserve_bytes=0)
     machine.device = 6
     clock(40.0)
 
@@ -125,7 +125,7 @@ def test_memory_that_is_made_while_a_model_is_evaluated_is_ordinary_memory(
 def test_two_loaders_of_a_process_share_one_account(
     cache: Cache, tmp_path: Path, clock: Callable[[float], None]
 ) -> None:
-    ledger, machine = Ledger(), Machine(host=15)
+    ledger, machine = MemoryLedger(), Machine(host=15)
     other = write_cache(
         tmp_path, trajectories(SHARDS * ROWS, step=STEP), timed=("latent", "time"), shards=(ROWS,) * SHARDS
     )
@@ -146,7 +146,7 @@ def test_shards_that_the_system_put_out_are_read_from_disk(
     cache: Cache, expected: list[Any], monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
 ) -> None:
     """A map whose pages are gone reads them back one fault at a time, much slower than a read."""
-    running = Running(cache, Machine(), Ledger())
+    running = Running(cache, Machine(), MemoryLedger())
     host = running.placement.held.host
     assert host is not None
     assert host.resident is not None
@@ -166,7 +166,7 @@ def test_shards_that_the_system_put_out_are_read_from_disk(
 
 def test_what_was_let_go_of_still_gives_the_same_bytes(cache: Cache) -> None:
     """A batch that is being gathered does not have to be waited for."""
-    running = Running(cache, Machine(), Ledger())
+    running = Running(cache, Machine(), MemoryLedger())
     host = running.placement.held.host
     assert host is not None
     assert host.drop is not None
@@ -185,7 +185,7 @@ def test_memory_that_is_copied_is_let_go_of_as_a_whole(
 ) -> None:
     monkeypatch.setattr("stoker.loader.tiers._choose_mapped", lambda *_: None)
     machine = Machine()
-    running = Running(cache, machine, Ledger())
+    running = Running(cache, machine, MemoryLedger())
     batches = iter(running.loader)
     got = [next(batches)]
 
@@ -204,7 +204,7 @@ def test_a_long_epoch_is_left_within_seconds_of_a_shortage(
     """Batches come in strips of up to 128; with slow steps the strips are short."""
     machine = Machine()
     windows = Windows(field="latent")
-    running = Running(cache, machine, Ledger(), batch_size=1, windows=windows)
+    running = Running(cache, machine, MemoryLedger(), batch_size=1, windows=windows)
     batches = iter(running.loader)
     for _ in range(60):
         next(batches)

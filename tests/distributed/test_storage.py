@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stoker.distributed.environment import RankEnvironment, find_rank_environment
+from stoker.distributed.group import RankGroup
+from stoker.distributed.ranks import SINGLE_PROCESS, Ranks, nodes_that_share
 from stoker.errors import IncompleteError
 from stoker.run.precompute import CacheResult, agreed
-from stoker.scale.group import RankGroup
-from stoker.scale.place import Place, find_place
-from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import run
@@ -30,11 +30,12 @@ def seen_by(folders: list[Path]) -> list[list[int]]:
         port = free.getsockname()[1]
 
     def look(rank: int) -> list[int]:
-        place = Place(
-            rank=rank, world_size=2 * len(folders), local_rank=rank % 2, local_world=2, node=rank // 2,
-            nodes=len(folders), host="127.0.0.1", port=port, kept=False, attempt="0",
+        environment = RankEnvironment(
+            rank=rank, world_size=2 * len(folders), local_rank=rank % 2, local_world_size=2,
+            node_rank=rank // 2,
+            num_nodes=len(folders), host="127.0.0.1", port=port, launcher_store=False, attempt="0",
         )  # fmt: skip
-        with RankGroup(place, deadline_s=30.0) as ranks:
+        with RankGroup(environment, timeout_s=30.0) as ranks:
             return nodes_that_share(folders[rank // 2], ranks)
 
     with ThreadPoolExecutor(2 * len(folders)) as pool:
@@ -48,7 +49,7 @@ def test_machines_that_see_one_folder_are_found_whatever_its_path(tmp_path: Path
 
     assert seen_by([one, other, tmp_path / "link"]) == [[0, 2], [0, 2], [1], [1], [0, 2], [0, 2]]
     assert not [*one.iterdir(), *other.iterdir()], "the marks are gone"
-    assert nodes_that_share(one, ALONE) == [0]
+    assert nodes_that_share(one, SINGLE_PROCESS) == [0]
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,10 @@ def test_machines_that_see_one_folder_are_found_whatever_its_path(tmp_path: Path
     ids=["by the ranks of a machine", "as torchrun says"],
 )
 def test_a_rank_knows_its_machine(said: dict[str, str], node: tuple[int, int]) -> None:
-    place = find_place(LAUNCHED | said)
+    environment = find_rank_environment(LAUNCHED | said)
 
-    assert place is not None
-    assert (place.node, place.nodes) == node
+    assert environment is not None
+    assert (environment.node_rank, environment.num_nodes) == node
 
 
 class Other(Ranks):
@@ -71,7 +72,7 @@ class Other(Ranks):
     def __init__(self, mine: str, theirs: str) -> None:
         self.mine, self.theirs = mine, theirs
 
-    def tell(self, text: str, what: str) -> list[str]:
+    def all_gather(self, text: str, what: str) -> list[str]:
         del what
         return [text, text.replace(self.mine, self.theirs)]
 

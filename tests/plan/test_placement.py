@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from stoker.plan import Plan, plan_tiers
-from stoker.plan.placement import MOST_PATIENCE_S, PATIENCE_S, Calm, gain, short, without
+from stoker.plan.placement import (
+    MOST_PATIENCE_S,
+    PATIENCE_S,
+    ShortageBackoff,
+    move_to_disk,
+    plan_gain,
+    short_memories,
+)
 from stoker.plan.tiers import reserves_of
 from tests.plan.test_tiers import RECORD, counts, demand, machine
 
@@ -31,11 +38,11 @@ def test_memory_is_short_when_what_is_held_and_half_the_reserve_do_not_fit(
     plan = planned(device=10, host=30)
     usable = {"device": device_left * RECORD, "host": host_left * RECORD}
 
-    assert short(plan, usable, {"device": 20 * RECORD, "host": 10 * RECORD}) == expected
+    assert short_memories(plan, usable, {"device": 20 * RECORD, "host": 10 * RECORD}) == expected
 
 
 def test_what_is_not_held_cannot_be_short() -> None:
-    assert not short(planned(0, 0), {"device": 0, "host": 0}, {"device": 9, "host": 9})
+    assert not short_memories(planned(0, 0), {"device": 0, "host": 0}, {"device": 9, "host": 9})
 
 
 def test_a_plan_just_made_is_not_short() -> None:
@@ -45,7 +52,9 @@ def test_a_plan_just_made_is_not_short() -> None:
         plan = plan_tiers(demand(100, device="cuda"), resources)
         reserves = reserves_of(demand(100, device="cuda"), resources, "auto", None)
 
-        assert not short(plan, {"device": resources.device_bytes, "host": resources.host_bytes}, reserves)
+        assert not short_memories(
+            plan, {"device": resources.device_bytes, "host": resources.host_bytes}, reserves
+        )
 
 
 @pytest.mark.parametrize(
@@ -60,11 +69,11 @@ def test_a_plan_just_made_is_not_short() -> None:
 def test_a_gain_is_the_part_of_the_records_that_gets_faster(
     before: tuple[int, int], after: tuple[int, int], expected: float
 ) -> None:
-    assert gain(planned(*before), planned(*after)) == pytest.approx(expected)
+    assert plan_gain(planned(*before), planned(*after)) == pytest.approx(expected)
 
 
 def test_each_shortage_doubles_the_patience_up_to_a_limit() -> None:
-    calm = Calm(since_s=0.0)
+    calm = ShortageBackoff(since_s=0.0)
     assert not calm.over(PATIENCE_S - 1)
     assert calm.over(PATIENCE_S)
 
@@ -76,7 +85,7 @@ def test_each_shortage_doubles_the_patience_up_to_a_limit() -> None:
 
 
 def test_records_that_leave_a_memory_are_read_from_disk() -> None:
-    plan = without(planned(device=10, host=80), "host", 75)
+    plan = move_to_disk(planned(device=10, host=80), "host", 75)
 
     assert counts(plan) == (10, 5, 85, 0)
     assert sum(row.bytes for row in plan.rows) == 100 * RECORD

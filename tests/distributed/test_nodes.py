@@ -21,9 +21,9 @@ from stoker.loader import Windows
 from stoker.store import open_cache
 from tests.cli.conftest import project
 from tests.conftest import write_burgers
-from tests.scale.launch import LONG_S, rank_processes, torchrun, wait_until
-from tests.scale.nodes import NODES, RANKS_A_NODE, Net, kill_node, launched, two_nodes
-from tests.scale.test_torchrun import alone, metrics, weights
+from tests.distributed.launch import LONG_S, rank_processes, torchrun, wait_until
+from tests.distributed.nodes import NODES, RANKS_A_NODE, Net, kill_node, launched, two_nodes
+from tests.distributed.test_torchrun import alone, metrics, weights
 from tests.test_guarantees import shared_and_private_bytes
 
 __all__ = ["project"]
@@ -41,7 +41,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from safetensors.torch import save_file
-from tests.scale.test_nodes import BATCH, KINDS, loader_of, passes
+from tests.distributed.test_nodes import BATCH, KINDS, loader_of, passes
 folder, rank, world_size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 for place, kind in enumerate(KINDS):

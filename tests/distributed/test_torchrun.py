@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import stoker
 from tests.cli.conftest import project
 from tests.conftest import write_burgers
-from tests.scale.launch import LONG_S, rank_process, rank_processes, torchrun, wait_until
+from tests.distributed.launch import LONG_S, rank_process, rank_processes, torchrun, wait_until
 from tests.test_guarantees import shared_and_private_bytes
 
 __all__ = ["project"]

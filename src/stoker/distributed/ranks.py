@@ -22,57 +22,57 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     """The number of this rank's GPU."""
-    local_world: int = 1
+    local_world_size: int = 1
     """Ranks on this machine, which share its cores."""
-    node: int = 0
-    """The number of this machine."""
-    nodes: int = 1
+    node_rank: int = 0
+    """The index of this machine."""
+    num_nodes: int = 1
     """Machines of the run."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this process speaks, and writes what a run writes once."""
+    def is_rank_zero(self) -> bool:
+        """True if this process speaks, and writes what a run writes once."""
         return self.rank == 0
 
-    def tell(self, text: str, what: str) -> list[str]:
-        """Say something; what each rank said, in their order.
+    def all_gather(self, text: str, what: str) -> list[str]:
+        """Return the texts of all ranks, in their order.
 
         Args:
-            text: Anything short.
-            what: What the ranks are at, for the message when one does not come.
+            text: Of this rank; short.
+            what: What the ranks are doing, for the message when one does not come.
 
         Raises:
-            StalledError: A rank ended, or did not come within the deadline.
+            StalledError: A rank ended, or did not come within the timeout.
         """
         del what
         return [text]
 
-    def sums(self, values: Sequence[float], what: str) -> list[float]:
-        """Each value summed over the ranks. Errors as `tell`."""
+    def all_sum(self, values: Sequence[float], what: str) -> list[float]:
+        """Each value summed over the ranks. Errors as `all_gather`."""
         del what
         return list(values)
 
-    def mean(self, values: Tensor, what: str) -> Tensor:
-        """The mean over the ranks, element by element. Errors as `tell`."""
+    def all_mean(self, values: Tensor, what: str) -> Tensor:
+        """Return the mean over the ranks, element by element. Errors as `all_gather`."""
         del what
         return values
 
     def any(self, flag: bool, what: str) -> bool:
-        """Whether it is so on any rank. Errors as `tell`."""
-        return self.sums([float(flag)], what)[0] > 0
+        """Return True if it is so on any rank. Errors as `all_gather`."""
+        return self.all_sum([float(flag)], what)[0] > 0
 
-    def wrapped(self, module: nn.Module) -> nn.Module:
-        """The module, such that gradients of a backward pass are means over the ranks."""
+    def data_parallel(self, module: nn.Module) -> nn.Module:
+        """Return the module, such that gradients of a backward pass are means over the ranks."""
         return module
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Meanwhile this process may wait for others, in calls that are not ours. Errors as `tell`."""
+        """Name what this process waits for, in calls that are not ours. Errors as `all_gather`."""
         del what
         yield
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 """For a process without other ranks."""
 
 
@@ -88,31 +88,32 @@ _AT = "a look at which machines share the cache folder"
 
 
 def nodes_that_share(folder: Path, ranks: Ranks) -> list[int]:
-    """The machines that see what this one writes into `folder`, itself among them, ascending.
+    """Return the machines that see what this one writes into `folder`, itself among them, ascending.
 
     All ranks are to make this call. A machine that cannot write there shares no folder.
 
     Raises:
         StalledError: A rank did not come.
     """
-    if ranks.nodes == 1:
+    if ranks.num_nodes == 1:
         return [0]
     mark = folder / f".node-{secrets.token_hex(8)}"
     left = ranks.local_rank == 0 and _leave(mark)
     try:
         told = [
-            json.loads(text) for text in ranks.tell(json.dumps([ranks.node, mark.name if left else ""]), _AT)
+            json.loads(text)
+            for text in ranks.all_gather(json.dumps([ranks.node_rank, mark.name if left else ""]), _AT)
         ]
         names = {node: name for node, name in told if name}
         seen = [node for node, name in names.items() if (folder / name).exists()] if left else []
-        views = [json.loads(text) for text in ranks.tell(json.dumps([ranks.node, seen]), _AT)]
+        views = [json.loads(text) for text in ranks.all_gather(json.dumps([ranks.node_rank, seen]), _AT)]
     finally:
         with suppress(OSError):
             mark.unlink()
     sees = {node: frozenset(found) for node, found in views if found}
-    mine = sees.get(ranks.node, frozenset())
-    both = {node for node in mine if ranks.node in sees.get(node, frozenset())}
-    return sorted(both | {ranks.node})
+    mine = sees.get(ranks.node_rank, frozenset())
+    both = {node for node in mine if ranks.node_rank in sees.get(node, frozenset())}
+    return sorted(both | {ranks.node_rank})
 
 
 def _leave(mark: Path) -> bool:

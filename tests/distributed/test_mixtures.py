@@ -17,9 +17,9 @@ from stoker.loader import Mixture, Windows
 from stoker.store import open_cache
 from tests.cli.conftest import project
 from tests.conftest import write_burgers
+from tests.distributed.launch import LONG_S, rank_process, torchrun, wait_until
+from tests.distributed.test_torchrun import alone, metrics, weights
 from tests.loader.caches import trajectories, write_cache
-from tests.scale.launch import LONG_S, rank_process, torchrun, wait_until
-from tests.scale.test_torchrun import alone, metrics, weights
 
 __all__ = ["project"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5 * LONG_S)]
@@ -39,7 +39,7 @@ import json, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from safetensors.torch import save_file
-from tests.scale.test_mixtures import MODES, mixture_of, parts_of, steps
+from tests.distributed.test_mixtures import MODES, mixture_of, parts_of, steps
 folders, stop, name = sys.argv[1].split(","), float(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()

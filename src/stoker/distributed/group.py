@@ -1,8 +1,8 @@
-"""The ranks of a run over torch.distributed: agreement, sums and gradients, each wait with a deadline.
+"""The ranks of a run over torch.distributed: agreement, sums and gradients, each wait with a timeout.
 
-Ranks meet at a key-value store that the launcher keeps (`torchrun`), else rank 0. Short words go over it;
-numbers and gradients over a process group, which is made when it is first needed: not before the caches are
-ready, since encoding takes longer than any deadline of a collective.
+Ranks meet at a key-value store that the launcher keeps (`torchrun`), else rank 0. Short texts go over it.
+Numbers and gradients go over a process group, which is made when it is first needed. That is not before the
+caches are ready, since encoding takes longer than any timeout of a collective.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.distributed import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from stoker.distributed.environment import RankEnvironment
+from stoker.distributed.ranks import Ranks
 from stoker.errors import StalledError, StokerError
 from stoker.runtime.threads import start_thread
-from stoker.scale.place import Place
-from stoker.scale.ranks import Ranks
 
 # ----------------------------------------------------------------------------------------------------------
-# Who of the ranks is alive, and who ended with which message.
+# Which ranks are alive, and which ended with which message.
 #
 # Every rank counts up a number of its own at the meeting point, from a thread: a process that was killed,
 # stopped or cut off from the network does not. One that ends by an error leaves a note there. This is
@@ -41,33 +41,33 @@ from stoker.scale.ranks import Ranks
 
 BEAT_S = 0.5
 SILENT_S = 10.0
-"""A rank that does not count for so long is gone."""
+"""A rank whose count stays the same for so long has ended."""
 
 
-def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
-    """A connection to the meeting point; `host`: this call may open it, where no launcher does.
+def meet(env: RankEnvironment, timeout_s: float, *, host: bool) -> Any:
+    """Return a connection to the meeting point; `host`: this call may open it, where no launcher does.
 
     Raises:
-        StalledError: No process opened it within `deadline_s` seconds.
+        StalledError: No process opened it within `timeout_s` seconds.
     """
     try:
         store = TCPStore(
-            place.host,
-            place.port,
-            is_master=host and not place.kept and place.rank == 0,
-            timeout=timedelta(seconds=deadline_s),
+            env.host,
+            env.port,
+            is_master=host and not env.launcher_store and env.rank == 0,
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:
         raise StalledError(
-            f"rank {place.rank} of {place.world_size} found no meeting point at {place.host}:{place.port} "
-            f"within {deadline_s:g} s. Rank 0 or the launcher should have opened it: is MASTER_ADDR right?"
+            f"rank {env.rank} of {env.world_size} found no meeting point at {env.host}:{env.port} "
+            f"within {timeout_s:g} s. Rank 0 or the launcher should have opened it: is MASTER_ADDR right?"
         ) from error
-    return PrefixStore(f"stoker/{place.attempt}", store)
+    return PrefixStore(f"stoker/{env.attempt}", store)
 
 
 def ignore_sigterm() -> Any:
-    """A launcher that lost one rank asks the others to end: after they have said which one it was.
+    """Return a launcher that lost one rank asks the others to end: after they have said which one it was.
 
     Returns the handler of before, for who wants it back; None outside the main thread, which has no say.
     """
@@ -87,25 +87,25 @@ def _deaf_to_sigterm() -> Generator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-class Pulse:
+class RankHeartbeat:
     """This rank's count, and a look at those of the others."""
 
-    def __init__(self, place: Place, deadline_s: float) -> None:
-        self._place = place
-        self._store = meet(place, deadline_s, host=False)
+    def __init__(self, env: RankEnvironment, timeout_s: float) -> None:
+        self._env = env
+        self._store = meet(env, timeout_s, host=False)
         self._ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self.at = "its start"
         """What this rank is doing, in words, for the ranks that wait for it."""
-        self._thread = start_thread(self._beat, "stoker-pulse")
+        self._thread = start_thread(self._beat, "stoker-heartbeat")
 
     def _beat(self) -> None:
-        mine = meet(self._place, SILENT_S, host=False)  # one connection serves one thread at a time
+        mine = meet(self._env, SILENT_S, host=False)  # one connection serves one thread at a time
         number = time.time_ns()
         while not self._ended.wait(BEAT_S):
             number += 1
             try:
-                mine.set(f"beat/{self._place.rank}", f"{number} {self.at}")
+                mine.set(f"beat/{self._env.rank}", f"{number} {self.at}")
             except RuntimeError:  # the meeting point is gone: its rank is to blame
                 return
 
@@ -117,7 +117,7 @@ class Pulse:
     def leave_note(self, text: str, *, asked: bool = False) -> None:
         """Say why this rank ends, and whether it was asked to; other ranks may be gone already."""
         try:
-            self._store.set(f"ended/{self._place.rank}", json.dumps({"text": text, "asked": asked}))
+            self._store.set(f"ended/{self._env.rank}", json.dumps({"text": text, "asked": asked}))
         except RuntimeError:
             return
 
@@ -125,9 +125,9 @@ class Pulse:
         """Say that all is done. Rank 0 goes last where it keeps the meeting point: others may read there."""
         until = time.monotonic() + SILENT_S
         try:
-            self._store.set(f"left/{self._place.rank}", "1")
-            while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
-                if all(self._has_left(rank) for rank in range(1, self._place.world_size)):
+            self._store.set(f"left/{self._env.rank}", "1")
+            while self._env.rank == 0 and not self._env.launcher_store and time.monotonic() < until:
+                if all(self._has_left(rank) for rank in range(1, self._env.world_size)):
                     return
                 time.sleep(BEAT_S / 10)
         except RuntimeError:  # another process has closed it
@@ -149,7 +149,7 @@ class Pulse:
             return self._blame(what, since, asked=asked)
 
     def _blame(self, what: str, since: float, *, asked: bool) -> StalledError | None:
-        others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
+        others = [rank for rank in range(self._env.world_size) if rank != self._env.rank]
         try:
             first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
             while True:
@@ -167,7 +167,7 @@ class Pulse:
             return StalledError(self._gone([0], what, since))
 
     def _has_left(self, rank: int) -> bool:
-        """Whether a rank said that it is done, or why it ends."""
+        """Return True if a rank said that it is done, or why it ends."""
         return self._store.check([f"left/{rank}"]) or self._note(rank) is not None
 
     def _in_order(self, rank: int) -> bool:
@@ -178,7 +178,7 @@ class Pulse:
     def ended(
         self, ranks: Sequence[int], what: str, since: float, *, asked: bool = False
     ) -> StalledError | None:
-        """Whether one of `ranks` left a note, or has stopped counting; arguments as for `blame`."""
+        """Return True if one of `ranks` left a note, or has stopped counting; arguments as for `blame`."""
         for rank in ranks:
             note = self._note(rank)
             if note is not None and not (asked and note["asked"]):
@@ -194,11 +194,11 @@ class Pulse:
         return StalledError(self._gone(silent, what, since)) if silent else None
 
     def _count(self, rank: int) -> str:
-        """How far a rank has counted, and what it is at; empty before its first count."""
+        """Return how far a rank has counted, and what it is at; empty before its first count."""
         return self._read(f"beat/{rank}", "")
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
-        """What these ranks say they are doing."""
+        """Return what these ranks say they are doing."""
         return ", ".join(
             f"rank {rank} is at {self._count(rank).partition(' ')[2] or 'nothing yet'}" for rank in ranks
         )
@@ -207,17 +207,17 @@ class Pulse:
         return self._store.get(key).decode() if self._store.check([key]) else default
 
     def _gone(self, ranks: list[int], what: str, since: float) -> str:
-        place, several = self._place, len(ranks) > 1
+        env, several = self._env, len(ranks) > 1
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return (
-            f"{who} of {place.world_size} ended without a message (killed, stopped or cut off): rank "
-            f"{place.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} "
+            f"{who} of {env.world_size} ended without a message (killed, stopped or cut off): rank "
+            f"{env.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} "
             f"at {what}. All ranks end now. Run it again, with as many ranks as there are, to continue "
             "from what is stored"
         )
 
 
-DEADLINE_S = 300.0
+TIMEOUT_S = 300.0
 """How long a rank waits for the others, unless settings say otherwise."""
 _LOOK_S = 0.5
 
@@ -225,18 +225,18 @@ _LOOK_S = 0.5
 class RankGroup(Ranks):
     """This process among the others; entered, it is counted among the living, and leaves a note on error."""
 
-    def __init__(self, place: Place, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, env: RankEnvironment, *, timeout_s: float = TIMEOUT_S) -> None:
         """Go to the meeting point.
 
         Raises:
             StalledError: There is none.
         """
-        self.rank, self.world_size = place.rank, place.world_size
-        self.local_rank, self.local_world = place.local_rank, place.local_world
-        self.node, self.nodes = place.node, place.nodes
-        self._deadline_s = deadline_s
-        self._store = meet(place, deadline_s, host=True)
-        self._pulse = Pulse(place, deadline_s)
+        self.rank, self.world_size = env.rank, env.world_size
+        self.local_rank, self.local_world_size = env.local_rank, env.local_world_size
+        self.node_rank, self.num_nodes = env.node_rank, env.num_nodes
+        self._timeout_s = timeout_s
+        self._store = meet(env, timeout_s, host=True)
+        self._heartbeat = RankHeartbeat(env, timeout_s)
         self._told = 0
         self._connected = False
 
@@ -250,13 +250,13 @@ class RankGroup(Ranks):
             try:
                 self._end_by(error)
             finally:
-                self._pulse.stop()
+                self._heartbeat.stop()
             return
         if self._connected:
             with suppress(RuntimeError):  # others may have gone first
                 dist.destroy_process_group()
-        self._pulse.leave()
-        self._pulse.stop()
+        self._heartbeat.leave()
+        self._heartbeat.stop()
 
     def _end_by(self, error: BaseException) -> None:
         """Leave a note of why this rank ends.
@@ -267,16 +267,16 @@ class RankGroup(Ranks):
         """
         asked = isinstance(error, KeyboardInterrupt)
         if asked or (isinstance(error, RuntimeError) and not isinstance(error, StokerError)):
-            lost = self._pulse.blame("its own end", time.monotonic(), asked=asked)
+            lost = self._heartbeat.blame("its own end", time.monotonic(), asked=asked)
             if lost is not None:
-                self._pulse.leave_note(str(lost))
+                self._heartbeat.leave_note(str(lost))
                 raise lost from error
         told = str(error) or type(error).__name__
-        self._pulse.leave_note(
+        self._heartbeat.leave_note(
             told if isinstance(error, StalledError) else f"rank {self.rank} ended: {told}", asked=asked
         )
 
-    def tell(self, text: str, what: str) -> list[str]:
+    def all_gather(self, text: str, what: str) -> list[str]:
         """See `Ranks`."""
         number, self._told, begun = self._told, self._told + 1, time.monotonic()
         with self.waiting(what):
@@ -288,31 +288,31 @@ class RankGroup(Ranks):
 
     def _look_for(self, missing: list[int], what: str, begun: float) -> None:
         """Wait a little for ranks that did not come yet, unless they never will."""
-        if (ended := self._pulse.ended(missing, what, begun)) is not None:
+        if (ended := self._heartbeat.ended(missing, what, begun)) is not None:
             raise ended
-        if time.monotonic() - begun > self._deadline_s:
+        if time.monotonic() - begun > self._timeout_s:
             raise StalledError(self._late(missing, what))
         time.sleep(_LOOK_S / 10)
 
-    def sums(self, values: Sequence[float], what: str) -> list[float]:
+    def all_sum(self, values: Sequence[float], what: str) -> list[float]:
         """See `Ranks`."""
         if not values:
             return []
         return self._gathered(torch.tensor(values, dtype=torch.float64, device="cpu"), what).sum(0).tolist()
 
-    def mean(self, values: Tensor, what: str) -> Tensor:
+    def all_mean(self, values: Tensor, what: str) -> Tensor:
         """See `Ranks`."""
         return self._gathered(values.detach().cpu(), what).mean(0).to(values)
 
     def _gathered(self, values: Tensor, what: str) -> Tensor:
-        """The values of all ranks, `(world_size, ...)`, on the host."""
+        """Return the values of all ranks, `(world_size, ...)`, on the host."""
         self._connect()
         found = [torch.empty_like(values) for _ in range(self.world_size)]
         with self.waiting(what):
             dist.all_gather(found, values.contiguous())
         return torch.stack(found)
 
-    def wrapped(self, module: nn.Module) -> nn.Module:
+    def data_parallel(self, module: nn.Module) -> nn.Module:
         """See `Ranks`."""
         self._connect()
         with self.waiting("the first weights"):
@@ -327,29 +327,29 @@ class RankGroup(Ranks):
                 store=self._store,
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=self._deadline_s),
+                timeout=timedelta(seconds=self._timeout_s),
             )
         self._connected = True
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
         """See `Ranks`."""
-        before, self._pulse.at, begun = self._pulse.at, what, time.monotonic()
+        before, self._heartbeat.at, begun = self._heartbeat.at, what, time.monotonic()
         try:
             yield
         except RuntimeError as error:  # torch has no class of its own for what fails between processes
-            blamed = self._pulse.blame(what, begun)
-            if blamed is None and time.monotonic() - begun >= self._deadline_s:
+            blamed = self._heartbeat.blame(what, begun)
+            if blamed is None and time.monotonic() - begun >= self._timeout_s:
                 blamed = StalledError(self._late([r for r in range(self.world_size) if r != self.rank], what))
             if blamed is None:
                 raise
             raise blamed from error
         finally:
-            self._pulse.at = before
+            self._heartbeat.at = before
 
     def _late(self, ranks: list[int], what: str) -> str:
         return (
-            f"rank {self.rank} of {self.world_size} waited {self._deadline_s:g} s at {what}, and not all "
-            f"came: {self._pulse.whereabouts(ranks)}. Give more time with "
+            f"rank {self.rank} of {self.world_size} waited {self._timeout_s:g} s at {what}, and not all "
+            f"came: {self._heartbeat.whereabouts(ranks)}. Give more time with "
             "training.rank_deadline, or look at what holds them up"
         )

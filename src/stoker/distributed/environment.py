@@ -12,32 +12,32 @@ NEEDED = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """One process among those of a run."""
 
     rank: int
     world_size: int
     local_rank: int
     """Its number on this machine, which is that of its GPU."""
-    local_world: int
+    local_world_size: int
     """Ranks on this machine."""
-    node: int = 0
-    """The number of this machine among those of the run."""
-    nodes: int = 1
+    node_rank: int = 0
+    """The index of this machine among those of the run."""
+    num_nodes: int = 1
     """Machines of the run."""
     host: str
     """Where the ranks meet."""
     port: int
-    kept: bool
+    launcher_store: bool
     """The launcher keeps the meeting point open, so that it outlives every rank; else rank 0 does."""
     attempt: str
     """Tells what earlier starts of the same ranks left at the meeting point from what is said now."""
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process; None: it runs alone.
+def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the environment that a launcher gave this process; None: it runs alone.
 
-    >>> find_place({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    >>> find_rank_environment({"WORLD_SIZE": "1", "RANK": "0"}) is None
     True
 
     Raises:
@@ -53,36 +53,36 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
-        rank, world_size, local_rank, local_world, port = (int(environ[name]) for name in names)
-        node, nodes = _node(environ, rank, world_size, local_world)
+        rank, world_size, local_rank, local_world_size, port = (int(environ[name]) for name in names)
+        node, nodes = _node(environ, rank, world_size, local_world_size)
     except ValueError as error:
         found = ", ".join(f"{name}={environ[name]}" for name in names)
         raise ConfigError(f"{found}: expected whole numbers, as torchrun sets them") from error
     if not (
         0 <= rank < world_size
-        and 0 <= local_rank < local_world <= world_size
+        and 0 <= local_rank < local_world_size <= world_size
         and 0 <= node < nodes <= world_size
     ):
         raise ConfigError(
             f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE="
-            f"{local_world}. Expected ranks below their number, as torchrun sets them"
+            f"{local_world_size}. Expected ranks below their number, as torchrun sets them"
         )
-    return Place(
+    return RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world=local_world,
-        node=node,
-        nodes=nodes,
+        local_world_size=local_world_size,
+        node_rank=node,
+        num_nodes=nodes,
         host=environ["MASTER_ADDR"],
         port=port,
-        kept=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        launcher_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
 
 
-def _node(environ: Mapping[str, str], rank: int, world_size: int, local_world: int) -> tuple[int, int]:
+def _node(environ: Mapping[str, str], rank: int, world_size: int, local_world_size: int) -> tuple[int, int]:
     """Which machine of how many, as torchrun says; other launchers number the ranks machine by machine."""
     if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
         return int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
-    return rank // max(1, local_world), -(-world_size // max(1, local_world))
+    return rank // max(1, local_world_size), -(-world_size // max(1, local_world_size))
