@@ -66,7 +66,7 @@ class MemoryFile:
     origin: str | None = None
     generation: tuple[int, int] | None = None
 
-    def ahead(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         pass
 
     def refetch(self, offset: int, size: int) -> bool:

@@ -104,7 +104,7 @@ def check_messages(found):
             assert failure["attempts"] == 2
             assert f'made no progress for {found["deadline_s"]:g} s in stage "{failure["stage"]}"' in listed
             for attempt in (1, 2):
-                said = f"{path}: sample {number}, attempt {attempt} of 2: reader "
+                said = f"{path}: sample {number}, attempt {attempt} of 2: worker "
                 (line,) = [line for line in found["said"] if line.startswith(said)]
                 assert 'in stage "open"' in line or 'in stage "read"' in line
 
