@@ -58,7 +58,7 @@ class Plugin:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is Stoker's own."""
+        """True if it is Stoker's own."""
         return self.package == PACKAGE
 
     def require_one_package(self) -> None:
@@ -131,7 +131,7 @@ def load_extension(name: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _found(group: Group, _path: tuple[str, ...]) -> Mapping[str, Plugin]:
-    """All plugins of a group by name; `_path` is `sys.path`, where installed packages are looked for."""
+    """Return all plugins of a group by name; `_path` is `sys.path`, where packages are looked for."""
     installed = [(point, point.dist.name if point.dist else "?") for point in entry_points(group=group)]
     own = _points_of_checkout().get(group)
     if own is None:

@@ -1,4 +1,4 @@
-"""What samples and records look like: fields with shape, dtype and the meaning of axis 0.
+"""Schemas of samples and records: fields with shape, dtype and the meaning of axis 0.
 
 Shape and dtype are data here, not types: a `Schema` is checked once at each border (reader,
 encoder, shard header) and then trusted. This module never imports torch, because reader
@@ -141,7 +141,7 @@ class Field:
 
     @property
     def floating(self) -> bool:
-        """Whether the values are floats, however they are stored."""
+        """True if the values are floats, however they are stored."""
         return self.packed or self.dtype in FLOATS
 
     @property

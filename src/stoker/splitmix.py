@@ -26,7 +26,7 @@ STEPS = ((30, MIX_A), (27, MIX_B), (31, 1))
 
 @unique
 class Salt(IntEnum):
-    """What a sequence of random words is for: equal numbers would give equal words. Part of every order."""
+    """Purpose of a sequence of random words: equal numbers would give equal words. Part of every order."""
 
     ORDER = 0
     TRANSFORM = 2

@@ -65,7 +65,7 @@ def format_seconds(duration_s: float) -> str:
 
 
 def format_rate(bytes_s: float) -> str:
-    """Bytes a second in decimal units, as networks and disks are sold.
+    """Return bytes a second in decimal units, as networks and disks are sold.
 
     >>> format_rate(1e12), format_rate(3.13e9), format_rate(999.9e6), format_rate(math.inf)
     ('1 TB/s', '3.13 GB/s', '1 GB/s', 'no limit')

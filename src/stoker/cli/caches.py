@@ -275,7 +275,7 @@ def _listen(progress: ProgressLine, now: TransferProgress) -> None:
 
 
 def render_transfer(report: TransferReport, console: Console) -> None:
-    """What was brought, and what is there now."""
+    """Print what was brought, and what is there now."""
     rate = f" at {format_bytes(report.bytes / report.seconds)}/s" if report.seconds else ""
     state = "complete" if report.complete else "not all of the cache: the index there says which"
     console.print(f"{report.url}\n{report.path}", markup=False)

@@ -56,7 +56,7 @@ def own_environment() -> RankEnvironment | None:
 
 
 def name_of_rank() -> str:
-    """How lines of this process begin: empty for rank 0, which speaks for the run."""
+    """Return how lines of this process begin: empty for rank 0, which speaks for the run."""
     environment = own_environment()
     return "" if environment is None or environment.rank == 0 else f"rank {environment.rank}: "
 
@@ -164,7 +164,7 @@ class Result(Protocol):
     """What a pipeline function returns."""
 
     def to_json(self) -> dict[str, JsonValue]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         ...
 
 
@@ -298,7 +298,7 @@ def cli_command(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _as_typed(error: StokerError) -> str:
-    """The message in words that can be typed: arguments of the library are settings there."""
+    """Return the message in words that can be typed: arguments of the library are settings there."""
     if not error.arguments:
         return str(error)
     from stoker.config.names import in_settings  # costs half a second that others need not pay
@@ -307,7 +307,7 @@ def _as_typed(error: StokerError) -> str:
 
 
 def _unforeseen(error: Exception) -> str:
-    """One line for an error of no class of ours: about a file it is the machine's, any other is a bug."""
+    """Return one line for an error of no class of ours: about a file, or else a bug."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. {_advice(error)}; --debug shows where it happened"
     return f"unexpected {type(error).__name__}: {error}. --debug shows where; please report it"
@@ -359,7 +359,7 @@ class _LogHandler(logging.Handler):
 
 
 def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> Console:
-    """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR.
+    """Return a console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR.
 
     It breaks no line, so that a path can be copied; `soft_wrap=False` for what is drawn again.
     """

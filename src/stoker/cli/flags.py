@@ -224,7 +224,7 @@ def with_parameters(
 
 
 def _text(value: object) -> str:
-    """A value as a setting has it; of several words a list."""
+    """Return a value as a setting has it; of several words a list."""
     if isinstance(value, list):
         return _list(cast("list[str]", value))
     return str(value).lower() if isinstance(value, bool) else str(value)

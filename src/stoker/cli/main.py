@@ -97,7 +97,7 @@ def _commands() -> Mapping[str, Plugin]:
 
 
 def _as_command(name: str, made: Any, **settings: bool) -> Any:
-    """What `app.command` or `app.add_typer` would make of a plugin's function, or group."""
+    """Return what `app.command` or `app.add_typer` makes of a plugin's function or group."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     if isinstance(made, typer.Typer):
         app.add_typer(made, name=name)
@@ -107,7 +107,7 @@ def _as_command(name: str, made: Any, **settings: bool) -> Any:
 
 
 def _refusal(plugin: Plugin, error: ConfigError) -> Any:
-    """A command that does nothing but say why it cannot be run."""
+    """Return a command that does nothing but say why it cannot be run."""
 
     def refuse(ctx: typer.Context) -> None:
         with command_output(as_json="--json" in ctx.args, debug="--debug" in ctx.args):

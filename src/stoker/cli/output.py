@@ -92,7 +92,7 @@ def train(result: TrainResult, console: Console) -> None:
 
 
 def events(say: Callable[[str], None]) -> EventSink:
-    """A listener to the training loop that says what a person waits for: an epoch's figures, a resume."""
+    """Return a listener to the training loop that prints an epoch's figures, or a resume."""
 
     def listen(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "epoch":
@@ -117,7 +117,7 @@ def events(say: Callable[[str], None]) -> EventSink:
 
 
 def metrics(facts: Mapping[str, Any]) -> list[str]:
-    """A row of figures: the start-up table, or an epoch's pace."""
+    """Return a row of figures: the start-up table, or an epoch's pace."""
     if "phases" in facts:
         phases = facts["phases"]
         total_s = sum(phase["seconds"] for phase in phases)
@@ -138,7 +138,7 @@ def metrics(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(facts: Mapping[str, Json]) -> str:
-    """What a resumed run has otherwise than before, as the event `resume` names it."""
+    """Name the settings that a resumed run has otherwise than before, from the event `resume`."""
     changed = facts.get("changed")
     pairs = changed.items() if isinstance(changed, dict) else ()
     said = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in pairs if isinstance(pair, list)]
@@ -287,7 +287,7 @@ def _startup(result: TrainResult) -> str:
 
 
 def held(result: PlanResult) -> str:
-    """Bytes by tier, and from which step on nothing waits."""
+    """Return bytes by tier, and from which step on nothing waits."""
     tiers = [f"{format_bytes(row.bytes)} {row.tier}" for row in result.plan.rows if row.records]
     quiet = result.plan.no_stall_step_s
     return " · ".join([*tiers, *([] if quiet is None else [f"no stall from {format_seconds(quiet)} a step"])])
@@ -303,7 +303,7 @@ def _dtype(field: Field) -> str:
 
 
 def bold(*names: str) -> Cells:
-    """The heading of a table."""
+    """Return the heading of a table."""
     return tuple(f"[bold]{name}[/]" for name in names)
 
 
@@ -367,7 +367,7 @@ def _number(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """A value; of a long digest only as much as tells it from others."""
+    """Return a value; of a long digest only as much as tells it from others."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{text[:16]}…{text[-8:]}" if DIGEST.search(text) and len(text) <= 80 else text
 
@@ -401,7 +401,7 @@ def stage(result: StageReport, console: Console) -> None:
 
 
 def repair(result: RepairResult, console: Console) -> None:
-    """What was set aside, and what to do about the rest."""
+    """Print what was set aside, and what to do about the rest."""
     report = result.report
     rows = [
         ("read", format_count(report.records, "record")),
@@ -451,7 +451,7 @@ def compact(result: CompactReport, console: Console) -> None:
 
 
 def _cleaner(result: CompactReport) -> str:
-    """The command that removes what a compaction left."""
+    """Return the command that removes what a compaction left."""
     if result.address is None:
         return "stoker gc"
     folder = result.address.rsplit("/", 2)[0]
@@ -482,7 +482,7 @@ def _samples(bad: Sequence[BadRecord]) -> list[int]:
 
 
 def _by_shard(bad: Sequence[BadRecord]) -> list[str]:
-    """One line for each file: what is wrong, and with which samples."""
+    """Return one line for each file: what is wrong, and with which samples."""
     by_file: dict[str, list[BadRecord]] = {}
     for record in bad:
         by_file.setdefault(record.shard, []).append(record)
@@ -492,12 +492,12 @@ def _by_shard(bad: Sequence[BadRecord]) -> list[str]:
 
 
 def _fact(file: str, why: str) -> str:
-    """What is wrong with a file, without its path and the advice, which the lines around it give."""
+    """Return the fact about a file, without its path and the advice, which the lines around it give."""
     return why.rpartition(f"{file}: ")[2].partition(". `stoker ")[0]
 
 
 def _damaged(numbers: Sequence[int]) -> str:
-    """How many samples of a shard are damaged, and which, as far as they fit."""
+    """Say how many samples of a shard are damaged, and which, as far as they fit."""
     if not numbers:
         return ""
     which = ", ".join(f"{number:,}" for number in numbers[:SHOWN])
@@ -625,14 +625,14 @@ class TrainScreen:
         return self.last.get("examples", 0) / spent_s if spent_s else 0.0
 
     def parts(self) -> dict[str, float]:
-        """What was waited for in the last interval, as parts of its wall time."""
+        """Return the stages waited for in the last interval, as parts of its wall time."""
         spent_s = self.last.get("wait_s", 0.0) + self.last.get("step_s", 0.0)
         found = self.last.get("parts", {})
         return {part: found.get(part, 0.0) / spent_s if spent_s else 0.0 for part in PARTS}
 
 
 def draw(screen: TrainScreen) -> Group:
-    """One screen: how far, how fast, waiting for what, and from where it is served."""
+    """Return one screen: how far, how fast, waiting for what, and from where it is served."""
     head = Table.grid(padding=(0, 2))
     left = "" if screen.left_s is None else f"{format_seconds(screen.left_s)} left"
     head.add_row(
@@ -667,7 +667,7 @@ def _said(screen: TrainScreen) -> list[str]:
 
 
 def _tiers(screen: TrainScreen) -> Table:
-    """A bar per tier: the share of examples that it serves now, and the records that are meant for it."""
+    """Return a bar per tier: the share of examples it serves now, and the records meant for it."""
     served = cast("Mapping[str, int]", screen.last.get("tiers", {}))
     total = sum(served.values())
     table = Table.grid(padding=(0, 2))
@@ -689,7 +689,7 @@ def _bar(fraction: float, style: str) -> ProgressBar:
 
 
 def line(screen: TrainScreen) -> str:
-    """The same in one line."""
+    """Return the same in one line."""
     parts = [f"step {format_count(screen.step)} of {format_count(screen.total)}"]
     parts += [f"{format_count(screen.rate)} samples/s"]
     parts += [] if screen.loss is None else [f"loss {screen.loss:.3g}"]

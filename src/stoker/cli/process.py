@@ -95,7 +95,7 @@ def file_call(pid: int) -> FileCall | None:
 
 
 def file_of(pid: int, call: FileCall) -> str:
-    """The file that a call is about, for messages."""
+    """Return the file that a call is about, for messages."""
     with suppress(OSError, ValueError):
         if name := _name_of(pid, call.text):
             return name
@@ -402,7 +402,7 @@ class _GuardedChild:
 
 
 def _text(fd: int) -> str:
-    """All of an anonymous file."""
+    """Return all of an anonymous file."""
     return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 

@@ -142,7 +142,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | None:
-    """The cluster that runs jobs; None: this machine does."""
+    """Return the cluster that runs jobs; None: this machine does."""
     if executor not in ("local", "ray") or (executor == "ray") != (address is not None):
         raise ConfigError(
             f"--executor {executor}{f' --ray-address {address}' if address else ''}: expected --executor ray "
@@ -157,7 +157,7 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
 
 
 def render_started(started: ServiceInfo, console: Console) -> None:
-    """Where the service is and how to get in."""
+    """Print the address of the service and how to log in."""
     workers = f"{started.workers} worker{'' if started.workers == 1 else 's'}"
     lines = [
         f"{started.address} · {workers} · {started.database}",
@@ -232,7 +232,7 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def _one(verb: str, words: list[str]) -> str:
-    """The one job that a verb is about."""
+    """Return the one job that a verb is about."""
     if len(words) != 1:
         raise ConfigError(
             f"stoker job {verb} takes one job, found {len(words)}. `stoker job list` shows them"
@@ -273,7 +273,7 @@ def _submit(client: ServiceClient, words: list[str], name: str | None, key: str 
 
 
 def _body(words: list[str]) -> dict[str, Any]:
-    """The request of a file, `-` for standard input, and of settings; a file may hold the settings alone."""
+    """Return the request from a file (`-`: standard input) and settings; a file may hold settings alone."""
     import yaml
 
     files = [word for word in words if "=" not in word]

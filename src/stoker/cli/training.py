@@ -332,7 +332,7 @@ def _of_config(
 
 
 def _budget(text: str) -> float:
-    """The largest stall of `stall=2%`, or of `2%` alone."""
+    """Return the largest stall of `stall=2%`, or of `2%` alone."""
     name, _, value = text.rpartition("=")
     try:
         most = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)

@@ -219,7 +219,7 @@ def _take_stages(flat: dict[str, object]) -> dict[str, dict[str, object]]:
 
 
 def _stage_of(name: str) -> str | None:
-    """The stage of today that an earlier name is about; None: none."""
+    """Return the stage of today that an earlier name is about; None: none."""
     section, _, rest = name.partition(".")
     stage = rest.partition(".")[0]
     stage = OTHER_NAMES.get(stage, stage)
@@ -279,7 +279,7 @@ def _is_known(name: str) -> bool:
 
 
 def _shortest(name: str) -> str:
-    """The shortest part of an unknown name below which nothing is known: `logging` for `logging.wandb.on`."""
+    """Return the shortest unknown prefix of a name: `logging` for `logging.wandb.on`."""
     known = (*all_settings(), *EARLIER, *MEANT)
     parts = name.split(".")
     heads = (".".join(parts[:n]) for n in range(1, len(parts)))
@@ -313,7 +313,7 @@ _ENTRY = re.compile(rf"(?P<task>.+?)\.(?P<setting>(?:{'|'.join(SECTIONS)}|traini
 
 
 def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
-    """The blocks by task, each by dotted name.
+    """Return the blocks by task, each by dotted name.
 
     Args:
         given: `{task: {section: {name: value}}}`, with dots or nested, and `task.section.name` as from the
@@ -337,7 +337,7 @@ def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
 
 
 def task_settings(tasks: Sequence[str], merged: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """What differs for each task by dotted name: its block, and that it is the task."""
+    """Return the settings of each task by dotted name: its block, and that it is the task."""
     blocks = cast("Mapping[str, Mapping[str, object]]", merged.get("tasks") or {})
     if len(tasks) == 1 and not blocks.get(tasks[0]):
         return {}
@@ -350,7 +350,7 @@ def task_settings(tasks: Sequence[str], merged: Mapping[str, object]) -> dict[st
 
 
 def unused_blocks(config: Config, where: str) -> list[str]:
-    """A note for each block whose task is not among those of the run, with the name that may be misspelt."""
+    """Return a note for each block whose task is not one of the run's, with the name it may misspell."""
     blocks, tasks = config.tasks or {}, config.data.tasks
     bare = [task for task in tasks if task not in blocks]
     notes: list[str] = []
@@ -407,7 +407,7 @@ COMMAND_LINE = "command line"
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, earlier: bool = False) -> Config:
-    """The settings of a file, overridden by `key.sub=value`, over the defaults.
+    """Return the settings of a file, overridden by `key.sub=value`, over the defaults.
 
     Args:
         path: A YAML file; None: defaults and overrides alone.
@@ -475,7 +475,7 @@ def _build(
 
 
 def _of_task(task: str, *layers: SettingsLayer) -> list[SettingsLayer]:
-    """The layers, whose messages name the task."""
+    """Return the layers, whose messages name the task."""
     return [replace(layer, where=f"{layer.where}: tasks.{task}") for layer in layers]
 
 
@@ -574,7 +574,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, object]:
 
 
 def parse_value(text: str) -> object:
-    """One value as YAML reads it; text where YAML reads nothing.
+    """Return one value as YAML reads it; text where YAML reads nothing.
 
     >>> parse_value("1e-4"), parse_value("[1, 4]"), parse_value("null"), parse_value("*.h5")
     (0.0001, [1, 4], None, '*.h5')
@@ -598,7 +598,7 @@ def parse_value(text: str) -> object:
 def _flatten(
     settings: Mapping[str, object], prefix: str, where: str, unknown: list[str]
 ) -> dict[str, object]:
-    """Nested settings by dotted name; names that are none go to `unknown` as messages."""
+    """Return nested settings by dotted name; names that are none go to `unknown` as messages."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{as_name(key)}"
@@ -639,7 +639,7 @@ def _check_names(overrides: Mapping[str, object], unknown: list[str]) -> None:
 
 
 def _mapping_of(name: str) -> str | None:
-    """The setting whose entry `name` is: `data.splits` for `data.splits.train`."""
+    """Return the setting whose entry `name` is: `data.splits` for `data.splits.train`."""
     if name.startswith("tasks."):
         return "tasks"
     owner = name.rpartition(".")[0]
@@ -654,7 +654,7 @@ def _say_unknown(name: str, where: str) -> str:
 
 
 def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[str]:
-    """Where to go with a file of the earlier latent cache that a command of today cannot read."""
+    """Say where to take a file of the earlier latent cache that a command of today cannot read."""
     if earlier or not is_earlier(settings):
         return []
     return [
@@ -670,7 +670,7 @@ def _example(section: str) -> str:
 
 
 def _merge(file: SettingsLayer, command: SettingsLayer) -> dict[str, object]:
-    """The command line over the file; one entry of a mapping leaves the others as they are."""
+    """Return the command line over the file; one entry of a mapping leaves the others as they are."""
     merged = dict(file.values)
     batch = ("training.batch_size", "training.batch_trajectories")
     if any(command.values.get(name) is not None for name in batch):
@@ -724,7 +724,7 @@ def _at(nested: Mapping[str, object], name: str) -> object:
 def _explain(
     error: ValidationError, merged: Mapping[str, object], file: SettingsLayer, command: SettingsLayer
 ) -> list[str]:
-    """One line for each setting with a wrong value."""
+    """Return one line for each setting with a wrong value."""
     lines: dict[str, str] = {}
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
@@ -742,7 +742,7 @@ def _explain(
 
 
 def _explain_entry(problem: Mapping[str, Any], name: str) -> str | None:
-    """What is wrong with one entry of a list, from an error of pydantic; None where it is the list itself."""
+    """Say what is wrong with one entry of a list, from pydantic's error; None: it is the list itself."""
     place = problem["loc"][name.count(".") + 1 :]
     if not place and problem["type"] != "value_error":
         return None
@@ -765,7 +765,7 @@ def _check_batch(layer: SettingsLayer) -> None:
 
 
 def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer) -> None:
-    """What no setting can be judged for alone."""
+    """Raise ConfigError for settings that contradict each other."""
     for name, fact in _contradictions(config, file, command):
         from_command = any(key == name or key.startswith(f"{name}.") for key in command.values)
         raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
@@ -809,7 +809,7 @@ def _has_password(url: str) -> bool:
 
 
 def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:
-    """What no loader could cut windows by: the setting, and what is wrong with it."""
+    """Return settings by which no loader can cut windows, and what is wrong with them."""
     for name in ("time_stride", "rollout_horizon"):
         value = getattr(config.training, name)
         if isinstance(value, tuple) and value[0] > value[1]:

@@ -103,7 +103,7 @@ ONLY_IN: Mapping[str, str] = {
 
 
 def _named(name: str, own: object) -> object:
-    """An entry of a mapping as one of a list; what is not a mapping is left to be refused."""
+    """Return an entry of a mapping as one of a list; what is not a mapping is left to be refused."""
     if own is None:
         return {"name": name}
     return {"name": name, **cast("Mapping[str, object]", own)} if isinstance(own, Mapping) else own
@@ -215,7 +215,7 @@ def _of_percent(value: object) -> object:
 
 
 def _of_one(value: object) -> object:
-    """A name alone as a list of one."""
+    """Return a name alone as a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -461,7 +461,7 @@ class PrecomputeConfig(SettingsSection):
     max_quarantined: Fraction = 0.001
     """Largest part of the samples that may be quarantined before the run counts as failed."""
     nan: Literal["reject", "allow"] = "reject"
-    """Whether a sample with a NaN or an infinity is quarantined or stored."""
+    """Quarantine a sample with a NaN or an infinity, or store it."""
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
     compression: Literal["none", "zstd", "lz4", "auto"] = "none"
@@ -473,7 +473,7 @@ class PrecomputeConfig(SettingsSection):
     retry_quarantined: Flag = False
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
-    """Whether `train` encodes what is missing before it begins; `false`: it encodes while it trains."""
+    """Encode what is missing before `train` begins; `false`: encode while it trains."""
     encode_batch: PositiveInt | Literal["auto"] | None = None
     """Samples in one call of the encoder, a part of the recipe; null: about 8 MiB of them; `auto`: measured
     once, then kept (docs/encoders.md)."""
@@ -486,7 +486,7 @@ class PrecomputeConfig(SettingsSection):
 
 
 class VerifyConfig(SettingsSection):
-    """Whether what is served is what was encoded."""
+    """Checks that served records are what was encoded."""
 
     on_read: Literal["always", "first", "off"] = "always"
     """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
@@ -528,19 +528,19 @@ class Config(SettingsSection):
         return self._where
 
     def noted(self, where: str, notes: tuple[str, ...]) -> Config:
-        """The same settings with their origin and notes."""
+        """Return the same settings with their origin and notes."""
         copy = self.model_copy()
         copy._where, copy._notes = where, notes
         return copy
 
     def with_tasks(self, of_task: dict[str, Config]) -> Config:
-        """The same settings, which for these tasks are others."""
+        """Return the same settings, which for these tasks are others."""
         copy = self.model_copy()
         copy._of_task = of_task
         return copy
 
     def for_task(self, task: str) -> Config:
-        """The settings as they are for one task."""
+        """Return the settings as they are for one task."""
         own = self._of_task.get(task)
         if own is None:
             return self
@@ -549,13 +549,13 @@ class Config(SettingsSection):
         return own.model_copy(update={"training": training})
 
     def to_dict(self) -> dict[str, Json]:
-        """Every setting in force, as plain JSON types; `make_config` reads it back."""
+        """Return every setting in force, as plain JSON types; `make_config` reads it back."""
         plain: dict[str, Any] = self.model_dump(mode="json")
         if self.training.batch_trajectories is not None:
             del plain["training"]["batch_size"]
         return plain
 
     def to_yaml(self) -> str:
-        """Every setting as YAML, a file that `load_config` reads."""
+        """Return every setting as YAML, a file that `load_config` reads."""
         plain: dict[str, Any] = self.to_dict()
         return OmegaConf.to_yaml(OmegaConf.create(plain))

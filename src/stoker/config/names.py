@@ -45,18 +45,18 @@ class SettingGroup:
 
 @cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting by dotted name, in the order of the models."""
+    """Return every setting by dotted name, in the order of the models."""
     return {node.name: node for node in every_node() if isinstance(node, Setting)}
 
 
 @cache
 def all_sections() -> Mapping[str, SettingGroup]:
-    """Every section by dotted name, in the order of the models."""
+    """Return every section by dotted name, in the order of the models."""
     return {node.name: node for node in every_node() if isinstance(node, SettingGroup)}
 
 
 def as_name(key: object) -> str:
-    """A key of a YAML file as the name that it is; `on` is a truth value to YAML 1.1."""
+    """Return a key of a YAML file as the name that it is; `on` is a truth value to YAML 1.1."""
     return "on" if key is True else str(key)
 
 
@@ -93,7 +93,7 @@ def _section_of(prop: Mapping[str, Any], defs: Mapping[str, Any]) -> Mapping[str
 
 
 def expectation(prop: Mapping[str, Any]) -> str:
-    """A JSON schema in words.
+    """Return a JSON schema in words.
 
     >>> expectation({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]})
     'a whole number of at least 1, or null'
@@ -182,7 +182,7 @@ def _figure(value: float) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` probably meant; None where nothing is close.
+    """Return the known name that `name` probably meant; None where nothing is close.
 
     >>> nearest("training.latent_cache_dirr", ["training.lr", "training.latent_cache_dir"])
     'training.latent_cache_dir'
@@ -203,7 +203,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value as it would be written in the file.
+    """Return a value as it would be written in the file.
 
     >>> shown("abc"), shown(None), shown(0.5), shown([1, 2])
     ('"abc"', 'null', '0.5', '[1, 2]')
@@ -274,7 +274,7 @@ def _problem(error: Mapping[str, Any], path: Sequence[str], parent: Schema, sche
 
 
 def _find(schema: Schema, loc: Sequence[int | str]) -> tuple[list[str], Schema, Schema]:
-    """The path of a field as its sender knows it, the schema of what it is in, and its own."""
+    """Return the path of a field as its sender knows it, the schema of what it is in, and its own."""
     path: list[str] = []
     parent: Schema = {}
     for part in loc:
@@ -364,7 +364,7 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def in_settings(error: StokerError) -> str:
-    """The message of `error` with the arguments that it names written as settings; all other text as it is.
+    """Return the message of `error`, the arguments in it written as settings; other text is kept.
 
     >>> from stoker.errors import ConfigError, arg
     >>> in_settings(ConfigError(f"preset=x.h5 has no layout. Use {arg('preset', 'well')}"))
@@ -398,7 +398,7 @@ def _as_yaml(value: object) -> str:
 
 @cache
 def setting_of() -> Mapping[str, str]:
-    """The setting of each argument that has one."""
+    """Return the setting of each argument that has one."""
     leaves = {name: name.rpartition(".")[2] for name in all_settings()}
     count = Counter(leaves.values())
     return {leaf: name for name, leaf in leaves.items() if count[leaf] == 1} | dict(OTHER_NAMES)

@@ -62,7 +62,7 @@ Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 def _of_units(value: object) -> object:
-    """Bytes of a size with a unit, as `100GB`; anything else as it is, to be judged as a number."""
+    """Return bytes of a size with a unit, as `100GB`; anything else as it is, to be judged as a number."""
     found = parse_bytes(value) if isinstance(value, str) else None
     return value if found is None else found
 
@@ -77,7 +77,7 @@ CountBytes: TypeAlias = Annotated[
 
 
 def _expanded(path: str) -> str:
-    """A path whose `~` is the user's folder, as in the paths of data."""
+    """Return a path whose `~` is the user's folder, as in the paths of data."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
@@ -97,7 +97,7 @@ class SettingsSection(BaseModel):
 
 
 def as_names(value: Names) -> tuple[str, ...]:
-    """One name or several, as a tuple."""
+    """Return one name or several, as a tuple."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -117,7 +117,7 @@ class TorchConfig(SettingsSection):
     text: dict[str, JsonValue] | None = None
     """What becomes of text, by field: a list of words, `bytes` or `drop`."""
     random: Literal["refuse", "freeze"] = "refuse"
-    """Whether random output is refused, or one draw of it stored for good."""
+    """Refuse random output, or store one draw of it for good."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ class ImagesConfig(SettingsSection):
     filter: Literal["nearest", "box", "bilinear", "bicubic", "lanczos"] = "bilinear"
     """How pixels are weighed when an image is resized."""
     reduced: Flag = True
-    """Whether JPEG is decoded at 1/2, 1/4 or 1/8 where that is enough for the size."""
+    """Decode JPEG at 1/2, 1/4 or 1/8 where that is enough for the size."""
     turned: Flag = True
-    """Whether images are turned as their EXIF orientation says."""
+    """Turn images as their EXIF orientation says."""
     max_samples: PositiveInt | None = None
     """Draw so many images of each split, evenly and by `data.seed`; null: all."""
     classes: tuple[str, ...] | None = None
@@ -254,7 +254,7 @@ class ImagesConfig(SettingsSection):
     ragged: Flag = False
     """Objects as ragged fields, in place of padded ones."""
     strict: Flag = False
-    """Whether a box without area inside its image sets the image aside, or is marked as not valid."""
+    """Set an image aside if a box has no area inside it; `false`: mark the box as not valid."""
     setup: Literal["s0", "s1", "s2", "s3"] = "s0"
     """Of DexYCB: which samples are train, val and test."""
     extras: tuple[Literal["depth", "segmentation"], ...] = ()

@@ -82,7 +82,7 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _node(environ: Mapping[str, str], rank: int, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """Which machine of how many, as torchrun says; other launchers number the ranks machine by machine."""
+    """Return node rank and count as torchrun gives them; other launchers number ranks node by node."""
     if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
         return int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
     return rank // max(1, local_world_size), -(-world_size // max(1, local_world_size))

@@ -134,7 +134,7 @@ class RankHeartbeat:
             return
 
     def _note(self, rank: int) -> dict[str, Any] | None:
-        """Why a rank ended, as far as it said so."""
+        """Return the note in which a rank said why it ended; None: it left none."""
         return json.loads(self._read(f"ended/{rank}", "null"))
 
     def blame(self, what: str, since: float, *, asked: bool = False) -> StalledError | None:
@@ -171,7 +171,7 @@ class RankHeartbeat:
         return self._store.check([f"left/{rank}"]) or self._note(rank) is not None
 
     def _in_order(self, rank: int) -> bool:
-        """Whether a rank was asked to end, or is done; one that never came was asked before it could."""
+        """True if a rank was asked to end, or is done; one that never came was asked before it could."""
         note = self._note(rank)
         return note["asked"] if note else self._store.check([f"left/{rank}"]) or not self._count(rank)
 

@@ -156,7 +156,7 @@ class FeatureEncoder:
         return {self._output: tokens, **rest}
 
     def to(self, device: torch.device) -> None:
-        """Where the model computes; it is put together there with the first image."""
+        """Set the device of the model, which is built there for the first image."""
         self._device = device
         if self._model is not None:
             self._model.to(device)

@@ -154,7 +154,7 @@ class MeshEncoder:
         return {"latent": latent, "coords": coords, **passed}
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
-        """One sample a call, since samples differ in size."""
+        """Return one sample a call, since samples differ in size."""
         return EncodeBatchSize(samples=1)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:

@@ -583,7 +583,7 @@ def _argument(name: str, *value: str) -> str:
 
 
 def _in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """A field of a batch; one of time and points as `(1, T, N, *rest)`, by the sizes in its size field."""
+    """Return a field of a batch; one of time and points as `(1, T, N, *rest)`, by its size field."""
     sizes = batch.get(name + SHAPE_SUFFIX)
     if sizes is None:
         return batch[name]

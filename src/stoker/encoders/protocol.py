@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeBatchSize:
-    """How much is encoded in one call. Part of the recipe, because kernels may give other last bits
+    """Samples and steps encoded in one call. Part of the recipe, because kernels may give other last bits
     for other batch sizes; so it may depend on the schema alone, never on memory or device.
     """
 

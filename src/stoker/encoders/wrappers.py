@@ -27,7 +27,7 @@ KEEPING = "stoker.Keeping"
 
 
 def field_names(fields: str | Sequence[str]) -> tuple[str, ...]:
-    """Names, one or several, each once and sorted: their order changes nothing."""
+    """Return names, one or several, each once and sorted: their order changes nothing."""
     return tuple(sorted({fields} if isinstance(fields, str) else {*fields}))
 
 
@@ -122,7 +122,7 @@ PIECE_BYTES = 64 * MIB
 
 
 class FitSource(Protocol):
-    """What fitting needs of a source; every `Source` has it."""
+    """Source as far as fitting needs it; every `Source` has it."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -133,13 +133,13 @@ class FitSource(Protocol):
         ...
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """One sample, or `start:stop` of its fields with time."""
+        """Return one sample, or `start:stop` of its fields with time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldStatistics:
-    """What maps raw values to normalized ones: `(value - shift) / scale`, one pair per channel."""
+    """Shift and scale that normalize values: `(value - shift) / scale`, one pair per channel."""
 
     field: str
     """Field of the sample that they belong to."""

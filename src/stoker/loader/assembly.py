@@ -366,7 +366,7 @@ LENGTHS, MASK, OFFSETS = ".lengths", ".mask", ".offsets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad:
-    """How records of varying length are padded at their end; `ragged="pad"` is `Pad()`."""
+    """Padding of records of varying length, at their end; `ragged="pad"` is `Pad()`."""
 
     to: int | None = None
     """Steps of every batch; None: those of the longest record in the batch."""

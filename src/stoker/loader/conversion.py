@@ -22,7 +22,7 @@ from stoker.schema import FLOATS, Field, Schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalise:
-    """How a field is normalised while it is served: `(value / divisor - mean) / std`, in float32."""
+    """Normalization of a field while it is served: `(value / divisor - mean) / std`, in float32."""
 
     mean: float | Sequence[float]
     """One for all values, or one per channel."""
@@ -61,7 +61,7 @@ class Normalise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is done to one output's values, in the order of the fields; nothing is left to look up."""
+    """Steps from one output's stored values to served ones, in the order of the fields."""
 
     dtype: torch.dtype
     """What is handed out."""

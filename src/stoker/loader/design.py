@@ -369,7 +369,7 @@ def _sizes(cache: Cache, table: RecordTable, outputs: tuple[OutputSpec, ...]) ->
 
 
 def _share(order: Order, rank: int, world_size: int, drop_last: bool | None) -> RankShare:
-    """This rank's part; without a word on `drop_last`, training over ranks has it and evaluation has not."""
+    """Return this rank's part; by default `drop_last` is set for training over ranks, else not."""
     sequential = order.kind.kind == "sequential"
     return RankShare(
         positions=order.positions,

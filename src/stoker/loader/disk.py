@@ -423,7 +423,7 @@ class DiskBatches:
         return pending.values
 
     def _fetched_s(self, threads: int) -> float:
-        """Seconds, of each thread, that reads have waited for an object store since this was last asked."""
+        """Return seconds, of each thread, that reads waited for an object store since the last call."""
         if self.fetching_s is None:
             return 0.0
         before, self._fetching_s = self._fetching_s, self.fetching_s()

@@ -303,7 +303,7 @@ class FillChunks:
         )
 
     def _await_verdict(self) -> None:
-        """Where samples were left out, wait for the end of the filling: it fails if they are too many.
+        """Wait for the end of the filling if samples were left out: it fails if they are too many.
 
         Raises:
             StokerError: Filling failed.

@@ -192,7 +192,7 @@ class ConvertingGather:
             self._converter.scaled_(lined)
 
     def _convert(self, index: Tensor, views: ImageViews, out: Tensor, pieces: Iterator[int]) -> None:
-        """The same with pieces of the batch."""
+        """Do the same with pieces of the batch."""
         rows, work = scratch = self._take_scratch()
         for begin in pieces:
             end = min(begin + self._rows, len(index))
@@ -219,7 +219,7 @@ class ConvertingGather:
 
 
 class OutputMemory:
-    """Where batches of one output go: a fixed place, memory that nothing refers to any more, or fresh."""
+    """Memory for batches of one output: a fixed place, memory that nothing refers to any more, or fresh."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, static: bool

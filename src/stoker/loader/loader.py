@@ -131,7 +131,7 @@ class Loader(EpochIterable):
 
     @property
     def plan(self) -> Plan:
-        """Which tier holds how many records, and why; once batches were made, as it is by now."""
+        """Records by tier and the reasons: as planned, and as they are now once batches were made."""
         return self._serving.plan
 
     @property

@@ -49,7 +49,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """What a mixture serves from."""
+    """Loaders and caches of a mixture."""
 
     names: tuple[str, ...]
     """Of the caches, in the order given."""
@@ -61,7 +61,7 @@ class Members:
 
     @property
     def designs(self) -> dict[str, Design]:
-        """What was decided about each loader."""
+        """The design of each loader, by name."""
         return {name: design_of(loader) for name, loader in self.loaders.items()}
 
     @property
@@ -319,7 +319,7 @@ class Mixture(EpochIterable):
 
     @property
     def loaders(self) -> Mapping[str, Loader]:
-        """What batches come from, by name; one for all caches where batches hold examples of several."""
+        """The loaders that batches come from, by name; one for all caches if batches mix their examples."""
         return self._members.loaders
 
     @property

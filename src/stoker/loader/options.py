@@ -55,7 +55,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a loader was asked for, by the names of its arguments.
+    """Arguments that a loader was given, by their names.
 
     Raises:
         ConfigError: A value means nothing, whatever the cache is.

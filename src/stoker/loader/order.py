@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """How often each record is drawn: for `weights=`, where numbers alone do not say enough."""
+    """Weight of each record, for `weights=` where plain numbers do not say enough."""
 
     values: Sequence[float] | NDArray[Any] = field(kw_only=False)
     """One per stored record in number order, or per entry of `indices=`; at least 0, not all 0."""
@@ -126,7 +126,7 @@ Kind: TypeAlias = Literal["full", "block", "bucket", "static", "sequential"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderKind:
-    """What was asked for: the kind and its numbers. `str()` gives what the state keeps."""
+    """Kind of order asked for, and its numbers. `str()` gives what the state keeps."""
 
     kind: Kind
     block: int = 0
@@ -183,7 +183,7 @@ def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """What sampling with replacement draws from: records by weight, then a window of the record."""
+    """Distribution to draw from with replacement: records by weight, then a window of the record."""
 
     cumulative: NDArray[np.float64]
     """Running sum of weight times windows, `(records,)`."""
@@ -502,7 +502,7 @@ def _int64(words: Any) -> Any:
 
 
 def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
-    """Sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
+    """Return sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
 
     Several at once take as many calls of numpy as one, which matters where a thread makes them: each call is
     a turn of the interpreter's lock that somebody else waits for.

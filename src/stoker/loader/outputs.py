@@ -26,7 +26,7 @@ from stoker.units import KIB
 
 
 class Computation(Enum):
-    """How a part of a window is made of gathered ones (`assembly.py`)."""
+    """Rule by which a part of a window is made of gathered parts (`assembly.py`)."""
 
     PICK = "pick"
     """The steps `picks`, counted in the example's own strides, of the gathered run of steps."""

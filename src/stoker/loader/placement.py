@@ -254,7 +254,7 @@ class Placement:
 
     @property
     def plan(self) -> Plan:
-        """Which tier is to hold how many records now."""
+        """Records that each tier is to hold now."""
         return self._watch.plan
 
     def fill(self, wait_s: float) -> None:

@@ -67,7 +67,7 @@ BEGIN_TIMEOUT_S = 3600.0
 
 
 class PendingStrip:
-    """What all passes of a loader share: the last strip that was begun by a thread."""
+    """The last strip that a thread began; all passes of a loader share it."""
 
     def __init__(self) -> None:
         self.ticket: Ticket[Any] | None = None
@@ -151,7 +151,7 @@ class BatchPrefetcher:
         return chain(_drained(first), source)
 
     def ended(self) -> None:
-        """The last step of the strip is over: compare, and choose for the next one."""
+        """Compare the stall of the strip that has ended, and choose the steps of the next one."""
         if self._pool is None or not self._count:
             return
         each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
@@ -306,7 +306,7 @@ class UpcomingBlocks:
 
 
 class RequestDepth:
-    """How many bytes to have under way: twice what the way holds, bandwidth times the shortest answer.
+    """Bytes of requests to keep in flight: twice the product of bandwidth and shortest answer.
 
     Rates are taken over each request's own time, by what came in all meanwhile, so that they count all that
     are under way together (the estimate of BBR, Cardwell et al., ACM Queue 2016). The shortest answer is
@@ -321,7 +321,7 @@ class RequestDepth:
         self._took: deque[float] = deque(maxlen=2048)
 
     def ended(self, size: int, came_before: int, took_s: float) -> None:
-        """A request of `size` bytes took so long; `came_before` is what `came` was as it began."""
+        """Note that a request of `size` bytes took so long; `came_before` is `came` as it began."""
         self.came += size
         if took_s > 0:
             self._rates.append((self.came - came_before) / took_s)
@@ -334,7 +334,7 @@ class RequestDepth:
 
     @property
     def bytes(self) -> int:
-        """What to have under way now."""
+        """Bytes of requests to keep in flight now."""
         held = self.bytes_s * min(self._took, default=0.0)
         return int(min(self._most, max(self._least, 2 * held)))
 
@@ -539,13 +539,13 @@ class BlockPrefetcher:
 
     @property
     def lead_bytes(self) -> int:
-        """How many bytes may be here ahead of need."""
+        """The most bytes that may be loaded before they are needed."""
         lead = min(MOST_LEAD_BYTES, max(2 * self._depth.bytes, int(LEAD_S * self._depth.bytes_s)))
         return lead if self._room is None else min(lead, self._room // LEAD_PART)
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks a stretch may take: few, as what is begun is counted by stretches."""
+        """The most blocks of a stretch: few, since what was begun is counted by stretches."""
         return max(1, self.lead_bytes // LEAD_PART // self._locator.block_bytes)
 
     def _nudge(self) -> None:

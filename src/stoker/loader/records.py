@@ -1,4 +1,4 @@
-"""Where each record is stored: sample index, shard, row in the shard."""
+"""Location of each record: sample index, shard, row in the shard."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Strip:
 
 
 class StripPace:
-    """How many batches are made before memory is looked at again: those of a second or a little more."""
+    """Batches to make before memory is looked at again: those of a second or a little more."""
 
     def __init__(self) -> None:
         self.batches = 4
@@ -404,7 +404,7 @@ class Serving:
 
     @property
     def plan(self) -> Plan:
-        """Which tier holds how many records by now."""
+        """Records by tier: as placed now, or as planned before the first batch."""
         return self.design.plan if self.engine is None else self.engine.placement.plan
 
     @property
@@ -414,7 +414,7 @@ class Serving:
 
     @property
     def device(self) -> torch.device:
-        """Where batches are made: where they are wanted, if they need not be read first."""
+        """The device on which batches are made: the one asked for, or the CPU while the cache is filled."""
         return self.design.options.device if self.fill_chunks is None else torch.device("cpu")
 
     def begin(self, epoch: int, batch: int) -> int:

@@ -263,7 +263,7 @@ class EpochPlace:
         return self._restored and self.at[1] > 0
 
     def rewind(self) -> None:
-        """An iterator is asked for: an epoch whose pass was abandoned begins again."""
+        """Begin an epoch again whose pass was abandoned: called when an iterator is asked for."""
         if not self._restored:
             self.at = (self.at[0], 0)
 
@@ -273,13 +273,13 @@ class EpochPlace:
         return self.at
 
     def end(self, epoch: int, last: tuple[int, int]) -> None:
-        """A pass over `epoch` has no batch after `last`, even if that is not the end of the epoch."""
+        """Note that a pass over `epoch` has no batch after `last`, even if the epoch is longer."""
         if self.at == last and last[0] == epoch:
             self.at = (epoch + 1, 0)
 
 
 class EpochIterable(ABC):
-    """What loaders and mixtures have in common: epochs to set, and no items by number."""
+    """Epochs that can be set, shared by loaders and mixtures. Examples cannot be indexed."""
 
     _place: EpochPlace
 
@@ -294,7 +294,7 @@ class EpochIterable(ABC):
 
     @property
     def sampler(self) -> EpochSetter:
-        """What trainers call `set_epoch` on."""
+        """The object on which trainers call `set_epoch`."""
         return EpochSetter(self)
 
     @property

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
 class Memory:
-    """What a tier in memory holds. Not to be shown: rows of shards that are not mapped are no memory."""
+    """Records that a tier holds in memory. No `repr`: rows of shards that are not mapped are absent."""
 
     tier: Literal["device", "host"]
     device: torch.device
@@ -71,7 +71,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLayout:
-    """Where the shards of a memory begin, in rows and, per ragged field, in steps."""
+    """First row of each shard of a memory and, per ragged field, its first step."""
 
     rows: NDArray[np.int64]
     """Rows of each shard of the cache, `(shards,)`; 0 for those that are not to be held."""
@@ -238,7 +238,7 @@ MADV_POPULATE_READ, MADV_DONTNEED = 22, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedFields:
-    """Which fields are mapped, and the alignment in rows that this takes."""
+    """Fields whose files are mapped, and the alignment in rows that this takes."""
 
     fields: frozenset[str]
     row_align: int
@@ -538,7 +538,7 @@ class Staging:
         self._next = 0
 
     def into(self, target: Tensor) -> Staging:
-        """This, for a column that goes in `target`, bytes on the device."""
+        """Return this, for a column that goes in `target`, bytes on the device."""
         self._target = target
         return self
 

@@ -271,7 +271,7 @@ EXACT = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCut:
-    """What one transform does to the last two axes of one field."""
+    """Change that one transform makes to the last two axes of one field."""
 
     field: str
     draw: Callable[[Tensor], Tensor]
@@ -285,7 +285,7 @@ class CutTransform(Protocol):
     """A transform that may be a cut."""
 
     def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
-        """This transform as a cut of records whose examples have these shapes; None: it is more than that."""
+        """Return this transform as a cut of records of these example shapes; None: it does more."""
         ...
 
 

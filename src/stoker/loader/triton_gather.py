@@ -92,7 +92,7 @@ def _gather(  # noqa: PLR0913, PLR0917 - a kernel has no dataclasses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelShape:
-    """How the kernel cuts the rows of one output."""
+    """Sizes by which the kernel cuts the rows of one output."""
 
     block: int
     tiles: int

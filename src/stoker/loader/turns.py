@@ -54,7 +54,7 @@ class MemberPass:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnSchedule:
-    """Which member of a mixture gives the batch of each step."""
+    """Order of turns: the member of a mixture that gives the batch of each step."""
 
     counts: tuple[int, ...]
     """Steps of each member in one epoch."""

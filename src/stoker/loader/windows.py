@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How a trajectory becomes examples `(z0, z1, future)`.
+    """Rules by which a trajectory becomes examples `(z0, z1, future)`.
 
     Example:
         >>> windows = Windows(stride=(1, 4), horizon=2)

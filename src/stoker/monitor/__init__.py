@@ -1,4 +1,4 @@
-"""What a run costs, as figures: low in the layers, so that nothing above needs a callback.
+"""Figures of what a run costs: low in the layers, so that nothing above needs a callback.
 
 README.md has the map of this folder.
 """

@@ -59,7 +59,7 @@ class StallReport:
 
     @property
     def lost(self) -> float | None:
-        """How far the run is below its compute-only ceiling, 0..1; None while that was not measured.
+        """Fraction that the run is below its compute-only ceiling, 0..1; None until it is measured.
 
         Unlike `stall` it also counts what loading costs a step by competing for cores or the bus.
         """
@@ -251,7 +251,7 @@ class StallJournal:
         return interval
 
     def restarted(self) -> None:
-        """The meter was reset since the last interval was cut, as between two passes."""
+        """Begin a new interval: the meter was reset since the last one, as between two passes."""
         self._before = None
 
     def close(self, facts: Mapping[str, Json] | None = None) -> StallReport | None:

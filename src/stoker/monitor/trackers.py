@@ -1,4 +1,4 @@
-"""Where figures go in addition to a run's folder: TensorBoard, Weights & Biases, MLflow, or one's own.
+"""Trackers of figures: TensorBoard, Weights & Biases, MLflow, or one's own.
 
 Each of these packages is imported by its own class, on its first use: none of them is needed to train.
 A tracker runs in a process of its own. `TrackerProcesses` starts it and never waits for it: the pipe to it
@@ -44,7 +44,7 @@ Ending: TypeAlias = Literal["finished", "failed", "interrupted", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first figure."""
+    """Facts about a run that a tracker is given before its first figure."""
 
     name: str
     folder: Path

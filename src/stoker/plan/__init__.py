@@ -1,4 +1,4 @@
-"""Where records should live, and why: limits of this machine, and the arithmetic on them.
+"""Plans of where records should live: limits of this machine, and the arithmetic on them.
 
 README.md has the map of this folder.
 """

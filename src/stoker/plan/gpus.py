@@ -112,7 +112,7 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
 
 
 def say_together(held: int, records: int) -> str:
-    """How many devices like this one hold what it does not hold alone; empty where it does, or holds nothing.
+    """Say how many devices like this one hold what it cannot hold alone; empty if none are needed.
 
     >>> say_together(300, 1000)[:66]
     'one device holds 300 of 1,000 records, 4 of them hold all together'

@@ -107,7 +107,7 @@ class Reservation:
         """Per memory the bytes that the machine no longer reports as free because of this claim."""
 
     def usable(self, resources: Resources, wanted: Collection[Hashable] = ()) -> Resources:
-        """What this claim may be of: free bytes, its own again, less what others claim and have not taken.
+        """Return what this claim may use: free bytes and its own, less what others claim and did not take.
 
         Args:
             resources: As the machine reports them.

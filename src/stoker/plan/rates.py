@@ -73,7 +73,7 @@ class Rates:
     device_bytes_s: float = 500e9
     """Copying within the GPU's memory."""
     measured: bool = False
-    """Whether anything was timed here."""
+    """True if anything was timed here."""
     served: Mapping[str, BatchLoad] = field(default_factory=dict[str, "BatchLoad"])
     """Per tier the load of one batch of the demand, where some were served to find out; wins over rates."""
 
@@ -149,7 +149,7 @@ def _largest(path: Path) -> Path | None:
 
 
 def _device_rates(device: str) -> tuple[float, float]:
-    """Pinned memory to the GPU, and within it."""
+    """Return the rates of copies from pinned memory to the GPU, and within it."""
     device_memory(device)  # says in words when there is no such GPU
     import torch
 
@@ -270,7 +270,7 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
 def _repeat(
     one: Callable[[], Any], size_bytes: int, seconds: float, finish: Callable[[], None] | None = None
 ) -> float:
-    """Bytes a second of as many repeats as fit; the first one is not counted, since it touches new memory."""
+    """Return bytes a second over repeats; the first one is not counted, since it touches new memory."""
     import torch
 
     finish = finish or (lambda: None)
@@ -311,7 +311,7 @@ def _read(
     direct: bool = True,
     times: int = 1_000_000,
 ) -> float:
-    """Bytes a second of reading all blocks `times` over, or for `seconds`; 0 where no block is whole."""
+    """Return bytes a second of reading all blocks `times` over, or for `seconds`; 0: no full block."""
     if not blocks:
         return 0.0
     flags = os.O_RDONLY | os.O_CLOEXEC

@@ -49,7 +49,7 @@ class MemoryLimit:
 
     @property
     def usable_bytes(self) -> int:
-        """What a process of the group may still take."""
+        """Bytes that a process of the group may still take."""
         return max(0, self.limit_bytes - self.held_bytes)
 
 
@@ -126,7 +126,7 @@ def unreclaimable(stat: Mapping[str, int]) -> int:
 
 
 def read_stat(text: str) -> dict[str, int]:
-    """Name and number per line, whatever else a line may hold.
+    """Return name and number per line, whatever else a line may hold.
 
     >>> read_stat("anon 12\\nfile 7\\noddity\\n")
     {'anon': 12, 'file': 7}
@@ -248,7 +248,7 @@ NETWORK = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """Where a path is mounted."""
+    """Mount point of a path."""
 
     point: str
     kind: str
@@ -418,7 +418,7 @@ IN_MEMORY = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources(JsonResult):
-    """What one process may use now. Bytes and counts are free ones unless named total."""
+    """Resources that one process may use now. Bytes and counts are free ones unless named total."""
 
     host_bytes: int
     """Host memory that can still be taken, page cache included, before any reserve."""
@@ -481,7 +481,7 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world_size: in
 
 
 def memory_now(earlier: Resources) -> Resources:
-    """The same with the memory that is free now, host's and device's: what a running loader looks at."""
+    """Return the same with the host and device memory that is free now, for a running loader."""
     host = host_memory(Path("/proc"), Path("/"))
     free, _, _ = device_memory(earlier.device)
     return replace(

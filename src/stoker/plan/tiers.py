@@ -88,7 +88,7 @@ class RemoteDemand:
         return size * self.fetched() * self.bytes / max(1.0, self.examples * self.example_bytes)
 
     def better(self) -> str:
-        """The order that fetches least, with numbers; empty where that gains less than a tenth of the set."""
+        """Say which order fetches least, with numbers; empty if the gain is under a tenth of the set."""
         spacing = self.bytes / max(1, self.examples)
         room = self.room_bytes or self.bytes
         together = max(self.block_bytes, min(WANTED_BLOCK_BYTES, int(room * AHEAD_OF) // WANTED_BLOCKS))
@@ -184,7 +184,7 @@ NO_STALL = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """What a plan was made from."""
+    """Facts from which a plan was made."""
 
     demand: Demand
     resources: Resources
@@ -203,7 +203,7 @@ class PlanFacts:
 
 
 def explain(plan: Plan, facts: PlanFacts, asked: str) -> str:
-    """The reason of `plan`: what went where, what decided, what it costs, and what would do as well."""
+    """Return the reason of `plan`: what went where, what decided, its cost, and what would do as well."""
     parts = [_placed(plan, asked)]
     parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
     if facts.demand.on_cpu and asked in ("auto", "device"):
@@ -325,7 +325,7 @@ Source: benchmarks of the serving path (a loader's Python, a kernel's launch, on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What is to be served. Sizes are of stored bytes, means where records differ."""
+    """Records and batches to serve. Sizes are of stored bytes, means where records differ."""
 
     records: int
     """Records wanted in all."""
@@ -405,7 +405,7 @@ class TierShare(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(JsonResult):
-    """Which tier holds how many records, and why; `print` shows it as a table."""
+    """Records that each tier holds, and the reasons; `print` shows it as a table."""
 
     json_keys = (
         "tiers", "bytes", "reason", "predicted_stall", "tier", "step_s", "no_stall_step_s", "rows",
@@ -434,7 +434,7 @@ class Plan(JsonResult):
         return {row.tier: row.records for row in self.rows}
 
     def holding(self, records: int) -> Plan:
-        """The same decision for another number of records: the tier that holds most takes the difference."""
+        """Return the same decision for another number of records: the largest tier takes the difference."""
         more = records - sum(row.records for row in self.rows)
         rows = tuple(
             replace(row, records=row.records + more, bytes=row.bytes * (row.records + more) // row.records)
@@ -602,7 +602,7 @@ def _row(tier: Tier, records: int, facts: PlanFacts, step_s: float | None) -> Ti
 
 
 def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:
-    """Seconds to load one batch from `tier` alone: those waited for, and those that overlap with the step.
+    """Return seconds to load one batch from `tier` alone: those waited for, and those the step hides.
 
     On a CPU the step wants all cores, so only waiting for a disk overlaps with it, not copying. Towards a
     GPU everything does, given a second core. A gather on the GPU goes through the same queue as the step.
@@ -661,7 +661,7 @@ def _note(tier: Tier, records: int, facts: PlanFacts) -> str:
 
 
 def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:
-    """Seconds to load a mean batch: those waited for, and those that overlap with the step; None: unknown."""
+    """Return seconds to load a mean batch: those waited for, those the step hides; None: unknown."""
     total = sum(row.records for row in rows) or 1
     direct = beside = 0.0
     for row in rows:
@@ -675,7 +675,7 @@ def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:
 
 
 def _wait(direct_s: float, beside_s: float, step_s: float) -> float:
-    """Seconds waited for a batch of whose load `beside_s` overlaps the step and `direct_s` does not."""
+    """Return seconds waited for a batch; `beside_s` of its load overlaps the step, `direct_s` does not."""
     return direct_s + max(0.0, beside_s - step_s)
 
 
@@ -713,7 +713,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStall:
-    """What a run's meter came to."""
+    """Stall that a run's meter measured."""
 
     stall: float
     step_s: float
@@ -726,7 +726,7 @@ class MeasuredStall:
 
 
 def over_budget(waiting: MeasuredStall, budget: float, plan: Plan) -> str | None:
-    """The verdict where a stall is above `budget`: the fact, what was expected, a cure; None: it is not.
+    """Say that a stall is above `budget`, what was expected, and a cure; None: it is not above.
 
     Args:
         plan: Of the same records with `tier="auto"` and the step that was measured.

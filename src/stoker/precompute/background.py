@@ -79,7 +79,7 @@ def folder_mark(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillTask:
-    """What is to be filled from what; pickled for the child."""
+    """Cache to fill and its source; pickled for the child."""
 
     source: Source
     encoder: Encoder | None
@@ -243,7 +243,7 @@ class SpotDifference:
 
 @dataclass(slots=True, kw_only=True)
 class SpotReport:
-    """What was compared."""
+    """Results of comparing stored records with fresh ones."""
 
     wanted: int
     """Records that were to be compared."""

@@ -585,7 +585,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _device_lost(error: Exception) -> bool:
-    """Whether a CUDA context is beyond use: any CUDA error but out of memory, by class or by message."""
+    """True if a CUDA context is beyond use: any CUDA error but out of memory, by class or by message."""
     if is_out_of_memory(error):
         return False
     kind = getattr(torch, "AcceleratorError", None)
@@ -686,21 +686,21 @@ _DENORMAL = 1e-40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchState:
-    """What the bits of a record may depend on, of a process and of the thread that asked for this."""
+    """Settings of a process and its thread that the bits of a record may depend on."""
 
     threads: int
     dtype: torch.dtype
     device: torch.device
     """The default of each."""
     deterministic: tuple[bool, bool]
-    """Whether deterministic algorithms are asked for, and only warned of where there are none."""
+    """True if deterministic algorithms are asked for, and only warned of where there are none."""
     flushes_denormals: bool
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     """Kinds of devices for which it is on, with the dtype of each and whether it caches weights."""
     flags: dict[tuple[str, str], Any]
     """Switches of `torch.backends`."""
     attention: dict[str, bool]
-    """Whether each kernel of scaled dot product attention may be used."""
+    """Per kernel of scaled dot product attention: True if it may be used."""
     numpy_errors: dict[str, Any]
 
     @classmethod

@@ -75,7 +75,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeTask:
-    """What a process encodes with; pickled once for all of them."""
+    """Source, encoder and settings of encoder processes; pickled once for all of them."""
 
     encoder: Encoder
     recipe: Recipe
@@ -90,7 +90,7 @@ class EncodeTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLaunch:
-    """What every encoder process of a run is started with."""
+    """Arguments with which every encoder process of a run is started."""
 
     task_fd: int
     """A pickled `EncodeTask` in memory that all map; closed by the owner of the processes."""

@@ -40,7 +40,7 @@ _LOOK_S = 0.25
 
 
 class ReadingPosition:
-    """Where reading in this process stands, in place of a heartbeat page."""
+    """Position of reading in this process, in place of a heartbeat page."""
 
     def __init__(self) -> None:
         self.stage = "wait"
@@ -147,7 +147,7 @@ class InProcessReader:
         return not self._todo and self._queue.finished
 
     def views(self) -> list[WorkerView]:
-        """This process, as the one worker there is."""
+        """Return this process as the only worker."""
         return [WorkerView(number=0, stage=self._position.stage, sample=self._position.number, seconds=0.0)]
 
     def close(self) -> None:

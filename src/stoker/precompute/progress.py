@@ -1,4 +1,4 @@
-"""What a run looks like at a moment, and where that is shown.
+"""Progress of a run at a moment, and where it is shown.
 
 A sink is anything with these few methods; `LineProgress` writes a line every ten seconds, `live.LiveProgress`
 draws on a terminal. The engine takes a snapshot no more often than the sink asks for.
@@ -26,7 +26,7 @@ _RATE_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """What a worker is doing, for progress displays."""
+    """Activity of a worker, for progress displays."""
 
     number: int
     """Counted from 1 in order of starting."""

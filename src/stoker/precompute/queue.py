@@ -38,7 +38,7 @@ _NOBODY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpan:
-    """Where a part lies in the numbering."""
+    """First sample and number of samples of a part."""
 
     offset: int
     """Number of its first sample."""
@@ -248,7 +248,7 @@ class WorkQueue:
 
 
 class SampleFeed(Protocol):
-    """Where batches come from: worker processes, or this process itself."""
+    """Origin of batches: worker processes, or this process itself."""
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """Return the batches that are ready, after waiting at most `timeout_s` for the first."""
@@ -287,7 +287,7 @@ _STUCK = 2
 
 @dataclass(slots=True, kw_only=True)
 class _PartRecord:
-    """What is known of one part in this run."""
+    """State of one part in this run."""
 
     answered: bool = False
     """A sample of it has been read."""

@@ -173,7 +173,7 @@ _OFFER_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """What was so before the run, for its progress display."""
+    """Totals from before the run, for its progress display."""
 
     name: str
     """The cache's name."""
@@ -676,7 +676,7 @@ class StageBuilder:
         )
 
     def stages(self, feed: SampleFeed, encoding: EncodeStage, writer: WriteThread) -> RunStages:
-        """All of them together."""
+        """Return the stages of all workers together."""
         return RunStages(
             feed=feed,
             queue=self.queue,

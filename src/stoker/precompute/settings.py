@@ -1,4 +1,4 @@
-"""What a precompute run may be told, and what it reports."""
+"""Settings of a precompute run, and its report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Among: TypeAlias = Literal["alone", "first", "rest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long each stage may go without progress, in seconds. Progress resets the clock.
+    """Longest time of each stage without progress, in seconds. Progress resets the clock.
 
     A worker makes progress with every sample, and while it reads bytes: that for ten timeouts at most.
     """
@@ -81,7 +81,7 @@ def as_timeouts(given: Timeouts | Mapping[str, float] | None) -> Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeSettings:
-    """How to fill a cache.
+    """Settings that say how to fill a cache.
 
     `dtype`, `encode_batch` and `identity` go into the recipe, `nan` decides which samples are stored, and the
     last bits of a record may depend on `device`. Nothing else here changes what is stored.
@@ -105,7 +105,7 @@ class PrecomputeSettings:
     retry_quarantined: bool = False
     """Try every quarantined sample again, also those whose error was the sample's own."""
     nan: Nan = "reject"
-    """Whether a sample or record holding NaN or infinity is quarantined or stored as it is."""
+    """Quarantine a sample or record holding NaN or infinity, or store it as it is."""
     identity: Identity = "auto"
     """How source files are digested for the recipe."""
     overwrite: bool = False
@@ -168,7 +168,7 @@ class PrecomputeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeReport:
-    """What a run did."""
+    """Results of a precompute run."""
 
     cache: Cache
     """The finished cache."""
@@ -225,7 +225,7 @@ class EncodeShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOutcome:
-    """What came of a share."""
+    """Result of a share."""
 
     finished: bool = True
     """False: a signal came first, or the time was up."""

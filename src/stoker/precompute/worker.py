@@ -185,7 +185,7 @@ CHANGED = "changed"
 
 
 class HeartbeatWriter(Protocol):
-    """Where progress is written; a `HeartbeatPage` in a worker."""
+    """Writer of progress; a `HeartbeatPage` in a worker."""
 
     def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
         """Say that a new stage or sample begins."""
@@ -198,7 +198,7 @@ class HeartbeatWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFault:
-    """Why one sample could not be had."""
+    """Error for which one sample could not be read."""
 
     number: int
     """Sample number."""
@@ -209,7 +209,7 @@ class SampleFault:
     kind: Literal["sample", "transient"]
     """`sample`: the sample's own fault; `transient`: may pass (input/output, memory, a hang)."""
     retry: bool
-    """Whether another try within the run makes sense."""
+    """True if another try within the run makes sense."""
 
 
 def passing_fault(number: int, stage: str, error: str) -> SampleFault:
@@ -227,7 +227,7 @@ class SampleFaultError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartNames:
-    """Which part a sample number belongs to, and how to name it in an error."""
+    """Map from a sample index to its part, and to its name in errors."""
 
     offsets: Sequence[int]
     """First number of each part, ascending."""

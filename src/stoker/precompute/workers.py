@@ -105,7 +105,7 @@ MOST_DEADLINES = 10
 
 
 class ProgressTimeout:
-    """When a process must have moved.
+    """Time by which a process must have made progress.
 
     Half a timeout without a heartbeat, and its bytes are looked at for the first time; then every half. So it
     is overdue one timeout after its last byte at the latest.
@@ -124,7 +124,7 @@ class ProgressTimeout:
         return self._due
 
     def overdue(self, limit_s: float, now: float) -> bool:
-        """Asked when `due` has passed: whether it hangs. If not, `due` is later now."""
+        """Return True if the process hangs; call it once `due` has passed. If False, `due` is later now."""
         count = self._count()
         if self._bytes < 0:  # where we look late, it still gets a moment to show that it moves
             self._due = max(self._since + limit_s, now + limit_s / 4)
@@ -170,7 +170,7 @@ class WorkerLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLaunch:
-    """What every worker of a run is started with."""
+    """Arguments with which every worker of a run is started."""
 
     payload: bytes
     """The source, pickled once."""
@@ -565,7 +565,7 @@ class PieceAssembly:
 
 @dataclass(slots=True, kw_only=True)
 class _PartialBatch:
-    """What a worker in mode `pieces` has sent of the group in progress."""
+    """Samples of the encode batch in progress that a worker in mode `pieces` has sent."""
 
     assembly: PieceAssembly
     waiting: list[Frame]

@@ -1,4 +1,4 @@
-"""Where the time of any training loop goes, and what serving from each tier would make of it.
+"""Profiles of any training loop: where its time goes, and what serving from each tier would change.
 
 README.md has the map of this folder.
 """

@@ -1,4 +1,4 @@
-"""What a profile found, and what each tier would make of it: arithmetic on measured seconds."""
+"""Results of a profile, and forecasts for each tier: arithmetic on measured seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TO_MODEL = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherGpu(JsonResult):
-    """What one GPU that is not here would do with the loop."""
+    """Forecast of the loop on a GPU that this machine does not have."""
 
     gpu: str
     share: float
@@ -141,7 +141,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 @dataclass(slots=True)
 class StackSamples:
-    """How often each stack was seen."""
+    """Count of each stack that was seen."""
 
     seen: Counter[Stack] = field(default_factory=Counter[Stack])
 
@@ -151,7 +151,7 @@ class StackSamples:
         return self.seen.total()
 
     def hottest(self) -> tuple[Line, float] | None:
-        """The innermost line of the user's own code that most time passes in, and its part; None: none."""
+        """Return the innermost line of the user's code that takes most time, and its part; None: none."""
         lines: Counter[Line] = Counter()
         for stack, count in self.seen.items():
             own = [line for line in stack if not _of_library(line[0])]
@@ -231,7 +231,7 @@ ENCODE = "encode"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTimes(JsonResult):
-    """What was measured of a loop; seconds are per batch."""
+    """Measured times of a loop; seconds are per batch."""
 
     json_keys = ("stall", "wait_s", "step_s", "cached_s", "compute_s", "copy_s", "sample_s", "flops")
 
@@ -270,7 +270,7 @@ class LoopTimes(JsonResult):
 
     @property
     def copy_s(self) -> float:
-        """What bringing a batch to the device adds to a step; a CPU has its batches already."""
+        """Seconds that bringing a batch to the device adds to a step; 0 on a CPU, which has it already."""
         return 0.0 if self.device == "cpu" else max(0.0, self.cached_s - self.compute_s)
 
     @property
@@ -314,7 +314,7 @@ class TierForecast(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(JsonResult):
-    """Where the time goes, and what would help."""
+    """Times of a training loop, and what would make it faster."""
 
     json_within = "loop"
     json_keys = (

@@ -76,7 +76,7 @@ class BenchResult(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What is served: a cache, and how."""
+    """Cache to serve, and how."""
 
     cache: Cache
     windows: Windows | None
@@ -88,7 +88,7 @@ class BenchJob:
     """Numbers of the samples that are served to measure: no more than fill a tier in a moment."""
 
     def loader(self, tier: str, meter: StallMeter | None = None) -> Loader:
-        """A loader of these batches from one tier."""
+        """Return a loader of these batches from one tier."""
         return Loader(
             self.cache,
             self.batch_size,
@@ -101,7 +101,7 @@ class BenchJob:
 
 
 def job_of_config(run: Run) -> BenchJob:
-    """The training cache of a configuration, in its batches.
+    """Return the training cache of a configuration, in its batches.
 
     Raises:
         ConfigError: Nothing is encoded yet.
@@ -118,7 +118,7 @@ def job_of_config(run: Run) -> BenchJob:
 
 
 def job_of_cache(path: Path, batch_size: int) -> BenchJob:
-    """A cache by its folder: windows of its trajectories, or whole records where there are none."""
+    """Return a cache by its folder: windows of its trajectories, or whole records where there are none."""
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
@@ -237,7 +237,7 @@ class _TierMeasurement:
         self._cold = cold
 
     def __call__(self, seconds: float) -> float:
-        """Bytes a second; 0 where the tier could not be filled in time."""
+        """Return bytes a second; 0 where the tier could not be filled in time."""
         meter = StallMeter()
         loader = self._job.loader(self._tier, meter)
         if not self._cold:
@@ -287,7 +287,7 @@ def _compare_with_limit(
 
 
 def _example_bytes(job: BenchJob) -> int:
-    """Bytes of one example as it is stored."""
+    """Return bytes of one example as it is stored."""
     schema = job.cache.schema
     if any(f.ragged for f in schema.values()):
         return sum(path.stat().st_size for path in job.files) // max(1, len(job.cache))
@@ -298,7 +298,7 @@ def _example_bytes(job: BenchJob) -> int:
 
 
 def _row_bytes(job: BenchJob) -> int:
-    """Bytes that one row of a gather takes: a step of a window, or the largest field of a record."""
+    """Return bytes that one row of a gather takes: a step of a window, or the largest field of a record."""
     schema = job.cache.schema
     if job.windows is None:
         return max(f.row_bytes if f.ragged else f.size_bytes() for f in schema.values())
@@ -325,7 +325,7 @@ def _machine() -> str:
 def _advice(
     job: BenchJob | None, figures: Mapping[str, BenchFigure], tiers: Mapping[str, BenchFigure]
 ) -> str:
-    """What to do, in a sentence or three."""
+    """Return advice, in a sentence or three."""
     said: list[str] = []
     if job is None:
         said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
@@ -343,7 +343,7 @@ def _advice(
 
 
 def _choice(plan: Plan, tiers: Mapping[str, BenchFigure]) -> list[str]:
-    """Which tier the records belong to, and from which step on nothing waits."""
+    """Say which tier the records go in, and from which step on nothing waits."""
     held = plan.tier
     figure = tiers.get("disk, cold" if held == "disk" else held)
     size = format_bytes(plan.bytes)

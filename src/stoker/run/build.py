@@ -238,7 +238,7 @@ class CacheJob:
 
 
 def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
-    """One job per split of a task, in that order; all have one encoder.
+    """Return one job per split of a task, in that order; all have one encoder.
 
     Raises:
         ConfigError, EncoderError: The encoder's settings do not fit the data.
@@ -271,12 +271,12 @@ def record_schema(job: CacheJob) -> Schema:
 
 
 def build_source(run: Run, split: str) -> Source:
-    """The samples of one split of a task."""
+    """Return the samples of one split of a task."""
     return build_sources(run, [split])[split]
 
 
 def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
-    """The samples of some splits of a task, of one reading of the data where the source can share it.
+    """Return the samples of some splits of a task, of one reading of the data where the source can share it.
 
     A table may change between two readings, and then one row would be in two splits.
     """
@@ -297,7 +297,7 @@ def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
 
 
 def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
-    """The encoder that the settings describe; None stores samples as they are.
+    """Return the encoder that the settings describe; None stores samples as they are.
 
     Args:
         run: `latent` and `encoder` of its settings decide; grid and channels come from the samples.
@@ -329,7 +329,7 @@ def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Enco
 
 
 def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
-    """The vision model of `encoder.folder`.
+    """Return the vision model of `encoder.folder`.
 
     Raises:
         ConfigError: No folder is given.

@@ -60,7 +60,7 @@ class CacheLocation:
 
 
 def locate(run: Run, split: str) -> CacheLocation:
-    """The recipe of one cache of a task, and the cache if it has been begun.
+    """Return the recipe of one cache of a task, and the cache if it has been begun.
 
     Raises:
         StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
@@ -93,7 +93,7 @@ def locate_job(run: Run, job: CacheJob) -> CacheLocation:
 
 
 def recipe_of(run: Run, split: str) -> Recipe:
-    """The recipe of one cache of a task, its files digested.
+    """Return the recipe of one cache of a task, its files digested.
 
     Raises:
         StokerError: As `build_jobs` and `make_recipe`.
@@ -204,7 +204,7 @@ def inspect_cache(path: str | Path) -> CacheSummary:
 
 
 def list_quarantined(cache: Cache) -> list[dict[str, Json]]:
-    """Number, stage, error and attempts of each sample set aside, by number."""
+    """Return number, stage, error and attempts of each sample set aside, by number."""
     return [
         {"number": number, "stage": f.stage, "error": f.error, "attempts": f.attempts, "kind": f.kind}
         for number, f in sorted(cache.index.quarantined.items())
@@ -212,12 +212,12 @@ def list_quarantined(cache: Cache) -> list[dict[str, Json]]:
 
 
 def shard_bytes(cache: Cache) -> int:
-    """Bytes of all shards on disk."""
+    """Return bytes of all shards on disk."""
     return sum(shard.bytes for shard in cache.index.shards)
 
 
 def raw_bytes(cache: Cache) -> int:
-    """Bytes of all shards uncompressed."""
+    """Return bytes of all shards uncompressed."""
     return sum(shard.raw_bytes for shard in cache.index.shards)
 
 
@@ -244,7 +244,7 @@ IMPORTED = "import-pt/"
 
 
 def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | None:
-    """The newest complete matching cache of each split; None unless the data is gone and all are found."""
+    """Return the newest complete matching cache of each split; None unless the data is gone and all exist."""
     if not data_is_gone(run):
         return None
     found: dict[str, Cache] = {}
@@ -273,7 +273,7 @@ def is_imported(recipe: Recipe) -> bool:
 
 
 def _imported_otherwise(config: Config, recipe: Recipe) -> str:
-    """What of an imported cache contradicts the settings; empty: nothing that can be told."""
+    """Say what of an imported cache contradicts the settings; empty if nothing is known to."""
     given, latent = config.latent.model_fields_set, recipe.encoded["latent"]
     wanted = {"tokens": config.latent.tokens, "dim": config.latent.dim}
     for name, there in zip(wanted, latent.shape[-2:], strict=True):
@@ -286,7 +286,7 @@ def _imported_otherwise(config: Config, recipe: Recipe) -> str:
 
 
 def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None:
-    """Why an earlier cache of the right name is not taken: of another size, or never imported."""
+    """Say why an earlier cache of the right name is not used: of another size, or never imported."""
     for cache in complete:
         if is_imported(cache.recipe):
             why = _imported_otherwise(config, cache.recipe)
@@ -380,7 +380,7 @@ def _covers(pattern: Path, name: str) -> bool:
 
 
 def _plain_names(config: Config, rule: Mapping[str, Any]) -> list[str]:
-    """Names of the files that are named without a pattern and hold the samples that `rule` takes."""
+    """Return names of the files that are named without a pattern and hold the samples that `rule` takes."""
     plain = [
         Path(path).expanduser().absolute()
         for path in _paths(config)
@@ -514,7 +514,7 @@ WRAPPERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(JsonResult):
-    """How two recipes differ."""
+    """Differences between two recipes."""
 
     json_keys = ("same", "differences", "a", "b")
 

@@ -180,7 +180,7 @@ class Run:
 
     @cached_property
     def windows(self) -> Windows:
-        """How trajectories are cut; pairs of the earlier systems began `time_stride` steps apart."""
+        """Rules by which trajectories are cut; pairs of earlier systems began `time_stride` steps apart."""
         training = self.config.training
         windows = Windows(
             stride=training.time_stride,

@@ -41,7 +41,7 @@ COURANT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurgersSpec:
-    """What to simulate; equal values give equal bytes on one machine."""
+    """Settings of the simulation; equal values give equal bytes on one machine."""
 
     trajectories: int = 64
     """Independent initial states."""
@@ -109,7 +109,7 @@ def solve_burgers(
 def _advance(
     state: NDArray[np.complex128], viscosity: float, dt: float, points: int
 ) -> NDArray[np.complex128]:
-    """One inner step of `dt` for all trajectories, in Fourier space."""
+    """Return one inner step of `dt` for all trajectories, in Fourier space."""
     wave = 2 * np.pi * np.arange(points // 2 + 1)
     half = np.exp(-viscosity * wave**2 * (dt / 2))
     # The kept third: products of two kept waves alias only onto waves that are cut.
@@ -233,7 +233,7 @@ def run_demo(
 
 
 def demo_config(overrides: Sequence[str]) -> Config:
-    """The demo's settings with `overrides` in place of their own."""
+    """Return the demo's settings with `overrides` in place of their own."""
     given = {text.partition("=")[0].strip() for text in overrides}
     own = [f"{key}={value}" for key, value in SETTINGS.items() if key not in given]
     return load_config(None, [*own, *overrides])

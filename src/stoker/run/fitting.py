@@ -41,7 +41,7 @@ from stoker.train.step import Losses, Stepper, StepResult, StopFlag
 
 
 class Learner(Protocol):
-    """What is learned: a module, its loss, and how it is judged."""
+    """Module to train, its loss, and how it is judged."""
 
     @property
     def model(self) -> nn.Module:
@@ -59,7 +59,7 @@ class Learner(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RecordProgress(TrainProgress):
-    """How far a run on records is."""
+    """Progress of a run on records."""
 
     examples: int = 0
     """Examples of this pass so far."""
@@ -80,7 +80,7 @@ class RecordProgress(TrainProgress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitReport:
-    """What a finished run came to."""
+    """Results of a finished run."""
 
     epochs: int
     steps: int
@@ -198,7 +198,7 @@ class _RecordObjective:
 
     @property
     def facts(self) -> dict[str, Json]:
-        """What to tell at the start."""
+        """Facts to report at the start."""
         count = sum(p.numel() for p in self.learner.model.parameters())
         return {"parameters": count, **numerics_of(self.device, False)}
 

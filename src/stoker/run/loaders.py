@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Transform]:
-    """The transforms of a configuration.
+    """Return the transforms of a configuration.
 
     Args:
         cache: The training cache, whose statistics `normalize` takes where it is given none.
@@ -136,7 +136,7 @@ def check_beside(run: Run, schema: Schema) -> None:
 
 
 def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:
-    """Which records of the training cache are served, and how often: `indices` and `weights` of a Loader.
+    """Return which records of the training cache are served, and how often: `indices` and `weights`.
 
     Raises:
         ConfigError: A file cannot be read as numbers, two settings choose at once, or there is nothing to
@@ -158,7 +158,7 @@ def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:
 
 
 def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[Any]:
-    """The numbers of a `.npy` file, or of a text file with one a line.
+    """Return the numbers of a `.npy` file, or of a text file with one a line.
 
     Raises:
         ConfigError: No such file, or it holds something else.
@@ -232,7 +232,7 @@ def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
 
 
 def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
-    """The records that this rank validates on: whole ones, so that roll-outs lie on one rank; None: all."""
+    """Return the records that this rank validates on, each complete on one rank; None: all."""
     if ranks.world_size == 1:
         return None
     count = len(cache.numbers)
@@ -334,7 +334,7 @@ class StageLoaders:
         return self._served[0]
 
     def loader_of(self, stage: TrainStage) -> Loader | TaskMixture:
-        """The training loader of a stage."""
+        """Return the training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:
             self._served.clear()
@@ -362,7 +362,7 @@ def joined(run: Run, cache: Cache, split: str) -> Cache:
 def make_loader(
     run: Run, cache: Cache, *, meter: StallMeter | None = None, shared: StepShare | None = None
 ) -> Loader:
-    """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
+    """Return the loader of the training cache in the settings; `shared`: this rank's part of it."""
     training, schema = run.config.training, cache.schema
     return Loader(
         cache,
@@ -382,7 +382,7 @@ def make_loader(
 def make_val_loader(
     run: Run, cache: Cache, *, train_cache: Cache | None = None, shared: bool = True
 ) -> Loader | None:
-    """The loader of the validation cache, in order, in the memory that other loaders leave.
+    """Return the loader of the validation cache, in order, in the memory that other loaders leave.
 
     It is normalized as training is, by the statistics of `train_cache`.
 
@@ -413,7 +413,7 @@ def make_val_loader(
 
 
 def _common(run: Run) -> dict[str, Any]:
-    """What both loaders are told."""
+    """Return the arguments that both loaders are given."""
     training = run.config.training
     return {
         "tier": training.tier,

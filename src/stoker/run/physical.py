@@ -50,7 +50,7 @@ WAIT_S = 5.0
 
 
 def physical_space(cache: Cache) -> PhysicalSpace | None:
-    """How to get from latents of `cache` to fields; None where its encoder has no decoder."""
+    """Return the map from latents of `cache` to fields; None where its encoder has no decoder."""
     identity = as_object(cache.recipe.entries["encoder"])
     if identity is not None and (mesh := _mesh_identity(identity)) is not None:
         weights = _weights(cache, identity)
@@ -93,7 +93,7 @@ def field_space(cache: Cache) -> FieldSpace:
 def _made(
     cache: Cache, identity: Mapping[str, Any], make: Callable[..., Decode | None], *more: Any
 ) -> Decode | None:
-    """The map that `make` gives from the weights stored next to the caches; None: they cannot be read."""
+    """Return the map that `make` gives from weights next to the caches; None: they cannot be read."""
     weights = _weights(cache, identity)
     try:
         return None if weights is None else make(identity, weights, *more)
@@ -112,7 +112,7 @@ def _weights(cache: Cache, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
 
 def _own_decoder(cache: Cache) -> Decode | None:
-    """The decoder of a module of the user's own, if it gives fields as they are in the samples."""
+    """Return the decoder of a module of the user's own, if it gives fields as they are in the samples."""
     filler = cache.filler
     if not isinstance(filler, EncodeFiller) or "latent" not in cache.schema:
         return None
@@ -145,7 +145,7 @@ def _own_decoder(cache: Cache) -> Decode | None:
 
 
 def _mesh_identity(identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The identity of the mesh encoder that made the latents; None: another one did."""
+    """Return the identity of the mesh encoder that made the latents; None: another one did."""
     if identity["class"] == KEEPING:
         return _mesh_identity(identity["config"]["inner"])
     return identity if identity["class"] == "stoker.MeshEncoder" else None
@@ -180,7 +180,7 @@ class _PointMaps:
 
 
 def _field(identity: Mapping[str, Any]) -> str:
-    """The field of the sample that the latents stand for: of several, the first."""
+    """Return the field of the sample that the latents stand for: of several, the first."""
     config = identity["config"]
     if identity["class"] == STEADY:
         return _field(config["solution"])
@@ -219,7 +219,7 @@ class _Reconstruction:
         self._ticket = Pool(1, "stoker-reconstruction").submit(self._run)
 
     def finish(self) -> float | None:
-        """What was found; None: no raw field is at hand, or reading it takes too long."""
+        """Return the error found; None: no raw field is available, or reading it takes too long."""
         self._ticket.wait(WAIT_S)
         return self._found
 

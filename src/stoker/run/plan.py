@@ -84,7 +84,7 @@ Planned = Callable[[Demand], Plan]
 
 
 def smaller_dtypes(located: CacheLocation, demand: Demand, planned: Planned) -> tuple[SmallerDtype, ...]:
-    """Every dtype of `DTYPES` that would make records smaller, in that order."""
+    """Return every dtype of `DTYPES` that would make records smaller, in that order."""
     recipe, cache = located.recipe, located.cache
     lengths = _mean_lengths(recipe, cache)
     now = _record_bytes(recipe.schema, lengths)
@@ -108,7 +108,7 @@ def smaller_dtypes(located: CacheLocation, demand: Demand, planned: Planned) -> 
 
 
 def say(smaller: tuple[SmallerDtype, ...], plan: Plan, max_error: float | None) -> str:
-    """The smallest dtype within the bound that the user set, in a sentence; empty if no dtype qualifies."""
+    """Say the smallest dtype within the bound that the user set; empty if no dtype qualifies."""
     allowed = [
         one
         for one in smaller
@@ -179,7 +179,7 @@ def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: RecordTab
 
 
 def _first_steps(cache: Cache, shard: int, row: int, name: str, field: Field) -> Tensor:
-    """A record's field along axis 0, as far as `PIECE_BYTES` reach."""
+    """Return a record's field along axis 0, as far as `PIECE_BYTES` reach."""
     handle = cache.shard(shard)
     steps = min(handle.length(name, row), max(1, PIECE_BYTES // max(1, field.row_bytes)))
     return from_array(handle.read(name, row, 0, steps), field.dtype)
@@ -355,7 +355,7 @@ def _serve(
 
 
 def _typical_s(times_s: Sequence[float]) -> float:
-    """The mean, in which what is unusually long counts for less.
+    """Return the mean, in which what is unusually long counts for less.
 
     >>> round(_typical_s([0.002, 0.004] * 100 + [0.200]), 4)  # a mean would say 0.004
     0.0031
@@ -440,7 +440,7 @@ def plan_located(run: Run, located: CacheLocation, resources: Resources | None =
 
 
 def left_by(plan: Plan, resources: Resources) -> Resources:
-    """What a plan leaves to the next one."""
+    """Return the resources that a plan leaves to the next one."""
     held = {row.tier: row.bytes for row in plan.rows}
     return replace(
         resources,
@@ -450,7 +450,7 @@ def left_by(plan: Plan, resources: Resources) -> Resources:
 
 
 def demand_of(run: Run, located: CacheLocation) -> Demand:
-    """What training would ask for: records, their size, and what one batch of windows takes."""
+    """Return what training would ask for: records, their size, and what one batch of windows takes."""
     schema, cache = located.recipe.schema, located.cache
     if is_fixed(schema):
         size = float(record_bytes(columns_of(schema)))
@@ -471,7 +471,7 @@ def demand_of(run: Run, located: CacheLocation) -> Demand:
 
 
 def _remote_demand(run: Run, cache: Cache, size: float) -> RemoteDemand | None:
-    """Where the cache lies, if not here, and how training would go through it."""
+    """Return where a remote cache is, and how training would read it; None: the cache is local."""
     schema = cache.recipe.schema
     windows = run.windows_for(schema)
     each = 1 if windows is None else windows.count(trajectory_steps(schema))
@@ -486,7 +486,7 @@ def _remote_demand(run: Run, cache: Cache, size: float) -> RemoteDemand | None:
 
 
 def example_bytes(run: Run, schema: Schema, size: float) -> float:
-    """Bytes of one window: its steps of the fields with time, and the other fields whole."""
+    """Return bytes of one window: its steps of the fields with time, and the other fields whole."""
     if not is_fixed(schema):
         return size
     steps = run.windows.horizons[1] + 1
@@ -543,7 +543,7 @@ def plan_tasks(run: Run) -> TaskPlans:
 
 
 def verdict_of(run: Run, cache: Cache, report: TrainReport) -> str | None:
-    """What is wrong with a run's stall, and the cure; None: it is within `training.max_stall`, if set.
+    """Say what is wrong with a run's stall, and the cure; None: within `training.max_stall`, if set.
 
     Args:
         cache: The one that was trained on.

@@ -64,7 +64,7 @@ from stoker.units import format_count
 
 
 def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) -> list[CacheResult]:
-    """The caches, with what was done by all that share the cache folder in place of what this rank did.
+    """Return the caches, with the work of all ranks that share the folder in place of this rank's.
 
     Args:
         caches: As this rank left them.
@@ -282,12 +282,12 @@ class TaskFailure(JsonResult):
 
     @property
     def error(self) -> str:
-        """What happened, in words."""
+        """The error in words."""
         return in_settings(self.cause)
 
     @property
     def exit_code(self) -> int:
-        """What the command line answers for it alone."""
+        """The exit code of the command line for this cache alone."""
         return self.cause.exit_code
 
 
@@ -353,7 +353,7 @@ def wanted_splits(run: Run) -> list[str]:
 
 
 def fill_caches(run: Run, splits: Sequence[str], *, training: Training | None = None) -> list[CacheResult]:
-    """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
+    """Return one complete cache per task and split; without raw data, the cache that matches the rest.
 
     Args:
         run: The settings; all of its ranks are to make this call.
@@ -399,7 +399,7 @@ def fill_caches(run: Run, splits: Sequence[str], *, training: Training | None = 
 
 
 def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) -> list[CacheResult]:
-    """The caches of one task; what can be refused is refused before the first of them is filled."""
+    """Return the caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training == "windows" else ():
         windows_in(run, schema)
@@ -417,7 +417,7 @@ def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) ->
 
 
 def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
-    """How the records of `job` are made."""
+    """Return the settings by which the records of `job` are made."""
     config, ranks, devices, nodes = run.config, run.ranks, encode_devices(run), run.nodes
     wanted = config.precompute
     return PrecomputeSettings(
@@ -506,7 +506,7 @@ class RepairResult(JsonResult):
 
     @property
     def command(self) -> str:
-        """What encodes the missing samples; empty where none are missing."""
+        """The command that encodes the missing samples; empty where none are missing."""
         if self.ok:
             return ""
         if not self.imported:
@@ -522,7 +522,7 @@ class RepairResult(JsonResult):
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as people write them.
+    """Return sorted numbers as people write them.
 
     >>> number_ranges([3, 4, 5, 9])
     '3-5, 9'
@@ -566,7 +566,7 @@ def repair_cache(path: str | Path, run: Run | None = None) -> RepairResult:
 
 
 def _nothing_to_repair(folder: Path, error: ReadOnlyError) -> RepairReport:
-    """What a folder that cannot be written needs: nothing.
+    """Return the report of a repair with nothing to do, for a folder that cannot be written.
 
     Raises:
         ReadOnlyError: `error`, where something is damaged or missing.
@@ -586,7 +586,7 @@ def _place_of(folder: Path) -> tuple[str, str]:
 
 
 def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
-    """The task and the job that make the cache in `folder`.
+    """Return the task and the job that make the cache in `folder`.
 
     Raises:
         ConfigError: No job makes it.

@@ -202,7 +202,7 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
 
 
 def _stages(trial: Trial) -> tuple[SampleStage, ...]:
-    """What one sample takes in each; opening is shared by all samples of a file."""
+    """Return the seconds one sample takes in each stage; all samples of a file share its opening."""
     if not trial.records:
         return ()
     read_s = fmean(trial.reads_s.values()) if trial.reads_s else 0.0
@@ -233,7 +233,7 @@ def _made(stages: tuple[SampleStage, ...]) -> tuple[SampleStage, ...]:
 def _unkept(
     loop: LoopTimes, demand: Demand, stages: tuple[SampleStage, ...], resources: Resources
 ) -> TierForecast | None:
-    """A loop that reads and encodes each sample once an epoch, as those without a cache do."""
+    """Return a loop that reads and encodes each sample once an epoch, as those without a cache do."""
     made = _made(stages)
     if not made or not loop.batches:
         return None

@@ -65,7 +65,7 @@ class OriginalFile:
 
 
 def look_at(path: Path) -> OriginalFile:
-    """The file behind a path.
+    """Return the file behind a path.
 
     Raises:
         SourceError: It cannot be read.
@@ -200,7 +200,7 @@ SPARE_INODES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult(JsonResult):
-    """What was staged."""
+    """Result of staging one set of files."""
 
     task: str
     staged: bool
@@ -218,7 +218,7 @@ class StageResult(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport(JsonResult):
-    """What was staged for all tasks of a configuration."""
+    """Results of staging for all tasks of a configuration."""
 
     tasks: tuple[StageResult, ...]
 
@@ -272,7 +272,7 @@ def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
 
 
 def staged_data(run: Run) -> DataConfig:
-    """The settings of data with paths of the copies, where all of them are there; else as they are."""
+    """Return the settings of data with paths of the copies, where all of them are there; else as they are."""
     data, task = run.config.data, run.task
     try:
         files = _files(data, task)
@@ -304,7 +304,7 @@ def _given(data: DataConfig) -> Sequence[str | Path]:
 
 
 def _files(data: DataConfig, task: str) -> list[OriginalFile]:
-    """All files behind the settings, as they are now."""
+    """Return all files behind the settings, as they are now."""
     if data.kind == "hdf5":
         paths = resolve_files(data.root, task) if data.files is None else find_files(data.files)[1]
     elif data.kind == "arrays":
@@ -389,7 +389,7 @@ _USED = "used in the last day"
 
 
 def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = False) -> GcReport:
-    """What went from a folder of staged copies, or would go, and what stayed although it is of no use.
+    """Remove staged copies that are of no use, or say which would go, and report what stayed.
 
     Args:
         folder: As `data.stage_dir`; one that is not there has nothing that could go.
@@ -424,7 +424,7 @@ def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = Fal
 
 
 def _stale(copy: Path) -> str | None:
-    """Why a finished copy is of no use; None: it is, or cannot be judged."""
+    """Say why a finished copy is of no use; None: it is, or cannot be judged."""
     try:
         path = Path(read_object(copy.with_name(f"{copy.name}.json"))["path"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -436,7 +436,7 @@ def _stale(copy: Path) -> str | None:
 
 
 def _unfinished(objects: Path) -> set[str]:
-    """Names of copies that lack their note, or the copy itself, whatever there is of them."""
+    """Return names of copies that lack their note, or the copy itself, whatever there is of them."""
     found = (_OBJECT.match(path.name) for path in objects.iterdir() if path.suffix != ".lock")
     names = {one[0] for one in found if one is not None}
     return {
@@ -468,7 +468,7 @@ def _prune_copy(objects: Path, name: str, why: str, report: GcReport, *, used: b
 
 
 def _files_of(objects: Path, name: str) -> list[Path]:
-    """What there is of a copy; the note first, since without it the copy is one that was never finished."""
+    """Return the files of a copy; the note first, since a copy without its note is unfinished."""
     found = [objects / f"{name}{ending}" for ending in (".json", "", ".part", ".journal", ".json.part")]
     return [path for path in found if path.exists()]
 
@@ -480,5 +480,5 @@ def _used(path: Path) -> bool:
 
 
 def _inodes(paths: Iterable[Path]) -> set[int]:
-    """What lies under these paths, whatever its names; folders are left out."""
+    """Return the inodes below these paths, whatever their names; folders are left out."""
     return {path.stat().st_ino for path in paths if path.is_file()}

@@ -27,7 +27,7 @@ class TaskMixture(Mixture):
     """A mixture as the training loop takes it: batches have the conditions of `with_task`."""
 
     def __iter__(self) -> Iterator[TaskBatch]:
-        """One pass, or the rest of the pass that a loaded state began."""
+        """Yield one pass, or the rest of the pass that a loaded state began."""
         tasks = len(self.names)
         return (with_task(cast("TaskBatch", batch), tasks) for batch in super().__iter__())
 
@@ -40,7 +40,7 @@ class TaskLoader:
     task: str
 
     def __iter__(self) -> Iterator[TaskBatch]:
-        """All batches of the task."""
+        """Yield all batches of the task."""
         tasks = len(self.mixture.names)
         return (with_task(batch, tasks) for batch in self.mixture.only(self.task))
 
@@ -60,7 +60,7 @@ class TaskLoader:
 
 
 def with_task(batch: TaskBatch, tasks: int) -> TaskBatch:
-    """The batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot.
+    """Return the batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot.
 
     Raises:
         ConfigError: A condition has such a name.
@@ -88,7 +88,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskMixture:
-    """The training loaders of all tasks, mixed as `training.mixture` says."""
+    """Return the training loaders of all tasks, mixed as `training.mixture` says."""
     training = config.training
     return TaskMixture(
         list(loaders.values()),
@@ -103,7 +103,7 @@ def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskMixtu
 
 
 def apart(loaders: Mapping[str, Loader]) -> dict[str, TaskLoader]:
-    """The validation loaders, each with the conditions of all tasks."""
+    """Return the validation loaders, each with the conditions of all tasks."""
     mixture = Mixture(list(loaders.values()), names=list(loaders), mix="batch")
     return {task: TaskLoader(mixture=mixture, task=task) for task in loaders}
 

@@ -79,7 +79,7 @@ class StartupPhase(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Startup:
-    """What passed before training."""
+    """Phases before training, with their times."""
 
     started_s: float
     """When the process began, on the clock of `time.monotonic`."""
@@ -91,7 +91,7 @@ class Startup:
 
 @dataclass(slots=True)
 class _MeterTotals:
-    """What the meter said over some intervals."""
+    """Totals of the meter over some intervals."""
 
     wait_s: float = 0.0
     step_s: float = 0.0
@@ -220,7 +220,7 @@ class RunTracking:
         return {COST: self._paid + self._price * (time.monotonic() - self._started) / 3600}
 
     def _keep(self, values: Mapping[str, float], more: Mapping[str, Json]) -> None:
-        """A row for everybody."""
+        """Keep a row for all listeners."""
         row: dict[str, Json] = {"kind": "metrics", "step": self._step, **more, **values}
         MetricsLog(self._folder / "metrics.jsonl").append(row)
         if self._trackers is not None:
@@ -258,7 +258,7 @@ def watch_gpu(device: str) -> GpuWatch | MissingGpu:
 def sections(
     run: Run, prepared: PreparedCaches, loaders: Sequence[Loader], tracked: RunTracking
 ) -> list[ReportTable]:
-    """The tables, in the order of the page."""
+    """Return the tables, in the order of the page."""
     return [
         _startup_rows(tracked),
         _tiers(loaders),
@@ -342,7 +342,7 @@ def _pairs(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run came to."""
+    """Results of a run."""
 
     report: TrainReport
     phases: tuple[StartupPhase, ...]
@@ -377,7 +377,7 @@ class TrainResult:
 
     @property
     def extent(self) -> str:
-        """How long training was, in words; a last epoch that was cut short (`max_steps`) counts in part."""
+        """Length of training in words; a last epoch that was cut short (`max_steps`) counts in part."""
         steps, epochs = self.report.steps, round(self.report.steps / self.epoch_steps, 2)
         shown = f"{format_count(steps)} step{'s' * (steps != 1)}"
         if steps < self.epoch_steps:
@@ -396,7 +396,7 @@ class TrainResult:
         return [str(run_dir / name) for name in ("curves.png", "report.html") if (run_dir / name).is_file()]
 
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
+        """Return the keys that scripts rely on."""
         report: dict[str, Any] = as_json(self.report)
         parts = report.pop("parts")
         del report["finished"]
@@ -440,7 +440,7 @@ class PreparedCaches:
         return not any(cache.encoded for cache in self.caches)
 
     def phases(self, started_s: float, now_s: float) -> list[StartupPhase]:
-        """What passed from the start of the process until now, training being about to begin."""
+        """Return the phases from the start of the process until now, just before training."""
         counts = (f"{r.name} {format_count(r.encoded)} encoded" for r in self.caches if r.encoded)
         note = ", ".join(counts) or "nothing to encode"
         ready_s = self.begun_s + self.seconds
@@ -482,7 +482,7 @@ def train_config(
 
 
 def prepare(run: Run) -> PreparedCaches:
-    """The caches that training reads: the first of `data.split`, and `val`.
+    """Return the caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
     """
@@ -505,7 +505,7 @@ def prepare(run: Run) -> PreparedCaches:
 
 
 def training_splits(run: Run) -> tuple[str, str]:
-    """The split to train on, and the one to validate on.
+    """Return the split to train on, and the one to validate on.
 
     Raises:
         ConfigError: The split to train on is `val`.
@@ -609,7 +609,7 @@ def _startup(prepared: PreparedCaches, started_s: float, now_s: float) -> Startu
 
 
 def _tell_before(run_dir: Path, prepared: PreparedCaches, served: RunLoaders, sink: EventSink | None) -> None:
-    """What becomes of an earlier run here, and where records are served from."""
+    """Log what becomes of an earlier run here, and where records are served from."""
     if not served.shared.resume and any((run_dir / "checkpoints").glob("*")):
         log.info(
             "%s holds a run that is finished or of other settings: training starts again, and its "
@@ -629,7 +629,7 @@ def _final_caches(results: Sequence[CacheResult], served: RunLoaders) -> tuple[C
 
 
 def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | None:
-    """The comparisons that `verify.spot_check` asks for, begun; None where it asks for none.
+    """Return the comparisons that `verify.spot_check` asks for, begun; None where it asks for none.
 
     Args:
         config: The settings.

@@ -168,7 +168,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def torch_source(data: DataConfig, task: str, split: str) -> Source:
-    """The Dataset that `data.dataset` names, or the part of it that is `split`.
+    """Return the Dataset that `data.dataset` names, or the part of it that is `split`.
 
     What takes an argument `split` is called with it, and gives that split; all else is cut by `data.splits`.
 
@@ -263,7 +263,7 @@ def user_encoder(settings: EncoderConfig, schema: Schema) -> Encoder:
 
 
 def _made(settings: EncoderConfig) -> Any:
-    """What the target makes of the arguments, of weights that follow from the seed."""
+    """Return what the target makes of the arguments, with weights that follow from the seed."""
     code = UserCode(
         setting="encoder.target",
         spec=settings.target or "",

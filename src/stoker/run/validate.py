@@ -93,7 +93,7 @@ def warned(check: str, detail: str) -> CheckRow:
 
 
 def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> CheckRow:
-    """The row of what an error says; its class decides the exit code, unless one is given."""
+    """Return the row of what an error says; its class decides the exit code, unless one is given."""
     if isinstance(error, StokerError):
         detail, code = in_settings(error), exit_code or error.exit_code
         return CheckRow(check=check, status="fail", detail=detail, exit_code=code)
@@ -138,7 +138,7 @@ def check_driver() -> CheckRow:
 
 
 def check_shared_memory(folder: Path = SHARED) -> CheckRow:
-    """How large the memory file system is that workers of others exchange batches through."""
+    """Check the size of the memory file system through which other loaders' workers exchange batches."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
         free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
@@ -183,7 +183,7 @@ def check_device(run: Run, rows: list[CheckRow]) -> Run:
 def check_room(
     run: Run, located: list[CacheLocation], trained: Mapping[str, CacheLocation]
 ) -> list[CheckRow]:
-    """The rows of memory and disk, neither of which waits for the other."""
+    """Return the rows of memory and disk, neither of which waits for the other."""
     try:
         resources = probe(device=run.device, path=run.cache_dir)
         disk = [_disk_row(run.cache_dir, located, resources), _inodes_row(run.cache_dir, located, resources)]
@@ -201,7 +201,7 @@ def check_room(
 
 
 def _memory_row(run: Run, found: CacheLocation, resources: Resources) -> tuple[CheckRow, Resources]:
-    """The row, and what is left to the next task."""
+    """Return the row, and what is left to the next task."""
     training = run.config.training
     demand = demand_of(run, found)
     try:
@@ -258,7 +258,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[CheckRow]:
-    """A row for each tracker.
+    """Return a row for each tracker.
 
     Args:
         names: As `training.trackers` has them.
@@ -301,7 +301,7 @@ def _without_user(server: str) -> str:
 
 
 def _wandb(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Its server, or None and why none is asked."""
+    """Return its server, or None and why none is asked."""
     server = environment.get("WANDB_BASE_URL") or WANDB
     mode = environment.get("WANDB_MODE", "")
     if mode in ("offline", "disabled", "dryrun"):
@@ -321,14 +321,14 @@ def _netrc(environment: Mapping[str, str]) -> str:
 
 
 def _mlflow(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Its server, or None and where it keeps figures instead."""
+    """Return its server, or None and where it keeps figures instead."""
     server = environment.get("MLFLOW_TRACKING_URI")
     local = "mlflow.db in the run's folder"
     return (server, f"without MLFLOW_TRACKING_URI it is {local}") if server else (None, f"offline: {local}")
 
 
 def _of_a_file(check: str, address: str) -> CheckRow:
-    """A database or folder of this machine."""
+    """Return a database or folder of this machine."""
     place = Path(address.partition(":///")[2] or address.partition(":")[2] or address)
     why = find_obstacle(place.parent) if address.startswith(("sqlite:", "file:", "/", ".")) else None
     if why is None:

@@ -49,7 +49,7 @@ def _free(path: Path) -> str:
 
 
 class FreeSpace(NamedTuple):
-    """What a file system still takes from this user."""
+    """Bytes that a file system still takes from this user."""
 
     bytes: int
     inodes: int | None

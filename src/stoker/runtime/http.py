@@ -34,7 +34,7 @@ _CREDENTIALS = ("Authorization", "Cookie", "Proxy-authorization")
 
 
 class FailureKind(Enum):
-    """Why there is no answer."""
+    """Reason for which there is no answer."""
 
     UNREACHABLE = "unreachable"
     """No connection was made: the server has not seen the request."""
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is one of success."""
+        """True if the status is one of success."""
         return 200 <= self.status < 300
 
     @property
@@ -121,7 +121,7 @@ class HttpStream:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What every request takes besides its method and URL."""
+    """Arguments of every request in addition to its method and URL."""
 
     headers: Mapping[str, str] | None
     body: Mapping[str, Any] | None

@@ -85,7 +85,7 @@ class Services:
 
     @property
     def degraded(self) -> str | None:
-        """What does not work now; None: everything works."""
+        """The parts that do not work now; None: everything works."""
         return self.database.trouble.why
 
 

@@ -100,7 +100,7 @@ class EventFeed:
 
     @property
     def full(self) -> bool:
-        """Whether no further client is accepted."""
+        """True if no further client is accepted."""
         return self.clients >= CLIENTS
 
     @contextmanager

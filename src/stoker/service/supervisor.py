@@ -307,7 +307,7 @@ class WorkerSlot:
 
     @property
     def works(self) -> bool:
-        """Whether its worker may still do something; a killed one may not, even while it hangs."""
+        """True if its worker may still do something; a killed one may not, even while it hangs."""
         return self._child is not None and not self._is_killed and not self._child.ended()
 
     def state(self) -> WorkerState:

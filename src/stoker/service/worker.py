@@ -362,7 +362,7 @@ class JobWorker:
         self.heartbeat = heartbeat
         self.queue = JobQueue(database, settings.retry)
         self.stopping = False
-        """Whether it ends after the current job."""
+        """True if it ends after the current job."""
         self._database = database
         self._describe = describe
         self._folders = StateFolder(Path(settings.state))

@@ -76,7 +76,7 @@ def _way(given: object) -> str:
 
 
 def parse_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:
-    """One name or several, as a tuple.
+    """Return one name or several, as a tuple.
 
     Args:
         what: The argument.
@@ -94,7 +94,7 @@ def parse_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[s
 
 
 def listed(value: object, count: int | None = None) -> tuple[object, ...] | None:
-    """The entries of a list, of `count` entries if that is given; None where it is not such a list.
+    """Return the entries of a list, of `count` entries if that is given; None where it is not such a list.
 
     >>> listed([1, 2]), listed("ab"), listed((1,), 2)
     ((1, 2), None, None)

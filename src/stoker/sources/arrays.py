@@ -56,7 +56,7 @@ class ArrayField:
     """As served."""
 
     def arranged(self, raw: NDArray[Any], where: str) -> NDArray[Any]:
-        """One sample as served.
+        """Return one sample as served.
 
         Raises:
             DecodeError: As `read_as`.
@@ -160,7 +160,7 @@ def _choose_fields(
 def _make_field(
     where: str, array: Any, axes: tuple[str, ...] | None, shape: Sequence[int], *, ragged: bool, time: bool
 ) -> Field:
-    """The field of one sample of stored `shape`; `where` names file and array."""
+    """Return the field of one sample of stored `shape`; `where` names file and array."""
     dtype = read_dtype(array.dtype, where=where).name
     if axes is None:
         if dtype == "complex64":
@@ -279,7 +279,7 @@ def _groups(
 def placed_arrays(
     one: ContainerSamples, opened: ContainerReader, fields: Sequence[ArrayField]
 ) -> PartLocations:
-    """The samples of one container.
+    """Return the samples of one container.
 
     Raises:
         SourceError: They cannot be served in place.
@@ -364,7 +364,7 @@ class ArrayReader:
     def read(
         self, one: ContainerSamples, field: ArrayField, row: int, span: tuple[int | None, int | None]
     ) -> NDArray[Any]:
-        """One field of one sample, as served.
+        """Return one field of one sample, as served.
 
         Raises:
             SourceError: It cannot be read; names container, array and sample.
@@ -444,7 +444,7 @@ class ContainerSource(PartedSource[PartT]):
         self._reader = ArrayReader(fill_missing=fill_missing)
 
     def __repr__(self) -> str:
-        """The first file, and how many there are."""
+        """Return the first file, and how many there are."""
         return f"{type(self).__name__}({str(self._containers[0].path)!r}, {len(self._containers)} in all)"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -562,7 +562,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         ]
 
     def identity(self) -> SourceIdentity:
-        """One part per container, with all its files, and how they are read."""
+        """Return one part per container, with all its files, and how they are read."""
         described, fields = self._describe()
         parts = tuple(
             Part(name=one.container.name, count=one.count, files=one.container.files()) for one in described
@@ -610,7 +610,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
 def _common_fields(
     found: Sequence[tuple[ContainerSamples, tuple[ArrayField, ...]]],
 ) -> tuple[ArrayField, ...]:
-    """The fields of all containers; what is ragged in one, or has other lengths in another, is ragged in all.
+    """Return the fields of all containers; ragged if ragged in one, or of other lengths in another.
 
     Raises:
         SourceError: Containers have other fields or layouts than the first.

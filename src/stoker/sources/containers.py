@@ -56,7 +56,7 @@ class Container:
     """Its name in keys of samples: relative to the folder or pattern that it was found by."""
 
     def files(self) -> tuple[FileRef, ...]:
-        """All files whose bytes decide what it holds, in the order of their names."""
+        """Return all files whose bytes decide what it holds, in the order of their names."""
         if self.path.is_file():
             return (FileRef(name=self.name, path=self.path),)
         found = sorted(path for path in self.path.rglob("*") if path.is_file())
@@ -77,7 +77,7 @@ class ContainerReader(Protocol):
         ...
 
     def array(self, name: str) -> Any:
-        """One array, with `shape`, `dtype`, `chunks` (None: contiguous) and `[...]`."""
+        """Return one array, with `shape`, `dtype`, `chunks` (None: contiguous) and `[...]`."""
         ...
 
     def attributes(self, group: str) -> Mapping[str, Any]:
@@ -85,7 +85,7 @@ class ContainerReader(Protocol):
         ...
 
     def absent(self, name: str, low: int, high: int) -> str | None:
-        """The first chunk that is not stored, of rows `low:high` along axis 0; None: all are there."""
+        """Return the first chunk that is not stored, of rows `low:high` along axis 0; None: all are there."""
         ...
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def find_containers(path: Paths) -> list[Container]:
 
 
 def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
-    """The folder that names in keys are relative to, and the containers."""
+    """Return the folder that names in keys are relative to, and the containers."""
     if (kind := kind_of(path)) is not None:
         return path.parent, [(path, kind)]
     if path.is_dir():

@@ -52,7 +52,7 @@ _log = logging.getLogger("stoker")
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key under which numbers in names count as numbers.
+    """Return a sort key under which numbers in names count as numbers.
 
     >>> sorted(["s_10.h5", "s_9.h5"], key=natural_key)
     ['s_9.h5', 's_10.h5']
@@ -64,7 +64,7 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 def find_files(
     path: Paths, *, suffixes: tuple[str, ...] = SUFFIXES, what: str = "HDF5"
 ) -> tuple[Path, list[Path]]:
-    """All files of a kind behind `path`, and the root their names are relative to.
+    """Return all files of a kind behind `path`, and the root their names are relative to.
 
     A folder or a pattern gives its files in natural order; a list keeps its own order. What a folder or a
     pattern gives and `usable_files` leaves out is named in a warning.
@@ -149,7 +149,7 @@ def is_pattern(path: Path) -> bool:
 
 
 def entries_below(folder: Path) -> list[Path]:
-    """All entries below a folder that are not folders, in natural order.
+    """Return all entries below a folder that are not folders, in natural order.
 
     A link to a folder elsewhere is not followed; a warning names it.
 
@@ -169,7 +169,7 @@ def entries_below(folder: Path) -> list[Path]:
 
 
 def entries_of_pattern(path: Path) -> tuple[Path, list[Path]]:
-    """The folder that a pattern is searched in, and all entries that match it, in natural order.
+    """Return the folder that a pattern is searched in, and all entries that match it, in natural order.
 
     They are those of `Path.glob`, hidden ones among them.
 
@@ -201,7 +201,7 @@ def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """The entries of a folder, in natural order.
+    """Return the entries of a folder, in natural order.
 
     Raises:
         SourceError: It cannot be listed.
@@ -352,7 +352,7 @@ def _nearby(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = None) -> list[Path]:
-    """The files of a task below `root`, as named by PDEBench converters.
+    """Return the files of a task below `root`, as named by PDEBench converters.
 
     `{task}_{split}.h5`, else every shard `{task}_{split}_*.h5`, else the undivided `{task}.h5`;
     `.hdf5` as well. Without `split`: the files of all splits, or the undivided one.
@@ -410,7 +410,7 @@ def _one_set(files: list[Path], task: str, split: str) -> list[Path]:
 
 
 def absent_split(where: str, split: str, found: Collection[str]) -> SplitError:
-    """The error for a split that no file carries; `found` is what there is instead."""
+    """Return the error for a split that no file carries; `found` is what there is instead."""
     names = sorted(found, key=split_rank)
     return SplitError(
         f'{where}: split "{split}" has no file. Splits found: {", ".join(names)}. '
@@ -430,7 +430,7 @@ def split_rank(name: str) -> tuple[int, str]:
 
 
 def split_of(name: str, known: Collection[str]) -> str | None:
-    """The split that a relative file name carries (as a word of its name or as a folder), if just one.
+    """Return the split that a relative file name carries (as a word of its name or as a folder), if just one.
 
     >>> split_of("burgers1d_train_003.h5", ["train", "val"]), split_of("valid/a.h5", ["train", "val"])
     ('train', 'val')
@@ -452,7 +452,7 @@ def name_parameters(stem: str) -> dict[str, float]:
 
 
 def family(name: str) -> str:
-    """A relative name without parameter values: what files of one parameter study have in common.
+    """Return a relative name without parameter values: what files of one parameter study have in common.
 
     >>> family("1D_Burgers_Sols_Nu0.01.hdf5")
     '1D_Burgers_Sols_Nu'
@@ -464,7 +464,7 @@ def family(name: str) -> str:
 
 
 def space_rank(stem: str) -> int | None:
-    """The number of space axes that a name states.
+    """Return the number of space axes that a name states.
 
     >>> space_rank("1D_Burgers_Sols_Nu0.01"), space_rank("cfd2d_rand_train"), space_rank("latents_32dim")
     (1, 2, None)
@@ -575,7 +575,7 @@ for damaged, truncated or locked files: all but a lack of memory."""
 
 
 def cause_of(error: Exception) -> Exception:
-    """The error itself, or an `OSError` with errno where h5py states one (`errno = 5`) in its text alone.
+    """Return the error, or an `OSError` with errno if h5py states one (`errno = 5`) only in its text.
 
     By errno a failure that passes (a lock, a lost mount) can be told from a damaged file.
     """

@@ -136,7 +136,7 @@ class DescribedFile:
         return self.layout.rows if self.rows is None else len(self.rows)
 
     def row(self, local: int) -> int:
-        """The row of the file that its `local`-th sample is."""
+        """Return the row of the file that its `local`-th sample is."""
         return local if self.rows is None else int(self.rows[local])
 
     def require_written(self, row: int) -> None:
@@ -179,7 +179,7 @@ class HDF5Description:
     """Samples in all, at least 1."""
 
     def find(self, index: int) -> tuple[DescribedFile, int]:
-        """The file of a sample, and its row there."""
+        """Return the file of a sample, and its row there."""
         file = self.files[bisect.bisect_right(self.firsts, index) - 1]
         return file, file.row(index - file.first)
 
@@ -396,7 +396,7 @@ def _say_once(files: Sequence[DescribedFile]) -> None:
 
 
 def placed_part(file: DescribedFile, pool: FilePool, strides: Mapping[str, int]) -> PartLocations:
-    """The samples of one described file.
+    """Return the samples of one described file.
 
     Raises:
         SourceError: They cannot be served in place.
@@ -521,7 +521,7 @@ class HDF5Source:
         self._reader = BlockReader(self._pool, self._options.strides)
 
     def __repr__(self) -> str:
-        """The folder and the number of files, without opening one."""
+        """Return the folder and the number of files, without opening one."""
         of = f", split={self._options.split!r}" if self._options.split else ""
         files = format_count(len(self._options.paths), "file")
         return f"HDF5Source({str(self._options.root)!r}, {files}{of})"
@@ -603,7 +603,7 @@ class HDF5Source:
         slot: int,
         span: tuple[int, int] | None,
     ) -> NDArray[Any]:
-        """One sample of one dataset, in served order."""
+        """Return one sample of one dataset, in served order."""
         group = file.layout.groups[row] if file.layout.groups else ""
         place = SamplePlace(path=file.path, row=row, group=group, label=file.place(row), slot=slot)
         raw = self._reader.read(place, piece, file.blocks[slot], span)

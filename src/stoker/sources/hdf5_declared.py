@@ -54,7 +54,7 @@ def declared_fields(fields: Mapping[str, str]) -> dict[str, tuple[str, tuple[str
 
 
 def declared_layout(file: Any, fields: Mapping[str, str], name: str, *, where: str) -> FileLayout:
-    """The layout of an open file as the user declared it.
+    """Return the layout of an open file as the user declared it.
 
     Args:
         file: Open `h5py.File`.
@@ -187,7 +187,7 @@ def is_dataset(parent: Any, name: str) -> bool:
 
 
 def rows_layout(fields: tuple[FieldLayout, ...], *, where: str) -> FileLayout:
-    """A layout whose samples are rows; without any sample axis the file is one sample.
+    """Return a layout whose samples are rows; without any sample axis the file is one sample.
 
     Raises:
         SourceError: Datasets have different numbers of samples.
@@ -200,7 +200,7 @@ def rows_layout(fields: tuple[FieldLayout, ...], *, where: str) -> FileLayout:
 
 
 def sample_groups(file: Any, datasets: list[str]) -> list[str]:
-    """Names of the groups at the file's root that hold all `datasets`, in natural order."""
+    """Return names of the groups at the file's root that hold all `datasets`, in natural order."""
     names = [name for name in file if all(is_dataset(file, f"{name}/{dataset}") for dataset in datasets)]
     return sorted(names, key=natural_key)
 

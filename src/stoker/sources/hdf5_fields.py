@@ -150,7 +150,7 @@ def declared_axes(dataset: Any, *, where: str) -> tuple[str, ...] | None:
 
 
 def as_text(value: Any) -> str:
-    """An HDF5 attribute as text, whatever string type it was written with."""
+    """Return an HDF5 attribute as text, whatever string type it was written with."""
     if isinstance(value, np.ndarray):
         return " ".join(as_text(item) for item in cast("NDArray[Any]", value).ravel().tolist())
     return value.decode() if isinstance(value, bytes) else str(value)
@@ -185,7 +185,7 @@ def make_piece(
 
 
 def sample_axes(piece: Piece) -> tuple[str, ...]:
-    """The axes of one sample of a piece, in stored order."""
+    """Return the axes of one sample of a piece, in stored order."""
     return tuple(axis for axis in piece.axes if axis != "n")
 
 
@@ -199,7 +199,7 @@ def sample_shape(piece: Piece, strides: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def arrange(raw: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
-    """One sample from stored to served order: `(T, H, W, C)` with space, else time first.
+    """Return one sample from stored to served order: `(T, H, W, C)` with space, else time first.
 
     Args:
         raw: One sample, axes in stored order.
@@ -240,7 +240,7 @@ def piece_field(piece: Piece, strides: Mapping[str, int]) -> Field:
 
 
 def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str) -> Field:
-    """The field that the pieces of a layout give together.
+    """Return the field that the pieces of a layout give together.
 
     Raises:
         SourceError: The pieces cannot be stacked.
@@ -278,7 +278,7 @@ def _included_field(layout: FieldLayout, strides: Mapping[str, int]) -> Field:
 
 
 def channel_names(layout: FieldLayout, strides: Mapping[str, int]) -> tuple[str, ...]:
-    """One name per channel of a field with space axes, in order; empty for other fields."""
+    """Return one name per channel of a field with space axes, in order; empty for other fields."""
     names: list[str] = []
     for piece in layout.pieces if layout.role is FieldRole.DATA else ():
         if not any(axis in SPACE for axis in piece.axes):
@@ -293,7 +293,7 @@ def channel_names(layout: FieldLayout, strides: Mapping[str, int]) -> tuple[str,
 
 
 def layout_to_json(layout: FileLayout) -> list[Json]:
-    """The layout as it goes into a recipe: which datasets, which axes; no sizes."""
+    """Return the layout as it goes into a recipe: which datasets, which axes; no sizes."""
     return [
         {"field": one.name, "datasets": [{"name": p.dataset, "axes": " ".join(p.axes)} for p in one.pieces]}
         for one in layout.fields

@@ -81,7 +81,7 @@ def is_pdebench(file: Any) -> bool:
 def pdebench_layout(
     file: Any, name: str, *, where: str, fields: Mapping[str, str] | None = None
 ) -> FileLayout:
-    """The layout of an open PDEBench file.
+    """Return the layout of an open PDEBench file.
 
     Args:
         file: Open `h5py.File`.
@@ -157,14 +157,14 @@ class _PDEBenchReader:
         return rows_layout(fields, where=self._where)
 
     def single(self, dataset: str) -> FileLayout:
-        """One dataset with all samples."""
+        """Return one dataset with all samples."""
         # Darcy flow is PDEBench's one steady problem; nothing but its name tells a converted file of it.
         layouts = _STEADY if "darcy" in self._stem.lower() else _ROWS
         pieces = self._pieces(self._file, [dataset], layouts)
         return rows_layout((FieldLayout(name="data", pieces=pieces),), where=self._where)
 
     def grouped(self, groups: list[str]) -> FileLayout:
-        """One group per sample, with `grid/*` next to the data."""
+        """Return one group per sample, with `grid/*` next to the data."""
         others = sorted(set(self._file) - set(groups))
         if others:
             _log.warning(
@@ -229,7 +229,7 @@ class _PDEBenchReader:
 
 
 def attribute_words(group: Any, name: str) -> tuple[str, ...]:
-    """An attribute that lists names, as strings; empty when absent."""
+    """Return an attribute that lists names, as strings; empty when absent."""
     value = group.attrs.get(name)
     if value is None:
         return ()
@@ -255,7 +255,7 @@ def is_well(file: Any) -> bool:
 
 
 def well_layout(file: Any, *, where: str) -> FileLayout:
-    """The layout of an open file.
+    """Return the layout of an open file.
 
     Raises:
         SourceError: Not this layout, or a dataset's axes do not fit its attributes.

@@ -46,7 +46,7 @@ _LOCKED = RetryPolicy(first_s=0.25, factor=1.0, attempts=4)
 
 
 def open_file(path: Path) -> Any:
-    """An open, read-only `h5py.File`.
+    """Return an open, read-only `h5py.File`.
 
     Raises:
         SourceError: Missing, empty, truncated, locked by a writer, no HDF5 file, or outside of the paths
@@ -157,7 +157,7 @@ def open_checked(path: Path) -> Any:
 
 
 def readable_dataset(file: Any, name: str, path: Path) -> Any:
-    """The dataset `name` of the file that was opened at `path`.
+    """Return the dataset `name` of the file that was opened at `path`.
 
     Raises:
         SourceError: Its bytes are not in `file`, or a filter that it needs is not installed.
@@ -168,7 +168,7 @@ def readable_dataset(file: Any, name: str, path: Path) -> Any:
 
 
 def require_inside(file: Any, name: str, *, where: str) -> Any:
-    """The dataset, if its bytes are in `file`: an identity has the content of `file` alone.
+    """Return the dataset, if its bytes are in `file`: an identity has the content of `file` alone.
 
     Raises:
         SourceError: It is reached by an external link, virtual, or stored in other files.
@@ -361,7 +361,7 @@ class Block:
 
 
 def plan_block(piece: Piece, strides: Mapping[str, int], limit_bytes: int) -> Block:
-    """The block of a piece: pure arithmetic on shapes.
+    """Return the block of a piece: pure arithmetic on shapes.
 
     Args:
         piece: As stored.
@@ -398,7 +398,7 @@ def _chunk(piece: Piece, axis: str) -> int:
 
 
 def block_bytes(piece: Piece, block: Block, strides: Mapping[str, int]) -> int:
-    """Bytes that a kept block of this piece holds."""
+    """Return bytes that a kept block of this piece holds."""
     size = piece.sample_bytes // strides.get("t", 1)
     if block.steps is not None and piece.steps:
         size = size * block.steps * strides.get("t", 1) // piece.steps
@@ -454,7 +454,7 @@ class BlockReader:
     def read(
         self, place: SamplePlace, piece: Piece, block: Block, span: tuple[int, int] | None
     ) -> NDArray[Any]:
-        """One sample of one piece, axes in stored order without `n`, freshly allocated.
+        """Return one sample of one piece, axes in stored order without `n`, freshly allocated.
 
         Args:
             place: Which sample.

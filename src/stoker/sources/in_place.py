@@ -33,7 +33,7 @@ class FieldLocations:
     """Steps along axis 0 of each sample, where they differ."""
 
     def take(self, rows: NDArray[np.int64]) -> FieldLocations:
-        """The same of some samples."""
+        """Return the same of some samples."""
         lengths = None if self.lengths is None else self.lengths[rows]
         return replace(self, at=self.at[rows], lengths=lengths)
 
@@ -48,7 +48,7 @@ class PartLocations:
     """Values that are in no file, `(count, *shape)`: parameters from names and attributes."""
 
     def take(self, rows: NDArray[np.int64]) -> PartLocations:
-        """The same of some samples."""
+        """Return the same of some samples."""
         return PartLocations(
             count=len(rows),
             fields={name: one.take(rows) for name, one in self.fields.items()},
@@ -61,7 +61,7 @@ class InPlaceSource(Protocol):
     """A source that can say where its samples are stored."""
 
     def places(self) -> Sequence[PartLocations]:
-        """One entry for each part of its identity.
+        """Return one entry for each part of its identity.
 
         Raises:
             SourceError: They cannot be served in place; says why, and what to do.
@@ -95,7 +95,7 @@ def offset_of(dataset: Any, *, where: str) -> int:
 
 
 def plain_dtype(dtype: np.dtype[Any], *, where: str) -> str:
-    """The name of a stored dtype that can be served as it is.
+    """Return the name of a stored dtype that can be served as it is.
 
     Raises:
         SourceError: It needs converting.

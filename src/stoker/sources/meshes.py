@@ -188,7 +188,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         return [f"{one.container.key}:{group}" for one in self._parts() for group in one.groups]
 
     def identity(self) -> SourceIdentity:
-        """One part per file or folder, and how they are read."""
+        """Return one part per file or folder, and how they are read."""
         contained, fields = self._describe()
         parts = tuple(
             Part(name=one.container.name, count=one.count, files=one.container.files()) for one in contained
@@ -248,7 +248,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         return MeshContainer(container=container, groups=tuple(groups) or ("",))
 
     def _first_fields(self, one: MeshContainer) -> tuple[MeshField, ...]:
-        """The fields of every sample, by the first one."""
+        """Return the fields of every sample, by the first one."""
         opened, group = self._reader.opened(one.container), one.groups[0]
         where = f"{one.container.path}" + (f": group {group!r}" if group else "")
         arrays = opened.arrays(group)
@@ -271,7 +271,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         return tuple(found)
 
     def _known(self, arrays: Mapping[str, Any], where: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """The arrays of a sample that the layout knows; says which it does not."""
+        """Return the arrays of a sample that the layout knows; says which it does not."""
         found = {
             name: (path, words)
             for name, (path, words) in _declared(PRESETS[self._layout]).items()
@@ -305,7 +305,7 @@ class MeshSource(ContainerSource[MeshContainer]):
     # ------------------------------------------------------------------ one sample
 
     def _array(self, opened: ContainerReader, group: str, field: MeshField, where: str) -> Any:
-        """The stored array of a field, or its values where they are not stored as such; not read yet."""
+        """Return the stored array of a field, not read yet, or its values if they are not stored as such."""
         if not field.array:
             path, _, name = field.words[0].rpartition("/")
             value = opened.attributes("/".join(part for part in (group, path) if part)).get(name)
@@ -390,7 +390,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         return {one.name: values.reshape(-1, *values.shape[2:]), one.name + SHAPE_SUFFIX: sizes}
 
     def _joined(self, sample: Sample) -> Sample:
-        """The sample of a grid, its fields as the channels of one."""
+        """Return the sample of a grid, its fields as the channels of one."""
         names = [one.name for one in self._fields() if one.array.startswith("fields/")]
         channels = [sample[n] if sample[n].ndim == 4 else sample[n][..., None] for n in names]
         rest = {name: values for name, values in sample.items() if name not in names}
@@ -425,7 +425,7 @@ def _declared(fields: Mapping[str, str]) -> dict[str, tuple[str, tuple[str, ...]
 
 
 def _described_field(name: str, path: str, words: tuple[str, ...], array: Any, where: str) -> MeshField:
-    """A field as the first sample has it; `array` None: edges that are made of neighbor lists."""
+    """Return a field as the first sample has it; `array` None: edges that are made of neighbor lists."""
     if array is None:
         field = Field(shape=(-1, 2), dtype="int64", ragged=True, axes=("e",))
         return MeshField(name=name, array=path, words=words, field=field)
@@ -452,7 +452,7 @@ def _described_field(name: str, path: str, words: tuple[str, ...], array: Any, w
 
 
 def _grid_field(fields: Sequence[MeshField]) -> Field:
-    """The field `data` `(T, H, W, C)` of the fields of a grid.
+    """Return the field `data` `(T, H, W, C)` of the fields of a grid.
 
     Raises:
         SourceError: Their grids or dtypes differ.
@@ -495,7 +495,7 @@ def _has_csr(arrays: Mapping[str, Any], edges: str) -> bool:
 
 
 def _edges_of_csr(indices: NDArray[Any], indptr: NDArray[Any], where: str) -> NDArray[np.int64]:
-    """The edges `(E, 2)`, from point to neighbor, of compressed rows."""
+    """Return the edges `(E, 2)`, from point to neighbor, of compressed rows."""
     starts = np.asarray(indptr).astype(np.int64)
     whole = starts.ndim == indices.ndim == 1 and len(starts) and starts[0] == 0 and starts[-1] == len(indices)
     if not whole or bool((np.diff(starts) < 0).any()):

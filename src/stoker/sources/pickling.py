@@ -132,7 +132,7 @@ def _picklable(value: Any) -> bool:
 
 
 def _plain(path: str) -> str:
-    """A path as the user knows it: their Dataset, not what it is wrapped in.
+    """Return a path as the user knows it: their Dataset, not what it is wrapped in.
 
     >>> _plain("source._source._dataset.file"), _plain("source.path")
     ('dataset.file', 'source.path')
@@ -153,7 +153,7 @@ _NUMBER_BYTES = 9
 
 
 def estimate_pickle_bytes(thing: object) -> int:
-    """Bytes of data in a pickle of `thing`, about; code is not counted.
+    """Return bytes of data in a pickle of `thing`, about; code is not counted.
 
     >>> estimate_pickle_bytes({"a": np.zeros(1000), "b": [bytes([n % 256] * 100) for n in range(10_000)]})
     1008002
@@ -201,7 +201,7 @@ def _items(value: Any) -> Sequence[Any] | None:
 
 
 def _size(value: Any) -> int:
-    """Bytes of what has no parts."""
+    """Return bytes of what has no parts."""
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     storage = _storage(value)

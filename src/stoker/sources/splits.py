@@ -55,7 +55,7 @@ class SplitChoice:
     """Seed of the cut."""
 
     def to_json(self) -> dict[str, Json]:
-        """The rule as it goes into a recipe."""
+        """Return the rule as it goes into a recipe."""
         if self.fractions is None:
             return {"split": self.split}
         return {"split": self.split, "fractions": dict(self.fractions), "seed": self.seed, "rule": RULE}
@@ -169,7 +169,7 @@ def split_numbers(
 
 
 def _ranges(shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """The hashes of each split, from the first up to but without the last."""
+    """Return the hashes of each split, from the first up to but without the last."""
     names = list(shares)
     ends = [round(math.fsum([*shares.values()][: place + 1]) * _SPACE) for place in range(len(names))]
     if ends[-1] > (1 - 1e-6) * _SPACE:
@@ -201,7 +201,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def _hash(key: str, seed: int) -> int:
-    """A number below 2**64."""
+    """Return a number below 2**64."""
     data = hashlib.blake2b(f"{seed}\0{key}".encode(errors="surrogatepass"), digest_size=16).digest()
     return int.from_bytes(data[:8], "big")
 
@@ -307,7 +307,7 @@ class SplitOf(SourceSelection):
         self._found: tuple[SplitChoice, NDArray[np.int64]] | None = None
 
     def __repr__(self) -> str:
-        """The source and the split."""
+        """Return the source and the split."""
         return f"SplitOf({self._source!r}, {self._split!r})"
 
     def for_split(self, split: str | None) -> Source:
@@ -385,7 +385,7 @@ class Subset(SourceSelection):
         self._found: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
-        """The source and the limit."""
+        """Return the source and the limit."""
         return f"Subset({self._source!r}, {self._limit})"
 
     def identity(self) -> SourceIdentity:

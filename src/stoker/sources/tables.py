@@ -52,7 +52,7 @@ class ArrowField:
 
 
 def import_arrow(what: str) -> Any:
-    """The module `pyarrow`.
+    """Return the module `pyarrow`.
 
     Raises:
         ConfigError: It is not installed.
@@ -78,7 +78,7 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
-    """The fields of the columns of an Arrow schema, in their order.
+    """Return the fields of the columns of an Arrow schema, in their order.
 
     Args:
         schema: Of the table.
@@ -174,7 +174,7 @@ def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
 
 
 def sample_of(table: Any, row: int, fields: Sequence[ArrowField], *, where: str) -> Sample:
-    """One row of an Arrow table as a sample.
+    """Return one row of an Arrow table as a sample.
 
     Raises:
         SourceError: A value is null, or has another shape than its column says; names row and column.
@@ -263,7 +263,7 @@ class ParquetSource(PartedSource[ParquetFile]):
         self._block: tuple[Path, int, Any] | None = None
 
     def __repr__(self) -> str:
-        """The first file, and how many there are."""
+        """Return the first file, and how many there are."""
         return f"ParquetSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class ParquetSource(PartedSource[ParquetFile]):
         return found
 
     def identity(self) -> SourceIdentity:
-        """The files, and which columns are read."""
+        """Return the files, and which columns are read."""
         tables, fields = self._describe()
         parts = tuple(
             Part(name=t.name, count=t.count, files=(FileRef(name=t.name, path=t.path),))
@@ -364,7 +364,7 @@ class ParquetSource(PartedSource[ParquetFile]):
 
 
 def _opened(path: Path) -> Any:
-    """An open Parquet file.
+    """Return an open Parquet file.
 
     Raises:
         SourceError: It is damaged or no Parquet file.
@@ -455,7 +455,7 @@ class DatasetsSource:
         return [str(index) for index in range(len(self))]
 
     def identity(self) -> SourceIdentity:
-        """The dataset's fingerprint, and which columns are read."""
+        """Return the dataset's fingerprint, and which columns are read."""
         digest = hashlib.sha256(self._fingerprint.encode()).hexdigest()
         part = Part(name="dataset", count=len(self), digest=digest)
         settings: dict[str, Json] = {"columns": [list(field.path) for field in self._fields]}

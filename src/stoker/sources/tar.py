@@ -96,7 +96,7 @@ class TarSource(PartedSource[Archive]):
         self._files = _open_archives()
 
     def __repr__(self) -> str:
-        """The first file, and how many there are."""
+        """Return the first file, and how many there are."""
         return f"TarSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class TarSource(PartedSource[Archive]):
         return [f"{self._keyed[archive.path]}:{key}" for archive in self._parts() for key in archive.keys]
 
     def identity(self) -> SourceIdentity:
-        """The files, and which extensions are read."""
+        """Return the files, and which extensions are read."""
         parts = tuple(
             Part(name=a.name, count=a.count, files=(FileRef(name=a.name, path=a.path),))
             for a in self._parts()

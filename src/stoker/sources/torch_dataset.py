@@ -118,7 +118,7 @@ class DatasetProber:
         *,
         seeded: bool = True,
     ) -> Item | None:
-        """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read.
+        """Return an item, or None when the Dataset fails on it: such a sample is quarantined when it is read.
 
         The error is put into `failed`, or logged where `failed` is None.
         """
@@ -189,7 +189,7 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
 
 
 def digests_of(item: Item, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """The digest of each field."""
+    """Return the digest of each field."""
     return {
         name: hashlib.sha256(
             f"{dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes()
@@ -202,7 +202,7 @@ def digests_of(item: Item, *, without: Sequence[str] = ()) -> dict[str, str]:
 def common_schema(
     name: str, items: Mapping[int, Item], *, time: Sequence[str], ragged: Sequence[str]
 ) -> Schema:
-    """The fields that all items have.
+    """Return the fields that all items have.
 
     Raises:
         SourceError: They differ in more than the length of axis 0.
@@ -284,11 +284,11 @@ class MapDataset(Protocol):
     """The methods of a map-style Dataset."""
 
     def __len__(self) -> int:
-        """Number of items."""
+        """Return number of items."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """One item; the same for the same index."""
+        """Return one item; the same for the same index."""
         ...
 
 
@@ -376,7 +376,7 @@ class TorchSource:
             ) from error
 
     def __repr__(self) -> str:
-        """The Dataset's class and length."""
+        """Return the Dataset's class and length."""
         return f"TorchSource({self._name}, {format_count(self._count, 'sample')})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class TorchSource:
         return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None, "_seen": seen}
 
     def __len__(self) -> int:
-        """The Dataset's length when the source was made."""
+        """Return the Dataset's length when the source was made."""
         return self._count
 
     def schema(self) -> Schema:
@@ -419,7 +419,7 @@ class TorchSource:
         }
 
     def locate(self, index: int) -> str:
-        """The item of the Dataset; of one inside `torch.utils.data.Subset`, by its own index."""
+        """Return the item of the Dataset; of one inside `torch.utils.data.Subset`, by its own index."""
         subset = getattr(sys.modules.get("torch.utils.data"), "Subset", None)
         inner: Any = self._dataset
         while subset is not None and type(inner) is subset:
@@ -437,7 +437,7 @@ class TorchSource:
         return list(self._keys) if self._keys is not None else [str(index) for index in range(self._count)]
 
     def identity(self) -> SourceIdentity:
-        """The user's word, or what can be seen: code, files, indices and probed samples."""
+        """Return the user's word, or what can be seen: code, files, indices and probed samples."""
         settings: dict[str, Json] = {"time": list(self._time), "ragged": list(self._ragged)}
         if self._text.names:
             settings["text"] = self._text.to_json()
@@ -492,7 +492,7 @@ class TorchSource:
         return digests_of(self._item(index, seeded=self._freeze), without=changing)
 
     def _item(self, index: int, *, seeded: bool) -> Item:
-        """One item of this process's copy of the Dataset.
+        """Return one item of this process's copy of the Dataset.
 
         The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
         lands on the copy, so that the original can still travel to worker processes.

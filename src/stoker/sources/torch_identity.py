@@ -61,7 +61,7 @@ _BLOCK_BYTES = MIB
 
 
 def plain_array(value: Any) -> Any:
-    """The values as plain tensor or numpy array in the same memory (of a sparse tensor a pair); else None."""
+    """Return the values as tensor or numpy array in the same memory (a pair if sparse); else None."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # a subclass must not run its own code
@@ -80,7 +80,7 @@ def plain_array(value: Any) -> Any:
 
 
 def digest_array(array: Any, fraction: float) -> str:
-    """The xxh3 of dtype, shape and values; of `fraction` of its blocks, drawn with a fixed seed."""
+    """Return the xxh3 of dtype, shape and values; of `fraction` of its blocks, drawn with a fixed seed."""
     order = _memory_order(array)
     digest = xxhash.xxh3_128(f"{array.dtype} {tuple(array.shape)} {order} {min(fraction, 1.0)}".encode())
     array = array.transpose(order) if isinstance(array, np.ndarray) else array.permute(order)
@@ -508,7 +508,7 @@ class PicklingObstacle:
 
 
 def members(value: object, path: str) -> Iterator[HeldObject]:
-    """The object and what it holds, each once, the nearest first."""
+    """Yield the object and what it holds, each once, the nearest first."""
     seen: set[int] = set()
     waiting = deque([HeldObject(path, value)])
     kept: list[Any] = []  # an id must not be given again while it is known

@@ -74,7 +74,7 @@ class TextRules:
         return self._rules.get(name) == "drop"
 
     def number(self, name: str, text: str | bytes, where: str) -> NDArray[Any]:
-        """The text as numbers.
+        """Return the text as numbers.
 
         Raises:
             SourceError: It is not among the words.
@@ -91,7 +91,7 @@ class TextRules:
         return np.asarray(place, np.int64)
 
     def to_json(self) -> dict[str, Json]:
-        """The rules, for the recipe."""
+        """Return the rules, for the recipe."""
         return dict(self._rules)
 
 
@@ -99,7 +99,7 @@ NO_RULES = TextRules({})
 
 
 def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
-    """All values of an item, each as a fresh array and the name of its dtype.
+    """Return all values of an item, each as a fresh array and the name of its dtype.
 
     Raises:
         SourceError: A value is text without a rule, None or anything else that is not numbers, or two have
@@ -240,7 +240,7 @@ def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
 
 
 def _from_image(image: Any) -> tuple[NDArray[Any], str]:
-    """A PIL image as `(H, W, C)`; palettes become RGB, bitmaps gray."""
+    """Return a PIL image as `(H, W, C)`; palettes become RGB, bitmaps gray."""
     plain = image.convert({"P": "RGB", "1": "L"}.get(image.mode, image.mode))
     array = np.array(plain)
     return _from_numpy(array if array.ndim == 3 else array[..., None], "image")

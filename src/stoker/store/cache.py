@@ -75,7 +75,7 @@ class BadRecord(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(JsonResult):
-    """What was read and what was wrong."""
+    """Records read by a verification, and what was wrong."""
 
     json_keys = ("records", "ok", "bad", "unchecked")
 
@@ -88,7 +88,7 @@ class VerifyReport(JsonResult):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
+        """True if nothing is damaged."""
         return not self.bad
 
 
@@ -187,7 +187,7 @@ class Cache:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is stored or quarantined."""
+        """True if every sample is stored or quarantined."""
         return self.index.complete
 
     @property
@@ -202,7 +202,7 @@ class Cache:
 
     @cached_property
     def segments(self) -> Segments:
-        """Where records are, as runs."""
+        """The locations of records, as runs."""
         return segments_of(self.index.shards, self.recipe)
 
     @cached_property
@@ -606,7 +606,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
 
 
 class GrowingCache:
-    """What a folder holds while a process fills it, read from the shards themselves.
+    """Records in a folder while a process fills it, read from the shards themselves.
 
     Args:
         path, recipe: The folder.

@@ -31,7 +31,7 @@ RUNS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why one sample is not in a cache."""
+    """Reason for which one sample is not in a cache."""
 
     number: int
     """Global sample number."""
@@ -49,7 +49,7 @@ class Failure:
 
     @property
     def sticky(self) -> bool:
-        """Whether another run leaves it alone."""
+        """True if another run leaves it alone."""
         return self.kind == "sample" or self.runs >= RUNS
 
 

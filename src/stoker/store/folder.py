@@ -326,7 +326,7 @@ CACHE_NAME = re.compile(r"\w[\w.+=-]{0,127}")
 
 
 class Folder:
-    """What is stored, what is missing, and how to add to it.
+    """Cache folder: what is stored, what is missing, and how to add to it.
 
     Every handle has a token of its own and writes only files that carry it, the index excepted.
     """

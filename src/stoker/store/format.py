@@ -238,7 +238,7 @@ def row_capacity(schema: Schema, shard_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """When a shard is full."""
+    """Limits at which a shard is full."""
 
     rows: int
     """Most records."""
@@ -252,7 +252,7 @@ class Capacity:
 
 
 def capacity(schema: Schema, shard_bytes: int) -> Capacity:
-    """When a shard of about `shard_bytes` is full.
+    """Return the limits at which a shard of about `shard_bytes` is full.
 
     Raises:
         ConfigError: `shard_bytes` is less than 1.
@@ -438,7 +438,7 @@ CONTENTS = "__contents__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Where one field of a shard, or the scales of a packed one, is."""
+    """Location of one field of a shard, or of the scales of a quantized one."""
 
     field: Field
     offset: int

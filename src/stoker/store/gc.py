@@ -387,7 +387,7 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPolicy:
-    """Which fingerprints may go. With none of the three, none: only what no process can use any more."""
+    """Limits on fingerprints to keep. With none of the three, only what no process can use any more goes."""
 
     keep: int | None = None
     """How many of each name stay: complete ones first, then those used last. Alone: all others go."""
@@ -422,7 +422,7 @@ class GcItem:
 
 @dataclass(slots=True, kw_only=True)
 class GcReport(JsonResult):
-    """What went, or would go, and what stayed in spite of the policy."""
+    """Things that went, or would go, and things that stayed in spite of the policy."""
 
     json_keys = (
         "cache_dir", "dry_run", "removed", "kept", "bytes_before", "bytes_removed", "bytes_left", "unseen"

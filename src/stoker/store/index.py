@@ -107,7 +107,7 @@ def load_recipe(folder: Path) -> Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Index:
-    """What `index.json` says."""
+    """Content of `index.json`."""
 
     fingerprint: str
     name: str
@@ -119,7 +119,7 @@ class Index:
     """Samples of the source."""
     stored: int
     complete: bool
-    """Whether stored and quarantined samples are all there are."""
+    """True if stored and quarantined samples are all there are."""
     shards: tuple[ShardInfo, ...]
     quarantined: Mapping[int, Failure]
     statistics: Mapping[str, Any]
@@ -136,7 +136,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Where records are: int64 arrays, one entry per run of consecutive numbers in consecutive rows.
+    """Locations of records: int64 arrays, one entry per run of consecutive numbers in consecutive rows.
 
     Sorted by `first`; no number is in two runs.
     """

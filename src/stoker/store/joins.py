@@ -37,7 +37,7 @@ KNOWN = "_known"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """What is joined to the records of a cache, and how."""
+    """Table to join to the records of a cache, and how."""
 
     table: str | Path
     """A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL."""
@@ -70,7 +70,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinReport:
-    """How a table and the records of a cache fit together."""
+    """Comparison of a table with the records of a cache."""
 
     records: int
     """Stored records."""

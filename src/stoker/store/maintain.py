@@ -64,7 +64,7 @@ class UnusedShard:
 
 @dataclass(slots=True, kw_only=True)
 class RepairReport(JsonResult):
-    """What was found and done, and what has to be encoded again."""
+    """Damage found, what was done about it, and what has to be encoded again."""
 
     json_keys = (
         "path", "records", "ok", "bad", "set_aside", "lost", "unread", "swept", "index", "generation",
@@ -92,7 +92,7 @@ class RepairReport(JsonResult):
 
     @property
     def ok(self) -> bool:
-        """Whether the cache is complete afterwards."""
+        """True if the cache is complete afterwards."""
         return not self.missing
 
 
@@ -269,7 +269,7 @@ PUBLISH_S, PUBLISH_TIMES = 10.0, 10.0
 
 @dataclass(slots=True, kw_only=True)
 class CompactReport(JsonResult):
-    """What merging came to."""
+    """Results of merging."""
 
     path: str
     address: str | None = None

@@ -125,7 +125,7 @@ class ObjectRemote:
         return sorted(folders), sorted(objects, key=lambda one: one.name)
 
     def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[Buffer], None]) -> None:
-        """Bytes of an object, as `Remote.read`."""
+        """Read bytes of an object, as `Remote.read`."""
         options: Any = {"range": (begin, end)}
         if etag:
             options["if_match"] = etag

@@ -40,7 +40,7 @@ class UserFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnPlaces:
-    """Where one column is: runs of bytes that follow one another in the column."""
+    """Location of one column: runs of bytes that follow one another in the column."""
 
     field: str
     file: int

@@ -82,7 +82,7 @@ counted from the change time, which unlike the modification time no program can 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """What the content of one file is known by."""
+    """Digest of the content of one file."""
 
     name: str
     """Name relative to the source's root."""
@@ -255,7 +255,7 @@ class RecipePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a cache is made of. Equal recipes have equal fingerprints, and name the same folder."""
+    """Ingredients of a cache. Equal recipes have equal fingerprints, and name the same folder."""
 
     entries: Mapping[str, Any]
     """The recipe as JSON; not to be changed."""
@@ -304,7 +304,7 @@ class Recipe:
 
     @cached_property
     def columns(self) -> Schema:
-        """What a shard holds of a record: its fields, packed ones followed by their scales."""
+        """The columns of a record in a shard: its fields, quantized ones followed by their scales."""
         return columns_of(self.schema)
 
     @cached_property

@@ -314,7 +314,7 @@ class FolderRemote:
         return self._answer(work)
 
     def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[Buffer], None]) -> None:
-        """Bytes of a file, as `Remote.read`."""
+        """Read bytes of a file, as `Remote.read`."""
 
         def work(tell: Tell) -> None:
             with self._opened(name) as file:

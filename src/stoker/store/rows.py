@@ -1,4 +1,4 @@
-"""Which rows of which shards serve: arithmetic on runs, so that it costs O(runs) and not O(records).
+"""Rows of shards that serve: arithmetic on runs, so that it costs O(runs) and not O(records).
 
 A run is `(row, first number, count)`: consecutive rows that hold consecutive numbers.
 """

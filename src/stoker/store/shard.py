@@ -238,7 +238,7 @@ class FieldReader:
         return data[(start - low) * blocks.step_bytes : (stop - low) * blocks.step_bytes]
 
     def read_into(self, row: int, start: int, stop: int, out: memoryview[Any], verify: Verify) -> None:
-        """The same into `out`, without a copy where `start:stop` is complete blocks."""
+        """Read the same into `out`, without a copy where `start:stop` is complete blocks."""
         blocks = self._blocks
         if len(out) != (stop - start) * blocks.step_bytes:
             raise self._unfit(out, row, stop - start)
@@ -453,7 +453,7 @@ class ColumnSink(Protocol):
         ...
 
     def filled(self, offset: int, size: int) -> None:
-        """What `room` gave last holds its bytes now."""
+        """Note that the memory which `room` gave last holds its bytes now."""
         ...
 
 

@@ -98,7 +98,7 @@ class Scratch:
 
 @dataclass(slots=True, kw_only=True)
 class FieldScratch:
-    """What converting one field takes; records of several fields are alive at a time, so one each."""
+    """Memory to convert one field; records of several fields are alive at a time, so one each."""
 
     stored: Scratch = dataclass_field(default_factory=Scratch)
     scales: Scratch = dataclass_field(default_factory=Scratch)

@@ -59,7 +59,7 @@ LONGEST = 1 << 62
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """What a shard says about itself, whatever its records."""
+    """Description of a shard, whatever its records."""
 
     schema: Schema
     part: str
@@ -375,7 +375,7 @@ OPEN_PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
-    """How a writer cuts shards, and what it insists on.
+    """Limits by which a writer cuts shards, and checks that it makes.
 
     Raises:
         ConfigError: A time or an error bound is out of range. `layout.capacity` checks `shard_bytes`.

@@ -74,7 +74,7 @@ def check_source(source: Source, *, samples: int = 4) -> None:
 
 
 def _check_many(source: Source, first: dict[int, Sample]) -> None:
-    """Where samples can be read at once, each is what it is alone."""
+    """Check that a sample read with others is what it is alone, for sources that read several at once."""
     if not isinstance(source, BatchSource):
         return
     for number, sample in first.items():
@@ -150,7 +150,7 @@ def _check_ranges(source: Source, number: int, whole: Sample, schema: Schema) ->
 
 
 def _check_copy(source: Source, copied: Source, first: Mapping[int, Sample]) -> None:
-    """A copy by cloudpickle, before or after reading, is the same source."""
+    """Check that a copy by cloudpickle, before or after reading, is the same source."""
     assert len(copied) == len(source), "len() changes when copied"
     assert copied.schema() == source.schema(), "schema() changes when copied"
     assert copied.identity() == source.identity(), "identity() changes when copied"
@@ -274,7 +274,7 @@ def _check_encoder_identity(encoder: Encoder) -> None:
 
 
 def _made_up(schema: Schema, batch_size: EncodeBatchSize, steps: int, seed: int) -> dict[str, Tensor]:
-    """One encode batch of random samples; fields with time have `batch_size.steps` where cut."""
+    """Return one encode batch of random samples; fields with time have `batch_size.steps` where cut."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -361,7 +361,7 @@ def _check_steps(
     kept: Mapping[str, Tensor],
     tolerance: float,
 ) -> None:
-    """A range of time steps encoded alone gives that range of the whole."""
+    """Check that a range of time steps encoded alone gives that range of all steps."""
     timed = [name for name, field in sample_schema.items() if field.time]
     assert timed, "independent_steps is True, and no field has time"
     schema = encoder.schema(sample_schema)

@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["hang", "kill", "raise", "slow", "corrupt"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens when some samples are read.
+    """Faults while some samples are read.
 
     `hang` sleeps for an hour; `kill` ends the reading process with SIGKILL, as a crash or a lack of memory
     does; `raise` raises `error`; `slow` sleeps for `seconds` and then reads; `corrupt` changes one byte of

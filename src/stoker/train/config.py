@@ -1,4 +1,4 @@
-"""What a training run is given, and what it comes to."""
+"""Settings of a training run, and its report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchLoader(Protocol[BatchT_co]):
     """A loader that can save its place. A finished pass moves it to the next epoch automatically."""
 
     def __iter__(self) -> Iterator[BatchT_co]:
-        """One pass, or the rest of the pass that a loaded state began."""
+        """Yield one pass, or the rest of the pass that a loaded state began."""
         ...
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class TrainStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How to train.
+    """Settings that say how to train.
 
     Raises:
         ConfigError: A number is out of range.
@@ -225,7 +225,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhysicalSpace:
-    """How validation gets from states to the fields they stand for."""
+    """Map for validation from states to the fields that they stand for."""
 
     decode: Decode | DecodeByRecord
     """From states `(..., L, D)` to fields; by record where its points decide where the fields are."""
@@ -248,7 +248,7 @@ class FieldSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a finished run came to."""
+    """Results of a finished run."""
 
     tier: str
     """Tier that served most examples; empty where nothing measured it."""

@@ -122,7 +122,7 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
 
 
 def _share(found: int, wanted: int, ranks: Ranks) -> int:
-    """How many of its `found` trajectories this rank rolls out: the first `wanted` of all ranks' are."""
+    """Return how many of its `found` trajectories this rank rolls out: the first `wanted` of all ranks'."""
     before = ranks.all_gather(str(found), "the roll-outs")[: ranks.rank]
     return max(0, min(found, wanted - sum(map(int, before))))
 

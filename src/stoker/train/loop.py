@@ -33,7 +33,7 @@ from stoker.train.step import Stepper, StepResult, StopFlag, learning_rate
 
 @dataclass(slots=True, kw_only=True)
 class TrainProgress:
-    """How far a run is; all of it goes into a checkpoint as JSON."""
+    """Progress of a run; all of it goes into a checkpoint as JSON."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -78,7 +78,7 @@ class TrainProgress:
 
     @property
     def lost(self) -> float | None:
-        """How far the run is below its ceiling, 0..1; None while that was not measured."""
+        """Fraction that the run is below its ceiling, 0..1; None until it is measured."""
         spent_s = self.wait_s + self.step_s
         if self.ceiling_step_s is None or not spent_s:
             return None
@@ -87,7 +87,7 @@ class TrainProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSummary:
-    """What the loop knows of a pass when it was evaluated."""
+    """Facts that the loop knows about a pass when it was evaluated."""
 
     epoch: int
     """Its number, from 1."""
@@ -102,14 +102,14 @@ class PassSummary:
 
 
 class Objective(Protocol):
-    """What is learned: models, their losses and their figures, and what a checkpoint holds of them.
+    """Models to train, their losses and figures, and their part of a checkpoint.
 
     The loop calls `begin_pass`, then `count` after each step of the pass, then `evaluate` and `epoch_row`.
     """
 
     @property
     def progress(self) -> TrainProgress:
-        """How far the run is; the loop moves it on."""
+        """The progress of the run; the loop advances it."""
         ...
 
     @property
@@ -119,12 +119,12 @@ class Objective(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """The device of the models."""
         ...
 
     @property
     def facts(self) -> dict[str, Json]:
-        """What to tell of the models and of how they compute, when a stage starts."""
+        """Facts about the models and how they compute, to report when a stage starts."""
         ...
 
     def stepper(self, ranks: Ranks = SINGLE_PROCESS, stopped: Callable[[], bool] = ..., /) -> Stepper:
@@ -529,7 +529,7 @@ class TrainLoop:
         return self.ranks.any(time.monotonic() - self._saved_s >= every_s, "the end of an epoch")
 
     def _checkpoint(self) -> Checkpoint | None:
-        """All that it takes to continue from here; a step that is not finite must not become a checkpoint."""
+        """Return all that it takes to continue from here; never of a step that is not finite."""
         self.stepper.guard.check()
         return None if self.folder is None else self.objective.checkpoint(self.place)
 

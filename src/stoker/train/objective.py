@@ -154,7 +154,7 @@ DECODER = "decoder."
 
 @dataclass(slots=True, kw_only=True)
 class OperatorProgress(TrainProgress):
-    """How far a run of the operator is."""
+    """Progress of a run of the operator."""
 
     loss_sum: float = 0.0
     """Sum of the losses of the batches of this pass."""
@@ -232,12 +232,12 @@ class OperatorObjective:
 
     @property
     def numerics(self) -> dict[str, Json]:
-        """What decides the last bits of a step in addition to the settings."""
+        """Settings that decide the last bits of a step, in addition to those of the run."""
         return numerics_of(self.device, self._amp)
 
     @property
     def facts(self) -> dict[str, Json]:
-        """What to tell when a stage starts."""
+        """The facts to report when a stage starts."""
         count = sum(p.numel() for p in self.model.parameters())
         return {"stage": self.stage.name, "parameters": count, **self.numerics}
 

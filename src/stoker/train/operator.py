@@ -253,7 +253,7 @@ def cond_widths(batch: PairBatch | Mapping[str, Any]) -> dict[str, int]:
 
 
 def unequal_tokens(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why one operator cannot take states of these shapes, by field; None where it can.
+    """Say why one operator cannot take states of these shapes, by field; None where it can.
 
     >>> unequal_tokens({"u": (16, 8), "v": (4, 4, 2), "w": (16, 1)})
     >>> unequal_tokens({"u": (16, 8), "v": (4, 8)}).partition(" have")[0]
@@ -453,7 +453,7 @@ class LatentOperator(nn.Module):
         return moved
 
     def unrolled(self, z0: Tensor, cond: Tensor, steps: int) -> list[Tensor]:
-        """The states after 1 to `steps` steps, each `(B, L, D)`, every one predicted from the one before."""
+        """Return the states after 1 to `steps` steps, each `(B, L, D)`, each predicted from the last."""
         found: list[Tensor] = []
         for _ in range(steps):
             z0 = self(z0, cond)

@@ -450,7 +450,7 @@ def resume_run(
 
 
 def changed_settings(run: OperatorObjective, saved: Mapping[str, Any]) -> dict[str, Json]:
-    """What differs from when a checkpoint was written, as `{name: [before, now]}`: settings and numerics."""
+    """Return settings and numerics that differ from a checkpoint's, as `{name: [before, now]}`."""
     config: dict[str, Json] = json.loads(json.dumps(asdict(run.config)))
     before = saved["config"]  # a setting that there was not yet is as its default
     pairs = {name: [before.get(name, value), value] for name, value in config.items() if name != "resume"}

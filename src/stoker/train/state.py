@@ -47,7 +47,7 @@ OLD = "-old"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     """Optimizer steps done."""
@@ -120,7 +120,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def newest_checkpoint(
     root: Path, on_damaged: Callable[[str], None], kind: Kind | None = None
 ) -> Checkpoint | None:
-    """The valid checkpoint with most steps, of a kind or of any; damaged ones are told of and passed over."""
+    """Return the valid checkpoint with most steps, of a kind or any; `on_damaged` gets errors of others."""
     for folder in _folders(root, kind):
         try:
             return load_checkpoint(folder)

@@ -50,7 +50,7 @@ LOSS = "the loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What is known of a step before the weights move."""
+    """Facts about a step before the weights move."""
 
     epoch: int
     step: int
@@ -77,7 +77,7 @@ class FiniteGuard:
         self._ranks = ranks
         self._stop = stop
         self.stopping = False
-        """Whether any rank had been asked to stop when the ranks last exchanged a result."""
+        """True if any rank had been asked to stop when the ranks last exchanged a result."""
         self._device, self._cuda = device, device.type == "cuda"
         self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda, device="cpu")
         self._event = torch.cuda.Event() if self._cuda else None
@@ -151,7 +151,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to; tensors on the device, so that nothing waits for it."""
+    """Results of a step; tensors on the device, so that nothing waits for it."""
 
     losses: Tensor
     """Of each example, `(B,)`."""

@@ -48,7 +48,7 @@ class Flip:
         return change(batch, self.fields, -self.axis, lambda _, values: self._flip(values, mirrored))
 
     def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
-        """This mirror as part of a gather: along the last axis of one field, without a change of sign."""
+        """Return this mirror as part of a gather: along the last axis of one field, its sign unchanged."""
         name = only_field(shapes, self.fields, 1)
         if name is None or self.axis != -1 or self.negate or len(shapes[name]) < 2:
             return None
@@ -133,7 +133,7 @@ class Crop:
         return change(batch, self.fields, -min(self.axes), lambda _, values: self._crop(values, keys))
 
     def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> ImageCut | None:
-        """This crop as part of a gather: of the last two axes of one field, and not beyond its edges."""
+        """Return this crop as part of a gather: of the last two axes of one field, within its edges."""
         name = only_field(shapes, self.fields, -min(self.axes))
         if name is None or tuple(self.axes) != (-2, -1) or self.padding:
             return None

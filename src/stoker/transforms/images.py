@@ -207,5 +207,5 @@ def _like(values: Any, rows: list[Tensor]) -> Any:
 
 
 def _shifted(values: Any, by: Tensor) -> Any:
-    """Every example less its row of `by`, padded or ragged."""
+    """Return every example less its row of `by`, padded or ragged."""
     return _like(values, [row - own for row, own in zip(_rows(values), by, strict=True)])

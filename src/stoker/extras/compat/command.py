@@ -152,7 +152,7 @@ def _existing(run: Run, splits: list[str]) -> tuple[list[str], list[SplitError]]
 
 
 def _workers(out: CommandOutput, workers: int | None, parallel: bool | None) -> int | None:
-    """How many processes read: `--no-parallel` kept the encoder out of the loader, never the workers."""
+    """Return the number of workers: `--no-parallel` kept the encoder out of the loader, never the workers."""
     if parallel is None:
         return workers
     if parallel:

@@ -51,7 +51,7 @@ class CachedSet(Protocol):
     """What a `GPUDataLoader` serves: a `GPUCachedDataset` of images or of rows."""
 
     shuffles: bool
-    """Whether the earlier system shuffled where it was not told."""
+    """True if the earlier system shuffled where it was not told."""
 
     def __len__(self) -> int: ...
 

@@ -381,7 +381,7 @@ def build_parallel_latent_loader(  # noqa: PLR0913, PLR0917 - the earlier system
 def _as_encoder(
     encoder: Encoder | nn.Module, coords: Tensor | None, grid: Sequence[int] | None, field_name: str
 ) -> Encoder:
-    """The encoder of today: of the earlier `GridEncoder`, of a module of the earlier form, or as it is."""
+    """Return the encoder of today: of the earlier `GridEncoder`, of an earlier module, or as it is."""
     if isinstance(encoder, GridEncoder) and grid is not None and tuple(grid) != encoder.grid:
         raise ConfigError(f"grid_shape is {tuple(grid)}, and the encoder's grid {encoder.grid}")
     if not isinstance(encoder, nn.Module) or isinstance(encoder, Encoder):
@@ -396,7 +396,7 @@ def _as_encoder(
 
 
 def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) -> LatentPairLoader:
-    """The loader that a configuration describes, its cache filled first; of several tasks, a mixture of all.
+    """Return the loader of a configuration, its cache filled first; of several tasks, a mixture.
 
     Args:
         cfg: A mapping, an OmegaConf object, a YAML file, or a `Config`. The first three are read as they were

@@ -154,7 +154,7 @@ def _search(out: CommandOutput, overrides: list[str], limit: int) -> None:
 
 
 def _show_variables(out: CommandOutput) -> None:
-    """Which earlier variables are set here, and what becomes of each; no value is shown or stored."""
+    """Print the earlier variables that are set here, and what becomes of each, without any value."""
     environment = _environment(ENV_FILE)
     rows = [
         EarlierVariable(name=name, is_set=bool(variable(environment, name)), use=_USES[name])
@@ -564,7 +564,7 @@ def files_of_tasks(
 
 
 def _folder_of(task: str, bucket: str, listed: ListFiles) -> tuple[str, dict[str, ListedFile]]:
-    """The first folder with files of a task, and these by name; the last one, empty, where none has any."""
+    """Return the first folder with files of a task, and these by name; else the last one, empty."""
     place = ""
     for layout in LAYOUTS:
         place = f"{bucket}/{layout.format(task=task)}"

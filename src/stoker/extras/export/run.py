@@ -97,7 +97,7 @@ class ExportWriter:
     def values(
         self, tensor: ExportTensor, between: tuple[int, int], lengths: NDArray[np.int64] | None
     ) -> Iterator[Any]:
-        """The bytes of a tensor over the records at places `between`; `lengths`: theirs, if it is ragged."""
+        """Yield the bytes of a tensor over the records at places `between`; `lengths` if it is ragged."""
         if tensor.part == "index":
             yield self.records.numbers(*between).astype("<i8").data
         elif tensor.part == "values":

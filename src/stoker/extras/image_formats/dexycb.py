@@ -32,7 +32,7 @@ SIDES = ("left", "right")
 MAX_OBJECTS = 10
 
 Rule: TypeAlias = Callable[[int, int, int], bool]
-"""Whether a place (subject, camera, sequence), counted from 0, belongs to a split."""
+"""True if a place (subject, camera, sequence), counted from 0, belongs to a split."""
 
 SETUPS: Mapping[Setup, Mapping[str, Rule]] = {
     "s0": {
@@ -223,7 +223,7 @@ def _numbered(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _subject_place(name: str, place: int) -> int:
-    """The number in `20200709-subject-01`, from 0, so that a subject keeps it when others are not there."""
+    """Return the number in `20200709-subject-01`, from 0: the same when others are not there."""
     number = name.rpartition("-")[2]
     return int(number) - 1 if number.isdigit() else place
 

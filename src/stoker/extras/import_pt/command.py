@@ -57,7 +57,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def render(result: ImportResult, console: Console) -> None:
-    """What was stored, and every sample that was not."""
+    """Print what was stored, and every sample that was not."""
     cache = result.cache
     counts = f"{format_count(result.imported)} imported, {format_count(result.reused)} there before, "
     counts += f"{format_count(len(result.failures))} missing or broken"

@@ -213,7 +213,7 @@ def render_offers(result: OfferList, console: Console) -> None:
 
 
 def render_rented(result: Rental, console: Console) -> None:
-    """What was rented, and how to look after it."""
+    """Print what was rented, and how to look after it."""
     one = result.offer
     console.print(
         f"instance {result.instance} rented: {one.gpus} x {escape(one.gpu)}, {one.price:.3f} $/h, "

@@ -183,7 +183,7 @@ class LaunchPlan:
 
     @property
     def label(self) -> str:
-        """How the provider's lists name machines of this run."""
+        """The name under which the provider's lists show machines of this run."""
         return f"stoker:{self.name}"
 
     def request(self, *, shown: bool) -> dict[str, Json]:

@@ -75,7 +75,7 @@ class StartScript(BaseModel):
     workdir: Annotated[Text, AfterValidator(_absolute)]
     gpus: Annotated[int, Field(ge=1, le=64)] = 1
     fetch: bool = False
-    """Whether there are files to fetch."""
+    """True if there are files to fetch."""
     cache_dir: Text
     run_dir: Text
     cache: Word | None = None

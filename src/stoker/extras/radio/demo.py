@@ -648,7 +648,7 @@ class RadioResult:
     """Without user or password."""
     rows: int
     made: bool
-    """Whether the rows had to be made."""
+    """True if the rows had to be made."""
     data_s: float
     caches: tuple[CacheResult, ...]
     plan: PlanResult

@@ -61,11 +61,11 @@ class Slices:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to hand out."""
+        """True if there is nothing to hand out."""
         return not self._again and not self._left
 
     def take(self, idle: int) -> Slice:
-        """The next slice, one of `idle` workers' share of what is left; there must be something."""
+        """Return the next slice, one of `idle` workers' share of what is left; there must be something."""
         if self._again:
             return self._again.popleft()
         wanted = -(-sum(map(len, self._left)) // max(1, idle))
@@ -100,7 +100,7 @@ class Slices:
         return int(np.searchsorted(piece, latest))
 
     def _group_end(self, number: int) -> int:
-        """The sample after the last of its group, which may be a short one at the end of a part."""
+        """Return the sample after the last of its group, which may be a short one at the end of a part."""
         part = int(np.searchsorted(self._offsets, number, side="right")) - 1
         first = int(self._offsets[part])
         end = first + ((number - first) // self._size + 1) * self._size

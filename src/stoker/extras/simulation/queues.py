@@ -86,7 +86,7 @@ class _Server:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Their number."""
         return len(self._free)
 
 

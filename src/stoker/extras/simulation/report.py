@@ -42,7 +42,7 @@ class Advice(TypedDict):
 def find_bottleneck(
     scenario: Scenario, asked: BatchCost, even: QueueTimes, base: QueueTimes
 ) -> tuple[str, str]:
-    """What sets the pace of an even epoch, and what would change it."""
+    """Name what sets the pace of an even epoch, and what would change it."""
     wait_s = even.period_s - base.period_s
     if wait_s <= NO_STALL * even.period_s:
         own_s = base.period_s - scenario.step_s
@@ -117,7 +117,7 @@ def choose_way(scenario: Scenario, ways: Sequence[Way]) -> Advice:
 
 
 def list_defaults(scenario: Scenario) -> tuple[str, ...]:
-    """What was not given and matters, with what was taken for it."""
+    """List what was not given and matters, with the values assumed for it."""
     said: list[str] = []
     if scenario.cores is None:
         said.append(f"cores={scenario.node_cores:g}, two a rank")

@@ -187,7 +187,7 @@ class Way:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be done."""
+        """True if it can be done."""
         return not self.why_not
 
 

@@ -49,7 +49,7 @@ class Prices:
 
     @property
     def any_given(self) -> bool:
-        """Whether there is anything to reckon with."""
+        """True if there is anything to reckon with."""
         return any(value is not None for value in (self.node_hour, self.gb_month, self.gb_read))
 
     def __post_init__(self) -> None:
@@ -182,12 +182,12 @@ class Scenario:
 
     @property
     def shared(self) -> bool:
-        """Whether all nodes read from one store over the network."""
+        """True if all nodes read from one store over the network."""
         return self.store != LOCAL
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ranks compute on the CPU, whose memory is the host's."""
+        """True if ranks compute on the CPU, whose memory is the host's."""
         return not self.gpu_memory_bytes
 
     @property
@@ -217,7 +217,7 @@ class Scenario:
 
     @property
     def taken_bytes(self) -> float:
-        """What one example takes out of a tier."""
+        """The bytes that one example takes out of a tier."""
         return self.record_bytes if self.example_bytes is None else self.example_bytes
 
     @property
@@ -237,7 +237,7 @@ class Scenario:
 
     @property
     def link_bytes_s(self) -> float:
-        """What one node gets from the place of the records when all nodes read at once."""
+        """The bytes a second that one node gets from the records' storage when all nodes read at once."""
         if not self.shared:
             return self.disk_bytes_s
         network = self.network_bytes_s or math.inf

@@ -71,7 +71,7 @@ class Output:
         os.set_blocking(self.read_fd, False)
 
     def handed_over(self) -> None:
-        """The worker has the other end now; ours would keep the pipe from ending."""
+        """Close our copy of the other end, which the worker has now; it would keep the pipe from ending."""
         os.close(self.write_fd)
         self.write_fd = -1
 
@@ -257,7 +257,7 @@ def preload(modules: tuple[str, ...] = TORCH) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a child ended."""
+    """Exit status of a child."""
 
     code: int | None
     """Exit code; negative: the number of the signal that killed it; None: unknown, since the process

@@ -39,7 +39,7 @@ Target = Callable[["Connection"], "int | None"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What a child has of its owner."""
+    """Connection of a child to its owner."""
 
     socket: socket.socket
     """Ends when the owner does or lets go of the child."""

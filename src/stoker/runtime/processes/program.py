@@ -155,7 +155,7 @@ class OutputStream:
 
 
 class ProgramResult(NamedTuple):
-    """What a program came to."""
+    """Result of a program."""
 
     code: int
     output: bytes

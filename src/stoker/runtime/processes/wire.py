@@ -80,7 +80,7 @@ class Channel:
 
     @property
     def backlog(self) -> bool:
-        """Whether bytes wait for the socket to take them."""
+        """True if bytes wait for the socket to take them."""
         return bool(self._outgoing)
 
     def send(self, frame: Frame, payload: bytes = b"") -> None:

@@ -101,7 +101,7 @@ def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
 
 
 def nearest_map(values: NDArray[Any], fit: Fit) -> NDArray[np.int32]:
-    """A map `(h, w)` on the stored image, each value from the pixel under its center; 0 outside the image."""
+    """Return a map `(h, w)` on the stored image, each value from the pixel under its center, else 0."""
     rows = ((np.arange(fit.inner[0]) + 0.5) / fit.scale[0]).astype(np.int64)
     columns = ((np.arange(fit.inner[1]) + 0.5) / fit.scale[1]).astype(np.int64)
     placed = np.zeros(fit.canvas, np.int32)
@@ -110,7 +110,7 @@ def nearest_map(values: NDArray[Any], fit: Fit) -> NDArray[np.int32]:
 
 
 def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, int]:
-    """The image, not decoded yet, and its EXIF orientation where that counts."""
+    """Return the image, not decoded yet, and its EXIF orientation where that counts."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:  # before EXIF is asked for, which decodes a PNG
@@ -135,7 +135,7 @@ def _too_large(where: str, what: str) -> str:
 
 
 def _plain(image: Image.Image, data: bytes, colour: Colour, where: str) -> Image.Image:
-    """The image decoded, as 8 bits in `colour`."""
+    """Return the image decoded, as 8 bits in `colour`."""
     transparent = image.info.get("transparency")
     if image.format == "PNG" and transparent is not None and image.mode in ("L", "RGB"):
         image.info["transparency"] = _in_8_bits(transparent, data[_PNG_DEPTH])

@@ -61,7 +61,7 @@ class Catalog(Protocol):
         ...
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
-        """The labels of one image, where the resize took them.
+        """Return the labels of one image, where the resize took them.
 
         Raises:
             SourceError: They are missing or cannot be read; `DecodeError`, if they make no sense.
@@ -94,7 +94,7 @@ class ImageSelection:
 def choose_images(
     listing: Listing, selection: ImageSelection, where: str
 ) -> tuple[list[Entry], dict[str, Json]]:
-    """The images of a split, and the rule as it goes into a recipe.
+    """Return the images of a split, and the rule as it goes into a recipe.
 
     Lists and folders named after splits win; without any, fractions are cut over the keys.
 
@@ -145,7 +145,7 @@ def _draw(key: str, seed: int) -> bytes:
 
 
 def images_below(root: Path, folder: str = "") -> list[Entry]:
-    """All entries below `root/folder` with an image's name, in natural order; hidden ones are left out.
+    """Return all entries below `root/folder` with an image's name, in natural order; none are hidden.
 
     What has such a name and is not a regular file is listed too: it is set aside by name when it is read.
 
@@ -195,7 +195,7 @@ def split_folders(root: Path) -> dict[str, str]:
 
 
 def require_folder(path: Path, what: str) -> Path:
-    """The folder, if it is one.
+    """Return the folder, if it is one.
 
     Raises:
         SourceError: It is not there, or is something else.
@@ -207,7 +207,7 @@ def require_folder(path: Path, what: str) -> Path:
 
 
 def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
         SourceError: It is not there, cannot be read, is not a regular file, is empty or above the limit.
@@ -312,7 +312,7 @@ class ClassFolders(PlainFolder):
         return {"label": Field(shape=(), dtype="int64")}
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
-        """The class."""
+        """Return the class."""
         classes = self.classes
         name = self._class_of(entry)
         if name not in classes:
@@ -323,5 +323,5 @@ class ClassFolders(PlainFolder):
         return {"label": np.asarray(classes.index(name), dtype=np.int64)}
 
     def settings(self) -> dict[str, Json]:
-        """The classes."""
+        """Return the classes."""
         return {"classes": list(self.classes)}

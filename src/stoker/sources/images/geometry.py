@@ -54,7 +54,7 @@ class Fit:
         return moved.astype(np.float32)
 
     def camera(self, matrix: NDArray[Any]) -> NDArray[np.float32]:
-        """A camera matrix `(3, 3)` for the stored image: it projects to the points that `points` gives."""
+        """Return a camera matrix `(3, 3)` for the stored image: it projects to what `points` gives."""
         y, x = self.scale
         top, left = self.corner
         move = np.array([[x, 0, 0.5 * x - 0.5 + left], [0, y, 0.5 * y - 0.5 + top], [0, 0, 1]])
@@ -109,7 +109,7 @@ class Rules:
         return 3 if self.colour == "RGB" else 1
 
     def to_json(self) -> dict[str, Json]:
-        """The rules as they go into a recipe."""
+        """Return the rules as they go into a recipe."""
         return {**asdict(self), "size": list(self.size)}
 
 
@@ -166,7 +166,7 @@ def object_schema(rules: ObjectRules) -> Schema:
 
 
 def object_fields(objects: Objects, fit: Fit, rules: ObjectRules, *, where: str) -> Sample:
-    """The fields of one image: boxes cut at its edges and moved with it, padded with zeros.
+    """Return the fields of one image: boxes cut at its edges and moved with it, padded with zeros.
 
     Raises:
         DecodeError: More objects than there is room for; with `strict`, a box without area in the image.

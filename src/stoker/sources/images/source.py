@@ -135,7 +135,7 @@ class ImageSource:
         self._found: tuple[Sequence[Entry], dict[str, Json]] | None = None
 
     def __repr__(self) -> str:
-        """The folder, without reading it."""
+        """Return the folder, without reading it."""
         of = f", split={self._selection.split!r}" if self._selection.split else ""
         return f"ImageSource({str(self._root)!r}, {self._layout!r}, {self._rules.size}{of})"
 
@@ -149,7 +149,7 @@ class ImageSource:
         return tuple(getattr(self._catalog, "classes", ()))
 
     def schema(self) -> Schema:
-        """The image, and the fields of its labels."""
+        """Return the image, and the fields of its labels."""
         rules = self._rules
         image = Field(shape=(rules.channels, *rules.size), dtype="uint8")
         schema: Schema = {"image": image, "original_size": Field(shape=(2,), dtype="int32")}
@@ -188,11 +188,11 @@ class ImageSource:
         return {**sample, **self._catalog.labels(entry, fit)}
 
     def locate(self, index: int) -> str:
-        """The file of the image."""
+        """Return the file of the image."""
         return str(self._root / self._entries[index].image)
 
     def sample_files(self, index: int) -> Sequence[str]:
-        """The files, by their names in the identity, that decide sample `index`."""
+        """Return the files, by their names in the identity, that decide sample `index`."""
         entry = self._entries[index]
         return (entry.image, *self._catalog.files(entry))
 

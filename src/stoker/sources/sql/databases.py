@@ -70,17 +70,17 @@ class SqliteSession:
         self._connection.close()
 
     def columns(self) -> Mapping[str, str]:
-        """Names of the columns; SQLite's have no types."""
+        """Return names of the columns; SQLite's have no types."""
         cursor = self._execute(self._request.probe_sql())
         return {_text(entry[0]): "" for entry in cursor.description or ()}
 
     def first(self, sql: str) -> tuple[Any, ...] | None:
-        """The first row of another statement."""
+        """Return the first row of another statement."""
         row = self._execute(sql).fetchone()
         return None if row is None else tuple(_text(v) if isinstance(v, Text) else v for v in row)
 
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        """All rows in the order of their key: as bytes, and their keys."""
+        """Yield all rows in the order of their key: as bytes, and their keys."""
         width = len(self._request.key)
         order = tuple(f"{quoted(name)} COLLATE BINARY" for name in self._request.key)
         asked = {name: pick.in_sqlite(quoted(name)) for name, pick in self._request.picks.items()}
@@ -247,7 +247,7 @@ def copied_columns(
 
 
 def _rows(data: bytes, types: Sequence[int]) -> tuple[list[Column], int]:
-    """The whole rows that `data` begins with, and their bytes."""
+    """Return the whole rows that `data` begins with, and their bytes."""
     fixed = _even(data, types) if all(number in FIXED_TYPES for number in types) else None
     if fixed is not None:
         return fixed
@@ -272,7 +272,7 @@ def _rows(data: bytes, types: Sequence[int]) -> tuple[list[Column], int]:
 
 
 def _even(data: bytes, types: Sequence[int]) -> tuple[list[Column], int] | None:
-    """The same where rows are as long as each other; None where one holds a NULL."""
+    """Return the same where rows are as long as each other; None where one holds a NULL."""
     parts: list[tuple[str, str]] = [("fields", ">i2")]
     for place, number in enumerate(types):
         parts += [(f"length{place}", ">i4"), (f"value{place}", FIXED_TYPES[number][1])]
@@ -376,19 +376,19 @@ class PostgresSession:
         self._connection.close()
 
     def columns(self) -> Mapping[str, str]:
-        """Names of the columns, and their types by number, or `real`."""
+        """Return names of the columns, and their types by number, or `real`."""
         cursor = self._execute(self._request.probe_sql())
         self._types = {entry.name: entry.type_code for entry in cursor.description or ()}
         return {name: REAL if number == _FLOAT4 else str(number) for name, number in self._types.items()}
 
     def first(self, sql: str) -> tuple[Any, ...] | None:
-        """The first row of another statement."""
+        """Return the first row of another statement."""
         cursor = self._execute(sql)
         row = cursor.fetchone()
         return None if row is None else tuple(row)
 
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        """All rows in the order of their key: as bytes, and their keys."""
+        """Yield all rows in the order of their key: as bytes, and their keys."""
         request, types = self._request, self._types
         asked = {name: pick.in_postgres(quoted(name), types[name]) for name, pick in request.picks.items()}
         picked = {name: sql for name, sql in asked.items() if sql is not None}
@@ -483,7 +483,7 @@ class PostgresSession:
 
 
 def driver() -> Any:
-    """The module psycopg.
+    """Return the module psycopg.
 
     Raises:
         ConfigError: It is not installed.
@@ -497,7 +497,7 @@ def driver() -> Any:
 
 
 def since_1970(since_2000_us: int) -> Micros:
-    """A time of PostgreSQL; infinite ones stay at the ends of 64 bits."""
+    """Return a time of PostgreSQL; infinite ones stay at the ends of 64 bits."""
     return Micros(max(-FOREVER_US, min(since_2000_us + YEAR_2000_US, FOREVER_US)))
 
 

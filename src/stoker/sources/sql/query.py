@@ -40,7 +40,7 @@ class DatabaseURL:
 
 
 def parse_database_url(url: str | Path) -> DatabaseURL:
-    """The database that is meant.
+    """Return the database that is meant.
 
     >>> parse_database_url("sqlite:///rows.db").target, parse_database_url("rows.db").shown
     ('rows.db', 'rows.db')
@@ -151,7 +151,7 @@ class Pick:
         return all(_PLAIN_NAME.fullmatch(name) for path in self.paths for name in path)
 
     def in_sqlite(self, column: str) -> str | None:
-        """An expression over a column of text; None where there are too many entries for one."""
+        """Return an expression over a column of text; None where there are too many entries for one."""
         if self.most >= _MOST_ARGUMENTS or len(self.paths) >= _MOST_ARGUMENTS:
             return None
         entries = [self._entry(column, f"$[{place}]") for place in range(self.most)]
@@ -181,7 +181,7 @@ class Pick:
         return extracted if len(self.paths) > 1 else f"json_array({extracted})"
 
     def in_postgres(self, column: str, kind: int) -> str | None:
-        """An expression over a column of type `kind`; None where it is neither jsonb nor jsonb[]."""
+        """Return an expression over a column of type `kind`; None where it is neither jsonb nor jsonb[]."""
         if kind not in (JSONB, JSONB_LIST):
             return None
         if kind == JSONB_LIST:
@@ -277,7 +277,7 @@ class Request:
         return f"SELECT count(*) FROM {self.relation}{condition}"  # noqa: S608
 
     def select_sql(self, order: tuple[str, ...], picked: Mapping[str, str]) -> str:
-        """All rows; `order` are the terms of `ORDER BY`, `picked` what is asked for in place of a column."""
+        """Return the query of all rows; `order`: terms of `ORDER BY`, `picked`: in place of a column."""
         names = ", ".join(picked.get(name, quoted(name)) for name in self.selected)
         return f"SELECT {names} FROM {self.relation}{self._condition()} ORDER BY {', '.join(order)}"  # noqa: S608
 
@@ -305,5 +305,5 @@ def relation_of(table: str | None, query: str | None) -> tuple[str, str]:
 
 
 def quoted(name: str) -> str:
-    """A name as SQL takes it whatever is in it."""
+    """Return a name as SQL takes it whatever is in it."""
     return '"' + name.replace('"', '""') + '"'

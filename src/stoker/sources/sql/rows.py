@@ -79,7 +79,7 @@ class Values(NamedTuple):
     values: list[Any]
 
     def each(self) -> Iterator[Value]:
-        """The values one by one."""
+        """Yield the values one by one."""
         return map(Value, self.tags, self.values)
 
 
@@ -219,13 +219,13 @@ def micros_of(moment: datetime.datetime) -> int:
 
 
 def _json_list(values: list[Any]) -> bytes:
-    """An array of a database, as a JSON list."""
+    """Return an array of a database, as a JSON list."""
     parts = (bytes(v) if isinstance(v, JsonText) else json.dumps(v, default=str).encode() for v in values)
     return b"[" + b",".join(parts) + b"]"
 
 
 def unpack_row(data: memoryview, most: int = 1 << 30) -> list[Value]:
-    """The values of one row, of the first `most` columns."""
+    """Return the values of one row, of the first `most` columns."""
     found: list[Value] = []
     at, end = 0, len(data)
     while at < end and len(found) < most:
@@ -236,7 +236,7 @@ def unpack_row(data: memoryview, most: int = 1 << 30) -> list[Value]:
 
 
 def unpack_columns(rows: Iterable[memoryview], names: Sequence[str]) -> dict[str, Values]:
-    """The values of rows by column."""
+    """Return the values of rows by column."""
     columns = {name: Values([], []) for name in names}
     places = [(column.tags.append, column.values.append) for column in columns.values()]
     for data in rows:
@@ -250,7 +250,7 @@ def unpack_columns(rows: Iterable[memoryview], names: Sequence[str]) -> dict[str
 
 
 def _unpacked(data: memoryview, tag: int, at: int) -> tuple[Any, int]:
-    """The value after a tag, and where the next begins."""
+    """Return the value after a tag, and where the next begins."""
     if tag == FLOAT:
         return _FLOAT(data, at)[0], at + 8
     if tag in FIXED:
@@ -263,7 +263,7 @@ def _unpacked(data: memoryview, tag: int, at: int) -> tuple[Any, int]:
 
 
 def shown_key(values: Sequence[Value]) -> str:
-    """A key as text: the value, or a JSON list of several.
+    """Return a key as text: the value, or a JSON list of several.
 
     >>> shown_key([Value(INT, 7)]), shown_key([Value(TEXT, b"a"), Value(INT, 1)])
     ('7', '["a",1]')
@@ -333,14 +333,14 @@ class Spill:
         return len(self._offsets) - 1
 
     def row(self, number: int) -> memoryview:
-        """The bytes of one row."""
+        """Return the bytes of one row."""
         assert self._offsets is not None
         assert self._map is not None
         low, high = self._offsets[number] + _TOKEN_BYTES, self._offsets[number + 1] + _TOKEN_BYTES
         return memoryview(self._map)[int(low) : int(high)]
 
     def some(self, numbers: NDArray[np.int64]) -> list[memoryview]:
-        """The bytes of some rows."""
+        """Return the bytes of some rows."""
         assert self._offsets is not None
         assert self._map is not None
         lows = (self._offsets[numbers] + _TOKEN_BYTES).tolist()
@@ -360,7 +360,7 @@ class Spill:
 
     @classmethod
     def open_reference(cls, reference: dict[str, Any]) -> Spill:
-        """The rows that another process holds.
+        """Return the rows that another process holds.
 
         Raises:
             GoneError: They are not there any more.

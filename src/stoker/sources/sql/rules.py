@@ -84,7 +84,7 @@ class InferredRule(ColumnRule):
         raise MalformedError(self.column, "has no rule yet")
 
     def to_json(self) -> Json:
-        """That it follows from the rows."""
+        """Return the rule, which follows from the rows."""
         return {"column": self.column, "text" if self.words else "dtype": "as found", "null": self.null}
 
 
@@ -276,7 +276,7 @@ def picks_of(rules: Sequence[Rule]) -> dict[str, Pick]:
 
 
 def fields_of(rules: Sequence[Rule]) -> Schema:
-    """All fields that rules make."""
+    """Return all fields that rules make."""
     found: dict[str, Field] = {}
     for rule in rules:
         found.update(rule.schema())
@@ -348,7 +348,7 @@ def standards_of(rules: Sequence[Rule]) -> tuple[Standardization, ...]:
 
 
 def fitted(standards: Sequence[Standardization], batches: Iterable[Sample]) -> tuple[Standardization, ...]:
-    """The same with mean and deviation of samples that come in batches; a deviation of 0 becomes 1.
+    """Return the same with mean and deviation of samples that come in batches; a deviation of 0 becomes 1.
 
     Source: Chan, Golub and LeVeque, 1979, for sums of chunks that lose no digits to the mean.
     """

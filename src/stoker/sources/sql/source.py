@@ -133,11 +133,11 @@ class SharedRows:
         return unpack_columns(self.table.rows.some(rows), self._selected)
 
     def key(self, row: int) -> str:
-        """The key of one row as text."""
+        """Return the key of one row as text."""
         return shown_key(unpack_row(self.table.rows.row(row), len(self.request.key)))
 
     def keys(self) -> list[str]:
-        """The keys of all rows as text, in order; where a version names the rows, only these are read."""
+        """Return the keys of all rows as text, in order; if a version names the rows, only these are read."""
         if self._table is not None or self._remote is not None or self.request.version_query is None:
             return [self.key(row) for row in range(len(self.table.rows))]
         if self._keys is None:
@@ -191,7 +191,7 @@ class SharedRows:
         return any(isinstance(rule, InferredRule) for rule in self.written)
 
     def _decided(self, rule: InferredRule) -> Rule:
-        """The rule that follows from what a column holds.
+        """Return the rule that follows from what a column holds.
 
         Raises:
             SourceError: It holds no numbers, or no text where words are asked for.
@@ -350,7 +350,7 @@ class SQLSource:
         return dict(self._shared.schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """The sample of one row; rows have no time, so `start` and `stop` change nothing.
+        """Return the sample of one row; rows have no time, so `start` and `stop` change nothing.
 
         Raises:
             SourceError: The row is malformed; names key and column.
@@ -377,7 +377,7 @@ class SQLSource:
         return plain(samples, self._shared.schema)
 
     def locate(self, index: int) -> str:
-        """The database, the table and the key of the row; its number where the rows were not read here."""
+        """Return database, table and key of the row; its number if the rows were not read here."""
         if not self._shared.is_read:  # asking for a name must not read a table
             return f"{self.where_it_is}, sample {index}"
         return self._located(int(self._rows()[index]))
@@ -394,11 +394,11 @@ class SQLSource:
         return even_runs(count, length)
 
     def keys(self) -> Sequence[str]:
-        """The keys of the rows as text; of several columns a JSON list."""
+        """Return the keys of the rows as text; of several columns a JSON list."""
         return [self._shared.key(int(row)) for row in self._rows()]
 
     def identity(self) -> SourceIdentity:
-        """The rows in order, or what `version_query` gave, and the rules; neither URL nor place."""
+        """Return the rows in order, or what `version_query` gave, and the rules; neither URL nor place."""
         request = self._shared.request
         settings: dict[str, Json] = {
             "key": list(request.key),
@@ -457,11 +457,11 @@ class SQLSource:
         return self._numbers
 
     def _training(self) -> SQLSource:
-        """The rows that statistics are made of: the train split, or all where there are no splits."""
+        """Return the rows that statistics are made of: the train split, or all where there are no splits."""
         return self if self._split in (None, "train") else self.for_split("train")
 
     def _content(self) -> str:
-        """The sha256 of this split's rows, in order."""
+        """Return the sha256 of this split's rows, in order."""
         if self._split is None:
             return self._shared.table.digest
         if self._split not in self._digests:
@@ -496,7 +496,7 @@ class SQLSource:
         return self._fitted
 
     def _sound_training_samples(self) -> Iterator[Sample]:
-        """Malformed rows have no part in statistics; they are quarantined when their turn comes."""
+        """Yield samples for statistics, without malformed rows; reading those quarantines them."""
         training = self._training()
         rows = training._rows()
         size = len(rows) * sum(field.size_bytes() for field in self._shared.schema.values())

@@ -53,15 +53,15 @@ class Session(Protocol):
     """One connection and one snapshot."""
 
     def columns(self) -> Mapping[str, str]:
-        """Names of the columns; `real` for those of floats of 4 bytes."""
+        """Return names of the columns; `real` for those of floats of 4 bytes."""
         ...
 
     def first(self, sql: str) -> tuple[Any, ...] | None:
-        """The first row of another statement."""
+        """Return the first row of another statement."""
         ...
 
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        """All rows in the order of their key: as bytes, and their keys."""
+        """Yield all rows in the order of their key: as bytes, and their keys."""
         ...
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class TableSummary:
 
 
 def read_table(request: Request) -> TableSnapshot:
-    """All rows that are asked for.
+    """Return all rows that are asked for.
 
     Raises:
         SourceError: A column is missing, a key is NULL or comes twice, or there are no rows.
@@ -106,7 +106,7 @@ def read_table(request: Request) -> TableSnapshot:
 
 
 def look_at(request: Request) -> TableSummary:
-    """Number of rows and version.
+    """Return number of rows and version.
 
     Raises:
         SourceError, StalledError: As `read_table`.
@@ -311,7 +311,7 @@ class LabelTable:
 def read_labels(
     table: str | Path, *, key: str | Sequence[str], columns: Columns, name: str | None = None
 ) -> LabelTable:
-    """All rows of a table.
+    """Return all rows of a table.
 
     Args:
         table: A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL.
@@ -469,7 +469,7 @@ def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
 def _decided(
     rule: InferredRule, keyed: Sequence[tuple[str, Mapping[str, Value]]], single: Collection[str], where: str
 ) -> Rule:
-    """A number's dtype as it is found; words have to be listed, for they would change with the table."""
+    """Return a number's dtype as it is found; words must be listed, as they change with the table."""
     tags = {values[rule.column].tag for _, values in keyed} - {NULL}
     if rule.words or not tags or not tags <= {INT, FLOAT}:
         raise SourceError(
@@ -485,7 +485,7 @@ def _shown_key(table: str | Path) -> str:
 
 
 def format_keys(keys: Sequence[object]) -> str:
-    """The first of some keys, for messages.
+    """Return the first of some keys, for messages.
 
     >>> format_keys([1, 2, 3, 4, 5])
     '1, 2, 3 and 2 more'

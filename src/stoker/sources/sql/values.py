@@ -57,7 +57,7 @@ class RowBatch:
 
     @classmethod
     def one(cls, values: Mapping[str, Value]) -> RowBatch:
-        """A single row."""
+        """Return a single row."""
         return cls(columns={name: Values([tag], [value]) for name, (tag, value) in values.items()}, count=1)
 
 
@@ -79,7 +79,7 @@ class Rule(Protocol):
         ...
 
     def make(self, rows: RowBatch) -> Sample:
-        """The fields, `(count, *shape)`; floats may be float64 still, and are not standardized.
+        """Return the fields, `(count, *shape)`; floats may be float64 still, and are not standardized.
 
         A row's values do not depend on its neighbors, to the last bit.
 
@@ -89,7 +89,7 @@ class Rule(Protocol):
         ...
 
     def to_json(self) -> Json:
-        """The rule as it goes into the recipe."""
+        """Return the rule as it goes into the recipe."""
         ...
 
 
@@ -114,11 +114,11 @@ class IntegerRule(ColumnRule, ABC):
     """The value for NULL; None: NULL is malformed."""
 
     def schema(self) -> Schema:
-        """An int64 scalar."""
+        """Return an int64 scalar."""
         return {self.field: Field(shape=(), dtype="int64")}
 
     def make(self, rows: RowBatch) -> Sample:
-        """The integers."""
+        """Return the integers."""
         column = rows.columns[self.column]
         found = [
             self.null if value.tag == NULL and self.null is not None else self._integer(value)
@@ -139,11 +139,11 @@ class ArrayRule(ColumnRule, ABC):
     shape: tuple[int, ...]
 
     def schema(self) -> Schema:
-        """An array of the declared shape."""
+        """Return an array of the declared shape."""
         return {self.field: Field(shape=self.shape, dtype=self.dtype)}
 
     def make(self, rows: RowBatch) -> Sample:
-        """The arrays."""
+        """Return the arrays."""
         return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
 
     @abstractmethod
@@ -163,12 +163,12 @@ class NumberRule(ColumnRule):
     standardize: bool = False
 
     def schema(self) -> Schema:
-        """A scalar; with `null="mask"` also `<field>_known`."""
+        """Return a scalar; with `null="mask"` also `<field>_known`."""
         known = {f"{self.field}_known": Field(shape=(), dtype="bool")} if self.null == "mask" else {}
         return {self.field: Field(shape=(), dtype=self.dtype), **known}
 
     def make(self, rows: RowBatch) -> Sample:
-        """The values; 0 where NULL is masked."""
+        """Return the values; 0 where NULL is masked."""
         column = rows.columns[self.column]
         if self.null is None and NULL in column.tags:
             raise MalformedError(self.column, "is NULL. Give its rule null=VALUE, or null='mask'")
@@ -252,7 +252,7 @@ class BytesRule(ArrayRule):
 
 
 def numbers_of(column: Values, dtype: str, name: str, *, nan: bool = False, null: Any = None) -> NDArray[Any]:
-    """A column as numbers of `dtype`, floats as float64; `null` stands for NULL.
+    """Return a column as numbers of `dtype`, floats as float64; `null` stands for NULL.
 
     Raises:
         MalformedError: A value is not such a number.
@@ -282,7 +282,7 @@ def _whole_range(dtype: str) -> tuple[int, int]:
 
 
 def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> Any:
-    """A value as a number of `dtype`.
+    """Return a value as a number of `dtype`.
 
     Raises:
         MalformedError: It is not a number, does not fit, or is not finite.
@@ -313,7 +313,7 @@ _LARGEST = {
 
 
 def text_of(data: bytes, column: str) -> str:
-    """Text, where it is sound UTF-8.
+    """Return text, where it is sound UTF-8.
 
     Raises:
         MalformedError: It is not.
@@ -417,7 +417,7 @@ class EntriesRule(ColumnRule):
         return {self.field: values, self.mask: mask}
 
     def to_json(self) -> Json:
-        """All of the rule."""
+        """Return all of the rule."""
         features: list[Json] = [[f.path, f.missing, f.low, f.high] for f in self.features]
         return {
             "column": self.column, "list": self.most, "features": features, "mask": self.mask,
@@ -546,7 +546,7 @@ class CentroidRule:
         return {self.field: rows.centroids[self.origin]}
 
     def to_json(self) -> Json:
-        """The field that has the places."""
+        """Return the field that has the places."""
         return {"centroid_of": self.origin}
 
 
@@ -575,7 +575,7 @@ class JsonArrayRule(ArrayRule):
 
 
 def _mean(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The mean of those that count in each row, added one after another: more columns change no bit."""
+    """Return the mean of those that count in each row, added in order: more columns change no bit."""
     total = np.zeros(len(values))
     for place in range(values.shape[1]):
         total = total + np.where(counted[:, place], values[:, place], 0.0)
@@ -604,7 +604,7 @@ def middle_longitudes(longitudes: NDArray[np.float64], counted: NDArray[np.bool_
 
 
 def _turned(degrees: Any) -> Any:
-    """The same angle between -180 and 180 degrees; one in that range stays as it is, to the last bit."""
+    """Return the same angle between -180 and 180 degrees; one in that range keeps every bit."""
     return degrees - 360 * np.round(degrees / 360)
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of a mirrored file are here: a byte for each, in a small file that all processes map.
+"""Map of the blocks of a mirrored file that are here: a byte each, in a file that processes share.
 
 A byte is 0 (absent), 2 (room is taken, bytes are on their way) or 1 (here). It becomes 1 after its block was
 written, and 0 before its bytes are given back, so a kill at any moment leaves blocks absent, never torn.

@@ -67,7 +67,7 @@ SHARE = 4
 
 @dataclass(slots=True)
 class MirrorCounters:
-    """What this process had a mirror do."""
+    """Counts of what a mirror did for this process."""
 
     requests: int = 0
     """Requests for parts of shards, repeated ones included."""
@@ -221,7 +221,7 @@ class MirrorFile:
 
     @property
     def origin(self) -> str:
-        """Where its bytes come from."""
+        """The place that its bytes come from."""
         return self._folder.url_of(self._copy.name)
 
     @property

@@ -53,7 +53,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSelection:
-    """Which records a pull is for; by default all. All shards that hold any of them are brought.
+    """Records that a pull is for; by default all. All shards that hold any of them are brought.
 
     Raises:
         ConfigError: It contradicts itself.
@@ -78,7 +78,7 @@ class RecordSelection:
 
     @property
     def all(self) -> bool:
-        """Whether nothing is left out."""
+        """True if nothing is left out."""
         return self.rank is None and self.records is None
 
     def shards(self, cache: Cache) -> set[str]:
@@ -114,7 +114,7 @@ def _overlap(counts: NDArray[np.int64], begin: int, end: int) -> NDArray[np.bool
 
 @dataclass(slots=True, kw_only=True)
 class TransferReport(JsonResult):
-    """What a push or a pull did."""
+    """Results of a push or a pull."""
 
     url: str
     path: str
@@ -127,13 +127,13 @@ class TransferReport(JsonResult):
     records: int = 0
     """Records stored at the end where they were brought to."""
     complete: bool = False
-    """Whether that is a complete cache."""
+    """True if that is a complete cache."""
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class TransferProgress:
-    """How far it is; what `listen` is called with."""
+    """Progress of a transfer; the argument of `listen`."""
 
     count: int = 0
     """Shards to bring."""
