@@ -30,7 +30,7 @@ except StalledError as error:
 WORK = {
     "rates": """
     from stoker.plan import rates
-    rates.DEADLINE_S, rates._read_blocks = 0.5, hang
+    rates.ANSWER_S, rates._reader = 0.5, hang
     rates._disk_rate(big)
 """,
     "limits": """

@@ -194,7 +194,7 @@ def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog:
     assert result.exit_code == SourceError.exit_code
     printed: Any = result.to_json()
     assert printed["failed"][0]["task"] == "nowhere"
-    assert "task nowhere failed, the others go on" in caplog.text
+    assert "task nowhere failed" in caplog.text
 
 
 def test_one_task_alone_fails_as_ever(configure: Configure) -> None:
@@ -229,7 +229,7 @@ def test_every_task_is_planned_in_the_memory_that_the_others_leave(two: Configur
     assert printed["tiers"]["host"] == 18
     assert printed["missing"] == 18
     assert printed["tasks"]["long"]["tiers"] == alone.plan.records_by_tier()
-    assert "burgers1d: " in plans.reason
+    assert "burgers1d: " in plans.to_json()["reason"]
 
 
 def test_a_cache_of_any_task_explains_itself(two: Configure, tmp_path: Path) -> None:
