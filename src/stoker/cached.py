@@ -108,7 +108,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 
 
 def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
-    """Start to import what workers need, unless this process is to read by itself."""
+    """Start to import what workers need, unless this process reads alone."""
     if encoding.get("workers") != 0:
         preload(TORCH if isinstance(source, TorchSource) else LIGHT)
 

@@ -310,8 +310,10 @@ def bold(*names: str) -> Cells:
 def table(
     console: Console, rows: Sequence[Cells], *, fixed: int = 1, right: Sequence[int] = (), gap: int = 3
 ) -> None:
-    """Cells side by side. On a terminal too narrow for that, what follows the first `fixed` cells is wrapped
-    next to them, or below where little room is left; by words, never in a path, so that it can be copied.
+    """Cells side by side. On a narrow terminal, text after the first `fixed` cells wraps next to them.
+
+    It wraps below them where little room is left. Lines break between words and never in a path, so that it
+    can be copied.
     """
     texts = [[Text.from_markup(cell) for cell in row] for row in rows]
     # The last cell of a row runs on as long as it is.

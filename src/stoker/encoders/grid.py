@@ -219,8 +219,8 @@ POSITION_GAIN = 0.1
 CHUNK_BYTES = 4 * MIB
 """Cells and latents handled at a time, so that both stay in the processor's cache.
 
-Source: measured on 2 cores with (6, 201, 1, 1024, 1) and (4, 41, 64, 64, 3): 2 to 8 MiB alike, 0.5 MiB takes
-up to 1.7 times as long.
+Source: measured on 2 cores with (6, 201, 1, 1024, 1) and (4, 41, 64, 64, 3).
+Sizes from 2 to 8 MiB take the same time; 0.5 MiB takes up to 1.7 times as long.
 """
 
 

@@ -1,8 +1,8 @@
 """The mesh encoder: fields on any points `(T, N, C)` become `(T, L, D)`, without seeing any data first.
 
 Each sample is put in the unit box of its points and described by the cosine waves of that box, the longest
-first: a least-squares fit, with a small penalty that grows with the frequency, so that there may be fewer
-points than waves. A token holds some consecutive waves of all channels, mixed by a seeded rotation. All
+first. The fit is by least squares. A small penalty that grows with the frequency permits fewer points than
+waves. A token holds some consecutive waves of all channels, mixed by a seeded rotation. All
 of it is linear in the values, so `decode` is exact arithmetic: the waves at any points. What waves as long
 as these cannot show is lost; training reports that error as `reconstruction_nrmse`.
 """

@@ -2,7 +2,7 @@
 
 Records, and windows as they are gathered, are put together by `map` and `zip` in C. Windows over points come
 as records, whose lists are joined. Other windows have parts that are computed: steps of a drawn
-stride, time steps, several states. A drawn stride is known only when the example is, so the gather takes the
+stride, time steps, several states. A drawn stride is known only when the example is. So the gather takes the
 run of steps that any stride may need, and the example's own are picked from it. That is the same on every
 tier, for the price of a longer gather: `horizon * largest stride` steps where a fixed stride takes `horizon`.
 Strides and horizons are a pure function of seed, epoch and example, as the order is, so that ranks, resuming

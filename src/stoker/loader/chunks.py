@@ -1,9 +1,8 @@
 """Turn positions into rows, many batches at a time and ahead of need.
 
 A chunk holds, for up to `CHUNK_EXAMPLES` consecutive examples of one rank, which record and which start each
-one is. The next chunks are made by a thread while this one is served, those of several short epochs in one
-piece of work; so the order costs next to nothing on the way to a batch, and memory for it does not grow with
-the epoch.
+one is. A thread makes the next chunks while this one is served, those of several short epochs in one
+piece of work. So the order adds almost no time to a batch, and its memory does not grow with the epoch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describe what a gather does to values on their way into a batch: normalise and cast, crop and flip.
 
-One rule holds on every device and tier: a stored value becomes float32, is multiplied by a float32 scale and
-the product, rounded, is added to a float32 shift; that sum, rounded, is cast to the batch's dtype, to the
+One rule holds on every device and tier. A stored value becomes float32 and is multiplied by a float32 scale.
+The product, rounded, is added to a float32 shift. That sum, rounded, is cast to the batch's dtype, to the
 nearest. No step is contracted into another (a fused multiply-add rounds once where this rounds twice), so a
 processor, a GPU and a kernel of any make give the same bits.
 """

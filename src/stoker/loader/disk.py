@@ -57,8 +57,10 @@ is in the page cache around them, made batches up to twice as long.
 Source: docs/design/026-plan-against-measured.md.
 """
 JOINED_BYTES = 256 * KIB
-"""Records next to each other on disk are read in one go up to this size: what was read is then still in the
-core's cache when it is compared with its sums."""
+"""Most bytes to read in one call from records next to each other on disk.
+
+The bytes are then still in the core's cache when they are compared with their checksums.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -715,7 +717,7 @@ class PartialBatches:
 
 
 def _whole_records(outputs: tuple[OutputSpec, ...], schema: Schema) -> tuple[OutputSpec, ...]:
-    """Return the fields of windows as whole records; none where that is no gain or no tensor."""
+    """Return the fields of windows as entire records; none where that saves nothing or gives no tensor."""
     fields = {output.field: schema[output.field] for output in outputs}
     if any(field.ragged for field in fields.values()) or all(o.index == RECORD for o in outputs):
         return ()

@@ -1,9 +1,9 @@
 """Order the examples of a cache that is being filled, and give its chunks as their records become available.
 
 Examples come in the order in which the cache is filled (`stoker.store.cache`): window after window of a few
-blocks, shuffled inside each. A window is served once every sample of it is settled, stored or quarantined, so
-that what is served, and in which order, depends on the seed, the epoch and the samples alone, not on when
-anything was ready. Samples that prove to be quarantined are passed over, and batches are filled up with those
+blocks, shuffled inside each. A window is served once every sample of it is settled, stored or quarantined.
+So the examples and their order depend on the seed, the epoch and the samples alone, not on when anything was
+ready. Samples that prove to be quarantined are passed over, and batches are filled up with those
 that follow; a position counts all examples, also those passed over. From the next epoch on the cache is
 complete, and the order is the one that was asked for.
 """

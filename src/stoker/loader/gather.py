@@ -1,7 +1,7 @@
 """Gather batches from memory, at the speed of `index_select`.
 
-The loop over batches runs in C as far as possible: each output is a `map` of its gather over the slices of
-an index that was prepared for many batches, and a `zip` over the outputs makes a batch. Small outputs are
+The loop over batches runs in C as far as possible. Each output is a `map` of its gather over the slices of an
+index that was prepared for many batches. A `zip` over the outputs makes a batch. Small outputs are
 gathered for many batches in one call; large ones reuse buffers and are cut over threads by rows.
 """
 
@@ -422,7 +422,7 @@ def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
 
 
 def _words(view: Tensor) -> Tensor | None:
-    """Return the same rows as `(n, words)`, without copying; None where they are no whole, aligned words."""
+    """Return the same rows as `(n, words)`, without copying; None where they are not aligned words."""
     size = view.itemsize * prod(view.shape[1:])
     begins = (size, view.itemsize * view.storage_offset(), view.data_ptr())
     if view.device.type != "cpu" or not view.is_contiguous() or any(at % WORD.itemsize for at in begins):

@@ -1,9 +1,9 @@
 """Decide which example comes at which position of an epoch.
 
 The order is a pure function of seed, epoch, count and kind. It never depends on a library's random number
-generator, so it is the same on every device, version and machine (golden vectors in the tests hold it):
-example `i` gets the key `splitmix64(seed, epoch, i)`, its low bits are replaced by `i` itself, and the sorted
-keys are the order. Above `SORTED_LIMIT` examples a keyed bijection is computed by position, so that nothing
+generator, so it is the same on every device, version and machine (golden vectors in the tests hold it).
+Example `i` gets the key `splitmix64(seed, epoch, i)`, its low bits are replaced by `i`, and the sorted keys
+are the order. Above `SORTED_LIMIT` examples a keyed bijection is computed by position, so that nothing
 grows with the count.
 
 Each kind of order is described once, in operations that numpy and torch share (`Arrays`). So a device makes
@@ -270,8 +270,8 @@ def epoch_on(order: Order, epoch: int, device: torch.device) -> Ids:
 def table_bytes(order: Order, records: int) -> int:
     """Return the bytes that a device needs in addition to its records.
 
-    Row, sample index and first example of each record, which are kept; and about 64 for each example while
-    an epoch is sorted: key, number, and values, indices and scratch of `torch.sort`.
+    Row, sample index and first example of each record are kept. While an epoch is sorted, each example takes
+    about 64 bytes more: key, number, and values, indices and scratch of `torch.sort`.
     """
     in_blocks = order.kind.kind in ("sequential", "block")
     return 24 * records + (0 if in_blocks else 64 * min(order.positions, SORTED_LIMIT))
@@ -504,8 +504,8 @@ def _int64(words: Any) -> Any:
 def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
     """Return sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
 
-    Several at once take as many calls of numpy as one, which matters where a thread makes them: each call is
-    a turn of the interpreter's lock that somebody else waits for.
+    Several at once take as many calls of numpy as one. That matters where a thread makes them: other threads
+    wait for the interpreter's lock at each call.
     """
     first = np.array(bases, dtype=np.uint64)[:, None]
     order = np.empty((len(bases), count), dtype=np.uint64)
@@ -679,7 +679,7 @@ class RankShare:
     """This rank's positions are one piece (sequential order) instead of a slice of every step."""
 
     def __post_init__(self) -> None:
-        """Refuse ranks and sizes that are none."""
+        """Raise ConfigError for impossible ranks and sizes."""
         check_ranks(self.batch_size, self.rank, self.world_size)
 
     @property

@@ -1,8 +1,8 @@
 """Describe what a batch is made of: one output per tensor handed out, and how to gather it from memory.
 
-An output takes rows of one field: whole records, or steps of a trajectory at a lag from the window's start.
-A gather is one `index_select` on a *view* of the field: shifted by the lag, or overlapping for several steps
-at once, so that `z0`, `z1` and `future` share one index.
+An output takes rows of one field: entire records, or steps of a trajectory at a lag from the window's start.
+A gather is one `index_select` on a *view* of the field, shifted by the lag, or overlapping for several steps
+at once. So `z0`, `z1` and `future` share one index.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _kept_outputs(
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a dtype of batches that is no float.
+    """Refuse a dtype of batches that is not a float.
 
     Raises:
         ConfigError: As said.

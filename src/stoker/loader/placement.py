@@ -320,10 +320,10 @@ class Placement:
 
     @torch.inference_mode(False)  # what is made here outlives the caller's mode, and a thread fills it
     def _settle(self, targets: Mapping[str, frozenset[int]]) -> None:
-        """Make `targets` what is held: remove the memories that cannot become that, and add new ones.
+        """Make `targets` the placement: remove the memories that cannot become that, and add new ones.
 
-        A device memory that is to have another size is removed here and made again at a later turn, when
-        nothing refers to it any more: there may be no room for both.
+        A device memory that needs another size is removed here and made again at a later turn. By then
+        nothing refers to it any more. There may be no room for both.
         """
         device, host = self.held.device, self.held.host
         if device is not None and device.shards != targets["device"]:

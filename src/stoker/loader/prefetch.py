@@ -80,8 +80,10 @@ class PendingStrip:
 
 
 class Strips(Generic[T]):
-    """The strips of one pass. Beginning one takes milliseconds (the order, a look at what is held, slices),
-    so where batches are made by a thread, it begins the next strip too, behind the last batches of this one.
+    """The strips of one pass.
+
+    To begin one takes milliseconds (the order, the placement, slices). So where a thread makes the batches,
+    it begins the next strip too, after the last batches of this one.
     """
 
     def __init__(self, source: Iterator[T], turn: PendingStrip) -> None:
@@ -308,9 +310,9 @@ class UpcomingBlocks:
 class RequestDepth:
     """Bytes of requests to keep in flight: twice the product of bandwidth and shortest answer.
 
-    Rates are taken over each request's own time, by what came in all meanwhile, so that they count all that
-    are under way together (the estimate of BBR, Cardwell et al., ACM Queue 2016). The shortest answer is
-    looked for among many more: the few last ones may all have waited for each other.
+    A rate is all bytes that came in during one request, divided by its time. So it counts all requests that
+    are in flight together (the estimate of BBR, Cardwell et al., ACM Queue 2016). The shortest answer is
+    taken from many more requests: the few last ones may all have waited for each other.
     """
 
     def __init__(self, least_bytes: int, most_bytes: int) -> None:

@@ -592,8 +592,9 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
 
 
 def _after_fork() -> None:
-    """Have torch compute on one thread in a process that was forked: those it had did not come along, and an
-    operation that shares its work with them waits for ever.
+    """Have torch compute on one thread in a process that was forked.
+
+    A fork does not copy torch's threads, and an operation that shares its work with them waits forever.
     """
     threads = torch.get_num_threads()
     if threads > 1:

@@ -229,8 +229,10 @@ MAX_STRETCH = 2.0
 """A field beyond the largest is mapped only while unused virtual rows stay below this multiple."""
 
 MOST_COPIED = 1 / 16
-"""Up to this part of the bytes may be copied in a memory whose shards come and go one by one; their copies
-stay, since a thread may be reading them. With more of it, a memory is released as a whole."""
+"""Largest part of the bytes that may be copied in a memory whose shards come and go one by one.
+
+Their copies stay, since a thread may be reading them. With more of it, a memory is released at once.
+"""
 
 MADV_POPULATE_READ, MADV_DONTNEED = 22, 4
 """Linux's numbers, which the `mmap` module does not have."""
@@ -485,8 +487,8 @@ def begin_thread(device: torch.device) -> None:
     """Prepare a thread of the loader that copies to a GPU, or asks whether copies are done.
 
     The GPU is its current one, not GPU 0. While another thread captures a CUDA graph in the default mode,
-    CUDA forbids all threads to allocate page-locked memory and to ask events, and one that does ruins
-    the capture, unless it says that it has no part in captures (`cuThreadExchangeStreamCaptureMode`).
+    CUDA forbids all threads to allocate page-locked memory and to query events. A thread that does it ruins
+    the capture, unless it has declared that it takes no part (`cuThreadExchangeStreamCaptureMode`).
     """
     if device.type != "cuda":
         return

@@ -1,6 +1,6 @@
 """Change batches before they are handed out: functions with a random key per example.
 
-A transform draws what it needs from the keys alone, so that its output is part of the pure function
+A transform draws what it needs from the keys alone. So its output is part of the pure function
 `(seed, epoch, position)` like everything else: stopping, resuming and another world size change nothing.
 """
 

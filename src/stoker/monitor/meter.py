@@ -1,7 +1,7 @@
 """Count how long training waits for data, and for what.
 
-The loader writes into the meter, so that nothing above it needs a callback: per batch `waited` and `handed`,
-at the end of a pass `ended`, and `spent` where a part of the loader knows what a wait was for. The time from
+The loader writes into the meter, so that nothing above it needs a callback. It calls `waited` and `handed`
+for each batch, `ended` at the end of a pass, and `spent` where it knows what a wait was for. The time from
 handing one batch over to being asked for the next is the step. All times are of the host's clock. On a GPU
 whose queue runs ahead, a wait shorter than the queue is counted although the device never idled. So the
 stall is an upper bound there.

@@ -134,7 +134,7 @@ def _disk_rate(path: Path) -> float | None:
 
 
 def _unpack_rate(path: Path) -> float | None:
-    """None where the largest file is no compressed shard."""
+    """None where the largest file is not a compressed shard."""
     from stoker.store.compressed import decompression_rate  # the store imports torch
 
     file = _largest(path)

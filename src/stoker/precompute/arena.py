@@ -1,8 +1,8 @@
 """Shared memory through which samples and records travel, and the batches that lie in it.
 
-An arena is a fixed piece of it, cut into slots. Each worker has one of its own: the kernel may still be
-copying into the slots of a worker that was killed in the middle of a read, and such a slot must not belong to
-its replacement. A memfd has no name, so nothing outlives the processes that hold it.
+An arena is a fixed piece of it, cut into slots. Each worker has one of its own: when a worker is killed in
+the middle of a read, the kernel may still be copying into its slots. Such a slot must not belong to its
+replacement. A memfd has no name, so nothing outlives the processes that hold it.
 """
 
 from __future__ import annotations

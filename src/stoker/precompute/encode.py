@@ -1,10 +1,10 @@
 """Encode batches of fixed shape, so that a record's bits depend on its sample and nothing else.
 
 Kernels may round otherwise for another batch size. So every call of the encoder has the shape that the recipe
-names: short groups are padded with zeros, missing members are zeros, long samples are cut into chunks of
-equal length whose last is padded. What an encoder promises in return is that a sample does not depend on its
-neighbours; so a member that is zeros today, because its sample is set aside, and real after a retry, leaves
-the other records of the group as they were.
+names. Short encode batches are padded with zeros, and missing samples are zeros. Long samples are cut into
+chunks of equal length, of which the last is padded. In return an encoder promises that a sample does not
+depend on its neighbors. So a sample may be zeros today, because it is quarantined, and real after a retry:
+the other records of the encode batch stay as they were.
 """
 
 from __future__ import annotations
@@ -693,7 +693,7 @@ class TorchState:
     device: torch.device
     """The default of each."""
     deterministic: tuple[bool, bool]
-    """True if deterministic algorithms are asked for, and only warned of where there are none."""
+    """True if deterministic algorithms are asked for; True if a lack of one is only a warning."""
     flushes_denormals: bool
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     """Kinds of devices for which it is on, with the dtype of each and whether it caches weights."""

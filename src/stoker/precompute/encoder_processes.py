@@ -1,11 +1,14 @@
 """The encoder in child processes: one for each device, fed by the same workers.
 
-A child for each, also for a single device or the CPU. A call that hangs is killed with its process, an error
-that leaves a CUDA context beyond use takes nothing else along, allocator and switches of torch are set where
-no program of the user's notices, and no encoders take turns for the lock of one interpreter (design notes 036
-and 042). Which device a group goes to is a matter of who has room; its bits do not depend on it, since each
-call of an encoder has the shape that the recipe names, and the child computes as its owner would
-(`TorchState`).
+A child for each, also for a single device or the CPU (design notes 036 and 042):
+
+- a call that hangs is killed with its process,
+- an error that ruins a CUDA context harms nothing else,
+- torch's allocator and switches are set outside the user's program,
+- encoders do not compete for the lock of one interpreter.
+
+An encode batch goes to a device that has room. Its bits do not depend on the device: each call of an encoder
+has the shape that the recipe names, and the child computes as its owner would (`TorchState`).
 
 A device that is lost, hangs, dies or runs out of memory costs the other devices nothing. Its groups are read
 again and go to a device that has room. Its process is started again, but not for ever, and not where memory

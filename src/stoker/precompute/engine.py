@@ -609,7 +609,7 @@ def _advice(failures: Mapping[int, Failure], nan: str) -> str:
 
 
 def _allowing(share: float) -> float:
-    """Return a round share that is no smaller: 0.01, 0.05, 0.1, ...
+    """Return the next larger round share: 0.01, 0.05, 0.1, ...
 
     >>> _allowing(0.026), _allowing(0.6)
     (0.05, 1.0)

@@ -1,4 +1,4 @@
-"""What is left to encode, in which order, and which samples have failed.
+"""Order of what is left to encode, and the samples that have failed.
 
 Groups are handed out so that what a worker has decoded serves its next group.
 
@@ -8,8 +8,8 @@ held for each; a `ReadTask` is made when it is handed out.
 
 Groups and runs (rows of chunks) rarely end together: a group that lies across two runs needs both of them
 decoded. Were runs dealt out in turn, every one of them would be decoded by two workers. So each worker works
-through a stretch of its own from front to back. One that has nothing left takes half of the longest stretch,
-and that cut costs a run decoded twice, unless a group ends there; so few cuts of the costly kind are made.
+through a stretch of its own from front to back. One that has nothing left takes half of the longest stretch.
+That cut costs a run decoded twice, unless a group ends there, so few cuts of the costly kind are made.
 """
 
 from __future__ import annotations
@@ -371,8 +371,8 @@ class SampleLedger:
     def part_is_dead(self, part: int, number: int) -> bool:
         """Take note that a worker hung or died on `number`; True when the whole part is to be given up.
 
-        That is so once workers were lost on three different samples of a part of which none was ever read,
-        or on eight one after another of one that used to answer: trying each of its samples would cost two
+        A part that never answered is given up once workers were lost on three different samples of it. One
+        that used to answer is given up after eight in a row. To try each of its samples would cost two
         timeouts each. A second try that fails like the first says nothing new about the part.
         """
         record = self._parts.setdefault(part, _PartRecord())

@@ -85,9 +85,9 @@ class WorkerPacing:
     """Decides from what it is told; asks no clock and starts nothing.
 
     A window of time ends when it is long enough and enough groups came through; the first is short, since a
-    run begins with few workers. A worker is added when the
-    encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
-    faster: then this source gives no more, or something else is the limit. None is tried while this process
+    run begins with few workers. A worker is added when the encoder spent more than 15 % of the window
+    waiting. It is removed when the next window was not 5 % faster: then this source gives no more, or something else
+    is the limit. None is tried while this process
     and its workers use all processors: it would cost a start and bring nothing. One is taken away when the
     encoder hardly waited while more than one worker stood before a full arena. After a change that did not
     pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
@@ -379,8 +379,10 @@ _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _ARENA_SHARE = 0.75
 FEW_GROUPS = 16
-"""Encode batches that start no child: at most 128 MiB of samples and records by default, which many an
-encoder takes in the second or two that the first child of a program needs to import torch."""
+"""Encode batches that start no child: at most 128 MiB of samples and records by default.
+
+Many encoders take those in the second or two that the first child of a program needs to import torch.
+"""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
 _GROUPS_A_WORKER = 8

@@ -92,8 +92,11 @@ class PrecomputeSettings:
     encode_batch: int | None = None
     """Samples in one call of the encoder; None: the encoder's own fixed number, about 8 MiB of samples."""
     workers: int | None = None
-    """Worker processes, on Linux; None: one (without an encoder: one for each core), and more while
-    the encoder waits for data; 0, and None on other systems: read in this process, without timeouts."""
+    """Worker processes, on Linux.
+
+    None: one (without an encoder: one for each core), and more while the encoder waits for data. 0, and None
+    on other systems: read in this process, without timeouts.
+    """
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""
     devices: tuple[str, ...] = ()
@@ -129,8 +132,10 @@ class PrecomputeSettings:
     part: tuple[int, int] = (0, 1)
     """Which part of how many this process encodes, where several fill the cache together."""
     among: Among = "alone"
-    """Whether others have the same part: the first of them encodes, the rest wait for it, and take over where
-    it does not come (back) within the timeout of a start."""
+    """True if others have the same part: the first of them encodes, and the rest wait for it.
+
+    They take over where it does not come (back) within the timeout of a start.
+    """
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""

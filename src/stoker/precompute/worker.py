@@ -181,7 +181,7 @@ def digested_files(
 
 _ERROR_CHARS = 600
 CHANGED = "changed"
-"""The stage of a fault that is no sample's: see `SampleFault.stage`."""
+"""The stage of a fault that does not belong to a sample: see `SampleFault.stage`."""
 
 
 class HeartbeatWriter(Protocol):

@@ -1,8 +1,8 @@
 """Files and folders that appear under their name complete or not at all, and survive a power cut.
 
-Everything that writes a result (shards, checkpoints, reports, made-up data) does it here, in this order:
-write under a temporary name in the same folder, sync the bytes, rename, sync the folder. Each step needs the
-one before: a name must not lead to bytes that are not on the disk, and a rename is durable only with its
+Everything that writes a result (shards, checkpoints, reports, made-up data) does it here. The order is: write
+under a temporary name in the same folder, sync the bytes, rename, sync the folder. Each step needs the one
+before: a name must not lead to bytes that are not on the disk, and a rename is durable only with its
 folder. A failed fsync is never tried again: the kernel has dropped the pages that it could not write, and the
 second call would report success.
 

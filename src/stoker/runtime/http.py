@@ -22,7 +22,7 @@ from stoker.runtime.threads import call_within
 
 ANSWER_BYTES = 64 << 20
 ERROR_BYTES = 64 << 10
-"""The largest body of an answer that is no success."""
+"""The largest body of an answer whose status is not success."""
 TOTAL_S = 600.0
 LONGEST_WAIT_S = 600.0
 """The longest Retry-After that is taken seriously."""
@@ -220,7 +220,7 @@ class HttpClient:
         return HttpStream(response)
 
     def _body(self, stream: HttpStream, until: float) -> bytes:
-        """Return the body; of an answer that is no success only if it is short and sound."""
+        """Return the body; of an answer that failed only if it is short and sound."""
         is_success = 200 <= stream.status < 300
         limit_bytes = self._limit_bytes if is_success else ERROR_BYTES
         body = bytearray()

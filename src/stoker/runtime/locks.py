@@ -1,7 +1,7 @@
 """Locks between processes that end with their holder, however it ends.
 
-A lock is a `flock` on a small file: the kernel gives it back when the holder closes the file, exits or is
-killed, so nothing has to be cleaned up and no lock is ever stale. The file itself stays, and its text says
+A lock is a `flock` on a small file. The kernel releases it when the holder closes the file, exits or is
+killed. So nothing has to be cleaned up, and no lock is ever stale. The file itself stays, and its text says
 who held it last, for messages. Some file systems have no locks (NFS without its lock daemon, some FUSE ones).
 There every process gets every lock: work may be done twice, and what is written is right all the same.
 

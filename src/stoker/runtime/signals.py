@@ -19,8 +19,10 @@ _EXIT_INTERRUPTED = 130
 
 
 def takes(number: signal.Signals) -> bool:
-    """Return whether a call may handle a signal: not where it is ignored (a shell does so for SIGINT in its
-    background), or handled by C code, whose handler Python cannot put back.
+    """Return True if a call may handle a signal.
+
+    False if the signal is ignored, as a shell does with SIGINT for jobs in its background. False if C code
+    handles it: Python cannot restore such a handler.
     """
     return signal.getsignal(number) not in (signal.SIG_IGN, None)
 

@@ -1,8 +1,8 @@
 """Run work in daemon threads: a pool, a call with a timeout, a map over many items, and work that lasts.
 
-`concurrent.futures` joins its threads when the interpreter exits, so that one read that hangs would hang the
-exit; here the exit waits `EXIT_S` for work in progress, and a thread that is stuck is left behind. It has to
-wait: the interpreter ends a daemon thread as that asks for the lock, and inside torch's C++ that is an abort.
+`concurrent.futures` joins its threads when the interpreter exits, so one read that hangs would hang the exit.
+Here the exit waits `EXIT_S` for work in progress, and leaves a stuck thread behind. It has to wait: the
+interpreter ends a daemon thread when that asks for the lock, and inside torch's C++ this is an abort.
 Idle threads end after a while, so nothing needs to be closed.
 """
 

@@ -81,10 +81,11 @@ def find_files(
 def find_keyed_files(
     path: Paths, *, suffixes: tuple[str, ...] = SUFFIXES, what: str = "HDF5"
 ) -> tuple[Path, list[Path], list[str]]:
-    """As `find_files`, and what each file is called in keys of samples.
+    """Return the result of `find_files`, and the name of each file in keys of samples.
 
-    That is its name relative to the folder, the pattern or the file that `path` names it by, and not to the
-    folder that all files share: a file of another folder would change that one, and with it the splits.
+    That is its name relative to the folder, the pattern or the file that `path` names it by. It is not
+    relative to the folder that all files share: a file of another folder would change that one, and with it
+    the splits.
     """
     if isinstance(path, str | os.PathLike):
         found = [_expand(Path(path), suffixes, what)]
@@ -481,8 +482,8 @@ def stamp_of(status: os.stat_result) -> tuple[int, ...]:
 def confine_sources(paths: Iterable[str | os.PathLike[str]] | None) -> None:
     """Have this process, and the workers that it starts, read source files at or below `paths` alone.
 
-    Every HDF5 file, image, tar file and SQLite database is checked once it is open, so a folder that somebody
-    swaps for a symbolic link after its name was checked leads nowhere.
+    Every HDF5 file, image, tar file and SQLite database is checked once it is open. So a folder that is
+    swapped for a symbolic link after its name was checked leads nowhere.
 
     Args:
         paths: Real paths of files and folders, without a symbolic link on the way; None: no such limit.
@@ -570,8 +571,10 @@ FOREIGN_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What h5py, zarr of a zip file and numpy (of the header of a .npy file, which it parses as Python) may raise
-for damaged, truncated or locked files: all but a lack of memory."""
+"""Errors that readers may raise for damaged, truncated or locked files: all but a lack of memory.
+
+Readers are h5py, zarr of a zip file, and numpy, which parses the header of a .npy file as Python.
+"""
 
 
 def cause_of(error: Exception) -> Exception:

@@ -2,8 +2,8 @@
 
 A key names the field; its text gives the axes, after an optional dataset path and a colon. Without a path
 the key is the dataset. A text without axes, as `{"Nu": ""}`, is a parameter of the file. When no field has a
-sample axis `n`, the samples are the groups of the file that hold the datasets (or the complete file, when the
-datasets are at its root).
+sample axis `n`, the samples are the groups of the file that hold the datasets. If the datasets are at its
+root, the complete file is one sample.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def refuse_outside(dataset: Any, filename: str, name: str, *, where: str) -> Non
 def require_filters(dataset: Any, *, where: str) -> None:
     """Refuse a dataset that is compressed by a plugin which is not there.
 
-    hdf5plugin registers its filters in the process that imports it; it is imported here where it is needed,
-    since worker processes read what a user's own import makes readable in the main process.
+    hdf5plugin registers its filters in the process that imports it. It is imported here where it is needed:
+    the user's own import has effect in the main process, and workers read the same files.
 
     Raises:
         SourceError: Names the filter.

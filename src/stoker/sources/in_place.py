@@ -1,7 +1,8 @@
 """Offsets of samples in the user's own files, for caches that serve them in place.
 
-A field can be served in place when its bytes in the file are its values as served: contiguous, uncompressed,
-in the machine's byte order, with the axes in the order of serving. Anything else is refused, with the cure.
+A field can be served in place when its bytes in the file are its values as served. They are contiguous,
+uncompressed, in the machine's byte order, with the axes in the order of serving. Anything else is refused,
+with the cure.
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ class MeshSource(ContainerSource[MeshContainer]):
             one of the group `neighbors`. None: `dt`, where the first sample has it and the layout is a grid.
         fill_missing: Take chunks that are not stored for their fill value.
 
-    A sample's fields with time and points are folded (`stoker.schema.Field.axes`): `read` gives them as rows
-    `(T * N, *rest)` with their sizes in `<name>.shape`, and `stoker.schema.unfolded` gives `(T, N, *rest)`
-    of it. float64 is read as float32.
+    A sample's fields with time and points are folded (`stoker.schema.Field.axes`). `read` gives them as rows
+    `(T * N, *rest)` with their sizes in `<name>.shape`. `stoker.schema.unfolded` turns these into
+    `(T, N, *rest)`. float64 is read as float32.
 
     Raises:
         SourceError: Nothing is there; on first use: damaged, or not laid out so.

@@ -65,7 +65,7 @@ class _Pickler(cloudpickle.Pickler):
 
     - Functions of `functools.lru_cache` that no other process can import. cloudpickle sends their name alone.
       Here they are made again in the other process, with an empty cache.
-    - Code. Since cloudpickle 3.1.3 it arrives without its file name, so that nobody there finds its text,
+    - Code. Since cloudpickle 3.1.3 it arrives without its file name, so that its text is not found there,
       and the fingerprint of a Dataset of local classes would differ between processes.
     """
 

@@ -66,8 +66,8 @@ def choose_split(
 ) -> SplitChoice:
     """Decide which files hold `split`, and whether a fraction of them is meant.
 
-    Files named after splits win. Fractions given in addition cut only what has no file of its own,
-    and only out of the train files, so that a test file never ends in train or val.
+    Files named after splits win. Fractions given in addition cut only splits that have no file of their own.
+    They cut only the train files, so that a test file never ends in train or val.
 
     Args:
         names: Relative names of all files.

@@ -494,8 +494,8 @@ class TorchSource:
     def _item(self, index: int, *, seeded: bool) -> Item:
         """Return one item of this process's copy of the Dataset.
 
-        The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
-        lands on the copy, so that the original can still travel to worker processes.
+        The copy is shallow, so data is shared. Whatever a Dataset opens on first use (files, connections)
+        lands on the copy, so the original can still be sent to workers.
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)

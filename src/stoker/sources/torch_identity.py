@@ -1,10 +1,10 @@
 """The identity of a Dataset: its code with the values that code uses, what it holds in memory, and its files.
 
 A Dataset is code, so nothing can prove that two of them give the same samples. What can be seen is
-compared: source text, values held by attributes, functions and closures (arrays and tensors by content),
-length, files by content, folders by names and sizes, and a few probed samples (`torch_dataset`). Recipes
-made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they are.
-Modules that its functions import when they are called are imported.
+compared: source text, length, and values held by attributes, functions and closures (arrays and tensors by
+content). Also files by content, folders by names and sizes, and a few probed samples (`torch_dataset`).
+Recipes made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they
+are. Modules that its functions import when they are called are imported.
 """
 
 from __future__ import annotations

@@ -591,8 +591,8 @@ them out of order decodes few chunks of a source twice, so many that the first a
 def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
     """Return the order in which a cache is filled: stretches `[start, stop)` of samples, `(n, 2)`.
 
-    Blocks are whole groups, and come shuffled by the fingerprint: a source is often sorted, and who trains
-    beside the filling should not meet it sorted.
+    Blocks are whole groups, and come shuffled by the fingerprint: a source is often sorted, and training
+    during the filling should not see it sorted.
     """
     size = recipe.group.samples
     firsts = np.concatenate(

@@ -1,8 +1,8 @@
 """Remove what no cache needs any more: superseded shards, dead temporaries, old fingerprints, orphan weights.
 
-Everything that goes is noted with its size and reason; a dry run ends there. Each thing is looked at again
-before it goes, and goes so that others see all of it or nothing: a folder is renamed to a hidden name, a
-shard leaves the index. What a kill leaves behind, the next run removes.
+Everything that goes is noted with its size and reason; a dry run ends there. Each thing is checked again
+before it goes. Other processes see all of it or nothing: a folder is renamed to a hidden name, a shard
+leaves the index. What a kill leaves behind, the next run removes.
 
 Without `force` a folder stays that a process has open or has locked, that was used in the last day,
 or is the newest complete one of its name. Weights go only once no recipe names them.
@@ -206,10 +206,10 @@ def digest_of(weights: Path) -> str:
 
 
 def remove_weights(cache_dir: Path, path: Path) -> bool:
-    """Remove weights unless a recipe that names them appeared; returns whether they went.
+    """Remove weights unless a recipe that names them appeared; return True if they went.
 
-    They are renamed away before recipes are looked at again: a writer puts its recipe first and then looks
-    for the weights, so either we see its recipe or it misses the weights and writes them again.
+    They are renamed away before recipes are read again. A writer stores its recipe first and then looks for
+    the weights. So either we see its recipe, or it misses the weights and writes them again.
     """
     plain = path.with_name(f"{digest_of(path)}.safetensors")
     hidden = path.with_name(f"{GONE}{plain.name}")

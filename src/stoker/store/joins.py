@@ -60,7 +60,7 @@ class Join:
         return self.key if isinstance(self.key, str) else ", ".join(self.key)
 
     def __post_init__(self) -> None:
-        """Refuse rules that are none."""
+        """Refuse rules that are malformed."""
         for name, rule in (("missing", self.missing), ("repeated", self.repeated)):
             if rule not in get_args(Rule):
                 raise ConfigError(f"{name} is {rule!r}. Expected {', '.join(get_args(Rule))}")

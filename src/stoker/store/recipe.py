@@ -109,7 +109,7 @@ class Digester(Protocol):
 class Digests:
     """Digests files, with a memo in `<cache_dir>/.digests` when a folder is given.
 
-    A damaged memo is ignored, and a folder that cannot be written is no error: then nothing is remembered.
+    A damaged memo is ignored, and a folder that cannot be written is allowed: then nothing is remembered.
     """
 
     def __init__(self, cache_dir: Path | None = None, identity: Literal["auto", "full"] = "auto") -> None:

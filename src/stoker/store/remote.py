@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,3}|$)")
 _MEANT = re.compile(rf"({'|'.join(SCHEMES)}):(/|$)|[A-Za-z][A-Za-z0-9+.-]*://")
-"""How a text begins that is no local path; of a URL that went through a `Path`, one slash is left."""
+"""Pattern of the beginning of a URL; one that went through a `Path` has one slash left."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,254}")
 _PART = re.compile(r"[\w.+=@ -]{1,255}")
 
@@ -278,8 +278,8 @@ PASSING_ERRNOS = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN, errno.
 class FolderRemote:
     """Objects are files: written under a temporary name, durable, then renamed. See `Remote`.
 
-    Every call to the system is made by a thread that is left behind when the storage does not answer: a hard
-    mount whose server is away holds its callers for ever.
+    A thread makes every call to the system, and is left behind when the storage does not answer. A hard mount
+    whose server is away blocks its callers forever.
     """
 
     def __init__(self, url: str) -> None:

@@ -156,8 +156,8 @@ class Storage:
 class MirrorStorage(Storage):
     """The files of a folder at a URL, and the local folder that stands for it.
 
-    What the URL lists is the truth. A small file that may change (the index, failures) is asked for again at
-    each read, at the cost of one request that is answered with nothing where it is the same.
+    What the URL lists is the truth. A small file that may change (the index, failures) is requested again at
+    each read. That costs one request, whose answer is empty if the file is unchanged.
     """
 
     def __init__(self, path: Path, mirror: MirrorFolder) -> None:

@@ -241,7 +241,7 @@ class OpenShard:
         return tensors
 
     def _move(self, column: _Column, offset: int) -> None:
-        """Move a column towards the start; pieces go in order, so overlapping is no harm."""
+        """Move a column towards the start; pieces go in order, so they may overlap."""
         for begin in range(0, column.size, MOVE_BYTES):
             size = min(MOVE_BYTES, column.size - begin)
             data = self._pending.read_at(self._data_start + column.offset + begin, size)

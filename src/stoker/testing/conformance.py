@@ -139,7 +139,7 @@ def _texts(value: Json) -> list[str]:
 
 
 def _check_ranges(source: Source, number: int, whole: Sample, schema: Schema) -> None:
-    """`start:stop` is the slice of axis 0 of fields with time; other fields come whole."""
+    """`start:stop` is the slice of axis 0 of fields with time; other fields come in full."""
     whole = unfolded(whole, schema)
     lengths = [whole[name].shape[0] for name, field in schema.items() if field.evolves]
     length = min(lengths, default=4)

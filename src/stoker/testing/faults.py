@@ -21,9 +21,11 @@ Kind: TypeAlias = Literal["hang", "kill", "raise", "slow", "corrupt"]
 class Fault:
     """Faults while some samples are read.
 
-    `hang` sleeps for an hour; `kill` ends the reading process with SIGKILL, as a crash or a lack of memory
-    does; `raise` raises `error`; `slow` sleeps for `seconds` and then reads; `corrupt` changes one byte of
-    the first field and says nothing, as a medium without checksums does.
+    - `hang` sleeps for an hour.
+    - `kill` ends the reading process with SIGKILL, as a crash or a lack of memory does.
+    - `raise` raises `error`.
+    - `slow` sleeps for `seconds` and then reads.
+    - `corrupt` changes one byte of the first field without an error, as a medium without checksums does.
     """
 
     kind: Kind

@@ -37,7 +37,7 @@ class Flip:
     """Tensors to flip; None: the states of windows, or the only field of records with such an axis."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no axis or no probability."""
+        """Raise ConfigError for a wrong axis or probability."""
         check_axes((self.axis,))
         if not 0 <= self.p <= 1:
             raise ConfigError(f"Flip(p={self.p!r}): a probability is needed, 0..1")
@@ -82,7 +82,7 @@ class Roll:
     """Tensors to shift; None: the states of windows, or the only field of records with these axes."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no axis."""
+        """Raise ConfigError for a wrong axis."""
         check_axes(self.axes)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
@@ -169,7 +169,7 @@ class Take:
     """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no axis or goes backwards."""
+        """Raise ConfigError for a wrong axis or a step below 1."""
         check_axes(tuple(self.slices))
         if any((one.step or 1) < 1 for one in self.slices.values()):
             raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1. Mirror with Flip")
@@ -199,8 +199,8 @@ def _begins(below: Sequence[int], keys: Tensor) -> Tensor:
 def windows(values: Tensor, axes: Sequence[int], sizes: Sequence[int], starts: Sequence[Tensor]) -> Tensor:
     """Return from every example the piece of `sizes` along `axes` that begins at its own `starts`, copied.
 
-    A view in which the beginning is an axis of its own makes this one indexing: the copy runs over whole
-    pieces, without an index per element and without a look at `starts` from the host.
+    In a view with an axis for the start, this is one indexing operation. It copies entire pieces, without an
+    index per element, and the host never reads `starts`.
 
     Args:
         values: `(B, ...)`.

@@ -172,7 +172,7 @@ class Normalize:
     """Tensors to change; None: the states of windows, or the only field of records."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be divided by, and what is no dtype."""
+        """Raise ConfigError for a wrong mean, std or dtype."""
         if not all(math.isfinite(value) for value in _listed(self.mean)):
             raise ConfigError(f"Normalize(mean={self.mean!r}). Expected finite numbers")
         if not all(value > 0 and math.isfinite(value) for value in _listed(self.std)):
@@ -235,7 +235,7 @@ class Noise:
     of a step alone."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no deviation."""
+        """Raise ConfigError for a wrong deviation."""
         if not all(math.isfinite(value) and value >= 0 for value in _listed(self.std)) or self.std == ():
             raise ConfigError(f"Noise(std={self.std!r}). Expected finite numbers of at least 0")
 

@@ -596,7 +596,7 @@ def _spawn(fds: tuple[int, ...]) -> SpawnedProcess:
 
 
 def _inherited() -> dict[str, Any]:
-    """Return what a child of ours would inherit, for a process that is no child of ours."""
+    """Return what a child of ours would inherit, for a process that is not one."""
     kinds = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
     return {
         "owner": os.getpid(),

@@ -1,8 +1,8 @@
 """The child's side: what every child does before its target runs, and after.
 
-A child has the descriptors that were passed to it and no others. It has the environment, working folder,
-limits, processors and import paths that its owner had when it started the child, as if it were the owner's
-own fork and exec; a preloaded process may be older than a change of these.
+A child has the descriptors that were passed to it and no others. Its environment, working folder, limits,
+processors and import paths are those of its owner at the start of the child, as after a fork and exec. They
+are set explicitly, because a preloaded process may be older than a change of these.
 """
 
 from __future__ import annotations

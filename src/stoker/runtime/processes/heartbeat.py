@@ -17,9 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 STAGES: tuple[str, ...] = ("start", "open", "read", "wait", "encode", "lost", "end")
-"""start: imports, unpickling, an encoder brought to its device; open: first sample of a part;
-read: the others; wait: for work or room; encode: a call of the encoder;
-lost: the device cannot be used again in this process; end: done, its exit code in place of the sample."""
+"""Stages of a process.
+
+- start: imports, unpickling, an encoder brought to its device.
+- open: first sample of a part; read: the others.
+- wait: for work or room.
+- encode: a call of the encoder.
+- lost: the device cannot be used again in this process.
+- end: done, its exit code in place of the sample.
+"""
 
 _PAGE = 4096
 _LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monotonic ns, done, sequence again

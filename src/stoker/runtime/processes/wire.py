@@ -2,7 +2,7 @@
 
 One socketpair per worker and nothing shared between workers, so that a kill in the middle of a frame damages
 one channel only. The caller's end never blocks: what the socket does not take waits in a buffer until the
-poll loop finds room, so neither a large source nor a worker that has stopped reading can hold the caller up.
+poll loop finds room. So neither a large source nor a worker that stopped reading can block the caller.
 """
 
 from __future__ import annotations

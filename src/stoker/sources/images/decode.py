@@ -1,7 +1,7 @@
 """Bytes of an image file to pixels, by declared rules; the only module here that imports Pillow.
 
-The content says what a file is, not its name. Every picture becomes 8 bits, RGB or gray: palettes are looked
-up, alpha is laid over black, 16 bits keep their upper 8, CMYK is converted without colour profiles, and of
+The content says what a file is, not its name. Every picture becomes 8 bits, RGB or gray. Palettes are looked
+up, alpha is laid over black, and 16 bits keep their upper 8. CMYK is converted without color profiles, and of
 several frames the first is taken. What Pillow cannot decode to the last byte is an error, never a gray area.
 """
 

@@ -1,8 +1,8 @@
 """Move boxes, points and cameras with a resized image.
 
 Pixels are squares: pixel `i` reaches from `i` to `i + 1` as an edge, and its center has the coordinate `i`
-as a point. So edges (boxes) are scaled, and points (joints, principal points) are scaled about the corner of
-the image, which for them is at -0.5: a joint stays on the pixel that it was on.
+as a point. So edges (boxes) are scaled. Points (joints, principal points) are scaled about the
+corner of the image, which for them is at -0.5: a joint stays on the pixel that it was on.
 """
 
 from __future__ import annotations

@@ -59,8 +59,10 @@ MARKER = ".mirror.json"
 RUN_BLOCKS = 8
 """Blocks that one request asks for at most."""
 AT_ONCE = 16
-"""Requests of one process at a time that a reader waits for; half as many for what is fetched ahead of need,
-in addition, so that it never fills their queue."""
+"""Concurrent requests of one process that a reader waits for.
+
+Prefetch has half as many in addition, so that it never fills their queue.
+"""
 SHARE = 4
 """What is on its way takes at most this part of the limit, one half and the other."""
 
@@ -413,8 +415,9 @@ class MirrorFolder:
         return all(came)
 
     def rank(self, name: str, used: NDArray[np.uint32]) -> None:
-        """Say for each block of a shard how late it goes when there is no room, those with the least first:
-        in seconds since 1970, as if it had last been read then.
+        """Set for each block of a shard how late it is removed when space runs out, the smallest first.
+
+        The unit is seconds since 1970, as if the block had last been read then.
         """
         with suppress(FileNotFoundError, CorruptError):  # nothing of it is here
             blocks = BlockMap(self.path / f"{MAP_PREFIX}{name}")

@@ -324,7 +324,7 @@ def push(
 ) -> TransferReport:
     """Bring a complete cache to `<url>/<name>/<fingerprint>`.
 
-    Each shard is read against its sums before it goes. Stopped at any moment, the same call goes on; what is
+    Each shard is read against its sums before it goes. Stopped at any moment, the same call resumes; what is
     there already stays, and serves together with what is pushed.
 
     Args:
