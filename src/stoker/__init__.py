@@ -111,8 +111,8 @@ class _PublicModule(ModuleType):
     """This module, in which `precompute` and `cached` stay the functions.
 
     Each (and `profile`) shares its name with the module that defines it. Importing a submodule sets it as an
-    attribute of its package. So after `import stoker.precompute.worker`, `stoker.precompute(...)` would not be
-    callable.
+    attribute of its package. So after `import stoker.precompute.worker`, `stoker.precompute(...)` would not
+    be callable.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

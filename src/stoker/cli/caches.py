@@ -177,7 +177,7 @@ def stage(
     """Copy a configuration's files to local storage.
 
     As data.stage says: `auto` those on network storage, `always` all. Copies are verified, a stopped one
-    goes on, and precompute reads from them. Exit code 6 when there is no room.
+    resumes, and precompute reads from them. Exit code 6 when there is no room.
 
     \b
     Example:

@@ -3,8 +3,8 @@
 Commands that encode run in a child of this process. A child that crashes while it encodes is started
 again. So is one that makes no progress within the encoder's timeout (also with the interpreter's lock held,
 or stopped). It resumes from the committed shards. An encode batch that fails `MAX_TRIES` times ends that: the
-last stage and stack are printed. What happens outside encoding is passed through as it is, and a command that was
-asked to end is never started again.
+last stage and stack are printed. What happens outside encoding is passed through as it is, and a command
+that was asked to end is never started again.
 
 So do commands that read and write much. When a call on a file does not come back for `STORAGE_S`, the child
 is ended, or left behind where not even a kill ends it, and the command fails.

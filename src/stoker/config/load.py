@@ -263,7 +263,7 @@ def counts_windows_now(flat: Mapping[str, object]) -> bool:
 
 
 def _leaves(given: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values by dotted name; a setting that is a mapping stays whole."""
+    """Values by dotted name; a setting that is a mapping is one value."""
     for key, value in given.items():
         name = f"{prefix}{as_name(key)}"
         if isinstance(value, Mapping) and not _is_known(name):
@@ -520,7 +520,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def _require_file(path: Path) -> None:
-    """Refuse what is no file before it is opened: opening a pipe would wait for a writer.
+    """Refuse anything but a file before it is opened: opening a pipe would wait for a writer.
 
     Raises:
         ConfigError: Nothing is there, or something else is.
@@ -598,7 +598,7 @@ def parse_value(text: str) -> object:
 def _flatten(
     settings: Mapping[str, object], prefix: str, where: str, unknown: list[str]
 ) -> dict[str, object]:
-    """Return nested settings by dotted name; names that are none go to `unknown` as messages."""
+    """Return nested settings by dotted name; names of no setting go to `unknown` as messages."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{as_name(key)}"

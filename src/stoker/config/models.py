@@ -353,7 +353,7 @@ class TrainingConfig(SettingsSection):
     """Training, and where the cache lies."""
 
     batch_size: PositiveInt = 256
-    """Windows in one batch, on each rank; a run that goes on keeps what all ranks had together."""
+    """Windows in one batch, on each rank; a resumed run keeps the global batch."""
     batch_trajectories: PositiveInt | None = None
     """Whole trajectories in one batch, as the earlier systems counted; in place of `batch_size`."""
     epochs: PositiveInt = 10
@@ -509,7 +509,7 @@ class Config(SettingsSection):
     fetch: FetchConfig = FetchConfig()
     launch: LaunchConfig = LaunchConfig()
     identity: Literal["auto", "full"] = "auto"
-    """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
+    """How source files are digested: `full` reads all bytes; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None
     """Settings of one task alone, as `{well2d: {data: {preset: well}}}` (docs/mixtures.md)."""
 

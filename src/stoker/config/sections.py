@@ -346,9 +346,9 @@ class LaunchConfig(SettingsSection):
     secrets: tuple[str, ...] = ()
     """Names of variables that the machine gets from here; values are in no script, command or log."""
     upload: str | None = None
-    """A place of rclone, `remote:path`, for logs and checkpoints; a later machine goes on from there."""
+    """A place of rclone, `remote:path`, for logs and checkpoints; a later machine resumes from there."""
     upload_minutes: PositiveFloat = 10.0
-    """Minutes between two uploads while the run goes on; there is one more at its end."""
+    """Minutes between two uploads during the run; there is one more at its end."""
     cache: str | None = None
     """A place of rclone that caches are pulled from and pushed to; null: they stay on the machine's disk."""
     auto_shutdown: Flag = True

@@ -86,11 +86,11 @@ class WorkerPacing:
 
     A window of time ends when it is long enough and enough groups came through; the first is short, since a
     run begins with few workers. A worker is added when the encoder spent more than 15 % of the window
-    waiting. It is removed when the next window was not 5 % faster: then this source gives no more, or something else
-    is the limit. None is tried while this process
-    and its workers use all processors: it would cost a start and bring nothing. One is taken away when the
-    encoder hardly waited while more than one worker stood before a full arena. After a change that did not
-    pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
+    waiting. It is removed when the next window was not 5 % faster: then this source gives no more, or
+    something else is the limit. None is tried while this process and its workers use all processors: it would
+    cost a start and bring nothing. One is taken away when the encoder hardly waited while more than one
+    worker stood before a full arena. After a change that did not pay, the next trial comes 8 windows later,
+    then 16, up to 64: a later file may be slower to read.
     """
 
     most: int

@@ -118,7 +118,7 @@ def job_of_config(run: Run) -> BenchJob:
 
 
 def job_of_cache(path: Path, batch_size: int) -> BenchJob:
-    """Return a cache by its folder: windows of its trajectories, or whole records where there are none."""
+    """Return a cache by its folder: windows of its trajectories, or entire records if it has none."""
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
@@ -226,7 +226,7 @@ def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
 
 
 class _TierMeasurement:
-    """Measures a tier by having batches served; filling it is no part of the figure.
+    """Measures a tier by having batches served; the figure excludes the filling.
 
     Each turn has a loader of its own, since what one holds in memory another could not read from the disk.
     """

@@ -130,7 +130,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
 
     `tensor` is `(trajectories, steps, points)` float32, `x-coordinate` holds cell centres, `t-coordinate`
     has one entry more than there are steps, as PDEBench's files do, and the attribute `Nu` is the viscosity.
-    The file appears under its name whole, or not at all.
+    The file appears under its name complete, or not at all.
 
     Raises:
         ReadOnlyError, ResourceError, SourceError: The folder cannot be written, is full, or is not a folder.

@@ -3,8 +3,8 @@
 For the grid encoder all is made from the recipe and the weights stored next to the cache, so it is there
 without raw data. A module of the user's own decodes itself, by its method `decode`, if its code is at hand.
 What the encoder loses is measured on a few records against raw fields: those that the cache keeps, else
-those of the source, which a thread reads while training runs; storage that does not answer costs the
-figure, and nothing else.
+those of the source. A thread reads these while training runs; if storage does not answer, only the figure is
+missing.
 """
 
 from __future__ import annotations

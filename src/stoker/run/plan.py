@@ -248,9 +248,9 @@ def served_loads(
     """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
 
     The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
-    cache holds now: this looks at it as training would find it, and reads no record twice if it can, since
-    what was read once comes from there. With a `step` batches are also timed while such steps run: loading
-    and steps share cores and the interpreter's lock, which no sum of parts tells.
+    cache holds now. This measures it as training would find it. It reads no record twice if it can, since the
+    second read would come from the page cache. With a `step` batches are also timed while such steps run:
+    loading and steps share cores and the interpreter's lock, which no sum of parts tells.
     """
     found: dict[str, BatchLoad] = {}
     size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
@@ -271,9 +271,9 @@ def served_loads(
 def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     """Records for each trial, half of them for the one with steps; all for each where they are too few.
 
-    They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
-    (of a virtual drive the host has some in memory), and not record by record, since around what one trial
-    has read the system reads on, and batches of records from there take half as long again.
+    They take turns by runs of neighbors over all of the cache, since parts of it may be slower than others
+    (the host has some of a virtual drive in memory). They do not take turns record by record, since the
+    system reads ahead around each read of a trial, and batches of such records take half as long again.
 
     Source: `benchmarks/plan_stall.py`, cold disk.
     """
@@ -486,7 +486,7 @@ def _remote_demand(run: Run, cache: Cache, size: float) -> RemoteDemand | None:
 
 
 def example_bytes(run: Run, schema: Schema, size: float) -> float:
-    """Return bytes of one window: its steps of the fields with time, and the other fields whole."""
+    """Return bytes of one window: its steps of the fields with time, and all of the other fields."""
     if not is_fixed(schema):
         return size
     steps = run.windows.horizons[1] + 1

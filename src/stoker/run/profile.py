@@ -1,8 +1,8 @@
 """Where the time of a configuration's training goes: its own steps, and every stage before them.
 
-Some of its samples are read, encoded and stored, one stage after another, in a folder that goes again: so
-what a record costs is known also where the cache is complete. Its training loop is fed from that cache as it
-would be, or from those records where no cache exists yet.
+Some of its samples are read, encoded and stored, one stage after another, in a folder that is removed
+afterwards. So the cost of a record is known also where the cache is complete. Its training loop is fed from
+that cache as it would be, or from those records where no cache exists yet.
 """
 
 from __future__ import annotations

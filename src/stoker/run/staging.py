@@ -1,8 +1,8 @@
 """Copies of a configuration's files on local storage, in the folders they have on the slow one.
 
-Copies are kept once (`objects/`), and a view of a set of files (`views/<key>/<their path>`) has a hard link
-for each, so that a path, a folder or a pattern means below the view what it means outside, and names and
-fingerprints are the same.
+Copies are kept once (`objects/`). A view of a set of files (`views/<key>/<their path>`) has a hard link for
+each. So a path, a folder or a pattern means below the view what it means outside, and names and fingerprints
+are the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process of a job: a child of its worker; by hand, `python -m stoker.service.child FOLDER`.
 
 It reads its task from `FOLDER/job.json`, writes events to `FOLDER/events.jsonl` and checkpoints to
-`FOLDER/checkpoints`. Its exit status is 0 for a completed job, 75 when it was asked to stop (SIGTERM) and can
-resume, 74 when the disk was full, and anything else for a failure, which its last event explains.
+`FOLDER/checkpoints`. Its exit status is 0 for a completed job. It is 75 when it was asked to stop (SIGTERM)
+and can resume, and 74 when the disk was full. Any other status is a failure, which its last event explains.
 """
 
 from __future__ import annotations

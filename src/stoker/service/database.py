@@ -1,7 +1,7 @@
 """One database under the service: SQLite in a file, or PostgreSQL.
 
-Every transaction has a time limit: on SQLite its busy timeout and a check while a statement runs, on
-PostgreSQL its own timeouts, keepalives, and `ConnectionWatchdog` for a server that does not answer at all.
+Every transaction has a time limit. On SQLite this is its busy timeout and a check while a statement runs. On
+PostgreSQL it is timeouts, keepalives, and `ConnectionWatchdog` for a server that does not answer at all.
 Errors of the database itself are raised as `DegradedError` and noted (`trouble`) until it works again. Errors
 of a statement (a violated constraint) are raised unchanged.
 

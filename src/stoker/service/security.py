@@ -84,9 +84,9 @@ def replay(body: bytes, receive: Receive) -> Receive:
 def fault_in_json(body: bytes, *, depth: int, members: int, text_chars: int) -> str:
     """Return what is wrong with a body as JSON; empty for a valid one.
 
-    Refused are nesting deeper than `depth` (which would crash the parser), more values than `members` (each
-    costs a check), strings longer than `text_chars`, duplicate names, NaN and infinities, and characters that
-    no database accepts.
+    Refused are nesting deeper than `depth` (which would crash the parser) and more values than `members`
+    (each costs a check). So are strings longer than `text_chars`, duplicate names, NaN and infinities, and
+    characters that no database accepts.
     """
     level = 0
     for match in _BRACKETS.finditer(body):

@@ -1,9 +1,9 @@
 """Live events and logs for any number of clients, without a queue per client.
 
-A client has a place in the order of events and gets the events after it: from the newest ones, which are read
-once for all clients, or from the outbox if it has fallen behind or reconnects. So a slow client costs no
-memory, and a disconnected one continues after the last number it saw. A `gap` names events that were pruned
-meanwhile.
+A client has a place in the order of events and gets the events after it. They come from the newest ones,
+which are read once for all clients, or from the outbox if it has fallen behind or reconnects. So a slow
+client costs no memory, and a disconnected one continues after the last number it saw. A `gap` names events
+that were pruned meanwhile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Supervise the workers of `stoker serve`, restart those that die or hang, and do chores.
 
-Only one service uses a state folder at a time, and a state folder has one database: workers hand jobs over
+Only one service uses a state folder at a time, and a state folder has one database. Workers hand jobs over
 through their folders, so two services that share only a database would lose checkpoints.
 """
 

@@ -248,8 +248,8 @@ class AttemptRunner:
     def _outcome(self, code: int | None) -> Outcome | None:
         """Return how the job ends; None: it continues in another attempt.
 
-        The last event of the process counts, not its status: a process that reported its end may still crash
-        while it exits, and one that exits with 0 without an event was cut short.
+        The last event of the process counts, not its status. A process that reported its end may still crash
+        while it exits. One that exits with 0 without an event was cut short.
         """
         said, exceeded = self._said, self._reason is EndReason.LIMIT
         data = {} if said is None else said.data

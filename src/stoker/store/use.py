@@ -53,7 +53,7 @@ def note_use(folder: Path) -> None:
 
 @contextmanager
 def exclusive_use(folder: Path) -> Generator[bool]:
-    """Keep all processes from opening a folder; yield whether none has it open.
+    """Keep all processes from opening a folder; yield True if none has it open.
 
     Where the file system has no locks this is unknown, which counts as open.
     """

@@ -7,13 +7,13 @@ an encoder E that is frozen and a decoder D that is trained:
 - inverse decoding: `E(D(z))` is close to `z`, for the state `z` that the operator predicts for z1. So its
   predictions stay states that some field has.
 
-A `consistency` stage unrolls the operator over all K states of a window (so that it meets its own errors,
-as in Brandstetter et al., 2022, but with gradients through all steps) and adds two agreements:
+A `consistency` stage unrolls the operator over all K states of a window, so that it meets its own errors (as
+in Brandstetter et al., 2022, but with gradients through all steps). It adds two agreements:
 
 - Of starts: K steps from z0 and K - 1 steps from the true z1 end in the same state. Points of one trajectory
   have one end (Song et al., 2023).
 - Of step splits, where each example draws its stride: one step of twice the stride is two steps of it,
-  `f_2dt(z) = f_dt(f_dt(z))` (Frans et al., 2024), for examples whose doubled stride is drawn in training too.
+  `f_2dt(z) = f_dt(f_dt(z))` (Frans et al., 2024). This is for examples whose doubled stride is drawn too.
 
 In both the second side is the target, and has no gradient.
 """

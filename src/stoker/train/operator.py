@@ -1,6 +1,6 @@
 """The latent operator: z1 = guess + f(z0, cond), a small transformer conditioned layer by layer.
 
-The guess is that nothing changes, z0. In a steady problem z0 is an input and not a state, and the guess is
+The guess is that nothing changes, z0. In a steady problem z0 is an input and not a state. Then the guess is
 the mean solution of the training data. f begins as zero, so that an untrained operator is that guess. It
 works in the units of the training data: states go in with deviation one, steps come out in units of the
 usual step.

@@ -49,8 +49,8 @@ class CacheIncompleteError(IncompleteError, ValueError):
 def check_cache_complete(cache_dir: str | Path, num_samples: int) -> tuple[bool, int]:
     """Return whether so many records are stored, and how many are.
 
-    Of a cache the records of its index count. Of a folder of `sample_00000.pt` the files below `num_samples`
-    count that are archives of `torch.save`, complete to their end; a file of other content does not, and a
+    In a cache, the records of its index count. In a folder of `sample_00000.pt`, files below `num_samples`
+    count if they are complete archives of `torch.save`. A file of other content does not count, and a log
     line names the first.
     """
     stored = stored_in(cache_dir)

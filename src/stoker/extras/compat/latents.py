@@ -215,7 +215,7 @@ def _of_files(paths: Sequence[Path]) -> tuple[Schema, dict[str, Any]]:
 
 
 def _of_points(raw: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`input_fields`, `coords` and `meta` of raw fields `(B, H, W, C)`; nothing where there are none."""
+    """`input_fields`, `coords` and `meta` of raw fields `(B, H, W, C)`; empty without raw fields."""
     if not raw:
         return {}
     first = next(iter(raw.values()))

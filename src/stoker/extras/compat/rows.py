@@ -1,7 +1,7 @@
 """A table of measurements in the memory of a GPU, as the earlier training service named it.
 
-Rows are read once, in the order of their key and in one snapshot; splits follow from the key, and the numbers
-that values are standardized by from the train split, for every split. What the filters drop is reported.
+Rows are read once, in the order of their key and in one snapshot. Splits follow from the key. All splits are
+standardized by numbers of the train split. What the filters drop is reported.
 
     dataset = GPUCachedRows(dataset_ids, "train", session, "cuda")
     DataLoader(dataset, batch_size=256, shuffle=True, collate_fn=collate_gpu_cached)    # as it was

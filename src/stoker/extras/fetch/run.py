@@ -1,7 +1,7 @@
 """Fetch all files of a list: several at once, each with its timeouts, tried again where that may help.
 
-The thread that calls `fetch_files` only watches. A try that makes no progress is left behind and another is
-started, so that nothing below it (a name server, a mount, a program) can block the others, or the end.
+The thread that calls `fetch_files` only watches. A try that makes no progress is left behind, and
+another is started. So nothing below it (a name server, a mount, a program) can block the others, or the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Import the earlier caches, one `sample_00000.pt` per sample, into shards.
 
-The files are a source like any other: their digests are in the recipe, so importing a folder again finds the
-existing cache, and an import that was interrupted is resumed. The first file that can be read says which
+The files are a source like any other, and their digests are in the recipe. So importing a folder again finds
+the existing cache, and an interrupted import is resumed. The first file that can be read says which
 fields a record has. Files that are missing, broken or different are quarantined by number, in stage `import`.
 """
 
