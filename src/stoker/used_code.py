@@ -41,7 +41,7 @@ def qualified_name(kind: object) -> str:
 
 
 def is_foreign(kind: Any) -> bool:
-    """Return whether a class or function belongs to Python or torch, whose text is not noted."""
+    """Return True if a class or function belongs to Python or torch, whose text is not noted."""
     module = getattr(kind, "__module__", None) or "builtins"
     if module == "builtins":  # also the module of what `exec` makes
         return getattr(builtins, getattr(kind, "__name__", "?"), None) is kind or not _has_text(kind)
@@ -49,7 +49,7 @@ def is_foreign(kind: Any) -> bool:
 
 
 def is_library(kind: Any) -> bool:
-    """Return whether it comes with Python or an installed package: what its code uses is not looked at."""
+    """Return True if it comes with Python or an installed package: what its code uses is not looked at."""
     top = (getattr(kind, "__module__", None) or "builtins").partition(".")[0]
     if top in ("builtins", "__main__") or is_foreign(kind):
         return is_foreign(kind)

@@ -407,7 +407,7 @@ class SteadyEncoder:
 
 
 def is_steady(fields: Iterable[str]) -> bool:
-    """Return whether records with these fields hold a steady problem."""
+    """Return True if records with these fields hold a steady problem."""
     return {INPUT, SOLUTION} <= {*fields}
 
 

@@ -260,7 +260,7 @@ class PendingBatch:
     """Copies the examples that are in a memory, where nothing has to be read; else a ticket does."""
 
     def ready(self) -> bool:
-        """Return whether every read has ended."""
+        """Return True if every read has ended."""
         return all(ticket.done() for ticket in self.tickets)
 
 
@@ -339,6 +339,7 @@ class DiskBatches:
                 line.append(self.begin(records, starts, chunk.index[own], values, chunk.source))
                 following += 1
             pending = line.popleft()
+            # No step ran before the first batch of a chunk, so that one says nothing about the depth.
             if not pending.ready() and current:
                 self._depth = min(MAX_PREFETCH, self._depth + 1)
             values = self.finish(pending, self._meter)
@@ -362,6 +363,7 @@ class DiskBatches:
         shard, row = table.shard[records], table.row[records]
         memory, rest = self._memory(), np.ones(len(records), dtype=np.bool_)
         if memory is not None:
+            # A copy: the fill thread changes `ready` meanwhile, and each example must be gathered or read.
             rest = np.frombuffer(memory.ready, dtype=np.uint8)[shard] != 1
         missing = np.flatnonzero(rest)
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
@@ -606,6 +608,7 @@ class PartialBatches:
             records, starts = to_host(chunk.records[own]), to_host(chunk.starts[own])
             here = np.zeros(len(records), dtype=np.bool_)
             if ready is not None:
+                # A copy, as in `DiskBatches.begin`: a shard that arrives later counts from the next group on.
                 here = np.frombuffer(ready, dtype=np.uint8)[self._table.shard[records]] == 1
             where = np.flatnonzero(~here)
             values, rows, read = self._far(records[where], starts[where], index)
@@ -671,6 +674,8 @@ class PartialBatches:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(group.done)
             rows = [] if group.rows is None else [*group.rows.values()]
+            # They were allocated on the copy stream. Unless the allocator knows of this stream too, it gives
+            # their memory out again while kernels here still read it.
             for tensor in _tensors([group.records, group.starts, group.far, group.values, rows, group.index]):
                 tensor.record_stream(stream)
         far = group.values if group.rows is None else self._cut_out(group.values, group.rows)

@@ -279,7 +279,7 @@ def design_of(loader: Loader) -> Design:
 
 
 def is_filling(loader: Loader) -> bool:
-    """Return whether it serves while its cache is being filled."""
+    """Return True if it serves while its cache is being filled."""
     return loader._serving.design.fill is not None
 
 

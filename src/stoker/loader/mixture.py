@@ -176,7 +176,7 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
 
 
 def _being_filled(cache: Cache) -> bool:
-    """Return whether a process is filling it; the cache can be served meanwhile."""
+    """Return True if a process is filling it; the cache can be served meanwhile."""
     return not cache.complete and cache.filling is not None and not cache.filling.done()
 
 

@@ -113,6 +113,7 @@ class PlacementWatch:
         fresh = replan(self._design, usable)
         if not shown and (plan_gain(self.plan, fresh) < LEAST_GAIN or not self._calm.over(now_s)):
             return False
+        # Calm for as long as we ever wait: after the next shortage the waits are short again.
         if self._calm.over(now_s) and now_s - self._calm.since_s >= MOST_PATIENCE_S:
             self._calm = ShortageBackoff(since_s=self._calm.since_s)
         return self._adopt(fresh)
@@ -326,6 +327,8 @@ class Placement:
         nothing refers to it any more. There may be no room for both.
         """
         device, host = self.held.device, self.held.host
+        # The fill thread may still refer to a memory that is replaced, so its bytes are not free yet.
+        # `_reclaim` makes the new one once the pool has run the empty ticket.
         if device is not None and device.shards != targets["device"]:
             device_tier.finish_reads(self._design.options.device)
             device, self._freed = None, self._line.submit(bool)  # no work: done after what is being filled
@@ -392,6 +395,7 @@ class Placement:
             None,
         )
         before = self.held
+        # A new object makes the loader build its batches in another way, so only if something changed.
         if (device, host, whole) != (before.device, before.host, before.whole):
             self.held = MemorySet(device=device, host=host, whole=whole)
 
@@ -411,11 +415,14 @@ class Placement:
             self._release(targets, held)
             for memory in held.memories:
                 for shard in sorted(targets[memory.tier]):
+                    # Other targets: the serving thread has queued another `_fill`, which takes over.
                     if self._stopped or is_exiting() or targets is not self._targets:
                         return
                     if not memory.ready[shard]:
+                        # In this order: other threads read `ready` without a lock, and gather where it is 1.
                         memory.load(shard)
                         memory.ready[shard] = 1
+            # `_settle` holds the same lock: an outdated fill must not put old memories back.
             with self._lock:
                 if targets is not self._targets:
                     return
@@ -434,5 +441,6 @@ class Placement:
         for shard in sorted(host.shards - targets["host"]):
             awaited = shard in targets["device"] and not (device is not None and device.ready[shard])
             if host.ready[shard] and not awaited and targets is self._targets:
+                # First 0, then the drop: no new batch may gather from a shard whose memory goes.
                 host.ready[shard] = 0
                 host.drop(shard)

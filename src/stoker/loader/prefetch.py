@@ -159,6 +159,7 @@ class BatchPrefetcher:
         each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
         if self.in_thread:
             self._slower = self._slower + 1 if each_s > (1 + GAIN) * self._inline_s else 0
+            # The thread costs more than it hides. Each failed trial makes the next one 4 times as far away.
             if self._slower == SLOWER:
                 self.in_thread, self._slower = False, 0
                 self._left = self._patience = min(MOST_STRIPS, 4 * self._patience)
@@ -179,6 +180,7 @@ def _prefetch(
     ticket: Ticket[deque[Any]] | None = None
     try:
         while made:
+            # Sizes double from 1, so that the second batch does not wait for many others.
             size = min(at_once, 2 * size, left)
             left -= size
             ticket = pool.submit(partial(_some, source, size)) if size else None
@@ -257,6 +259,7 @@ class UpcomingBlocks:
         while self.stretches and self.stretches[0].end <= (epoch, position):
             self._known -= len(self.stretches.popleft().every)
             self.passed += 1
+        # A jump: a state was loaded, or a pass was left. What is known is of another place.
         if not (self.stretches and self.stretches[0].begin <= (epoch, position)):
             self.passed += len(self.stretches)
             self.stretches.clear()
@@ -279,6 +282,7 @@ class UpcomingBlocks:
     def next_use(self, count: int) -> NDArray[np.int64]:
         """Return the stretches until any rank takes each of `count` blocks; the number known if none does."""
         uses = np.full(count, len(self.stretches), np.int64)
+        # From the last stretch to the first: the nearest use is written last, and stays.
         for away in range(len(self.stretches) - 1, -1, -1):
             uses[self.stretches[away].every] = away
         return uses
@@ -405,6 +409,7 @@ class BlockLocator:
             inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
             taken.append((self.first[shard] + low)[owner] + inside)
             owners.append(owner)
+        # Sorted by example first, so that `return_index` gives the first use of each block.
         every = np.concatenate(taken)
         blocks, first = np.unique(every[np.argsort(np.concatenate(owners), kind="stable")], return_index=True)
         return blocks[np.argsort(first)]
@@ -551,6 +556,8 @@ class BlockPrefetcher:
         return max(1, self.lead_bytes // LEAD_PART // self._locator.block_bytes)
 
     def _nudge(self) -> None:
+        # `_turns` decides to end under the same lock, so no position is lost between its last look and its
+        # end.
         with self._lock:
             self._again = True
             if self._turning:
@@ -587,6 +594,7 @@ class BlockPrefetcher:
     def _fetch(self) -> None:
         """Begin requests until enough is under way, or here ahead of need."""
         most = min(self._depth.bytes, self.lead_bytes)
+        # Read without the lock: other threads only lower it, so at worst a request begins one turn later.
         while self._under_way < most and (run := self._next_run()) is not None:
             size = (run.stop - run.first) * self._locator.block_bytes
             with self._lock:
@@ -649,6 +657,8 @@ class BlockPrefetcher:
         if max(filled, default=0.0) < RANKED_FROM:
             return
         away = self._upcoming.next_use(int(first[-1]))
+        # A mirror removes the blocks first that were read longest ago. So the later a block is needed, the
+        # older the time that it gets.
         used = np.maximum(1, int(time.time()) - 1 - away).astype(np.uint32)
         for shard, (folder, file) in enumerate(self._mirrors):
             folder.rank(file, used[first[shard] : first[shard + 1]])

@@ -58,7 +58,7 @@ def _examples(order: Order) -> int:
 
 
 def was_filling(state: object) -> bool:
-    """Return whether a state was saved in a pass that began before its cache was complete.
+    """Return True if a state was saved in a pass that began before its cache was complete.
 
     Raises:
         StaleStateError: It is no state.

@@ -180,7 +180,7 @@ class BatchFinisher:
         self._pins = options.pin_memory and options.device.type == "cpu" and torch.cuda.is_available()
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to do."""
+        """Return True if there is anything to do."""
         return any((self._moves, self._pins, self._options.transforms, self._columns))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -347,12 +347,12 @@ def find_fused_cuts(
 
 
 def _follows(found: ImageCut, cuts: Sequence[ImageCut]) -> bool:
-    """Return whether a cut may come after these: kernels crop one field first, and then mirror it."""
+    """Return True if a cut may come after these: kernels crop one field first, and then mirror it."""
     return not cuts or (cuts[0].field == found.field and cuts[0].crop is not None and found.crop is None)
 
 
 def _gathered(name: str, outputs: Sequence[OutputSpec]) -> bool:
-    """Return whether a field is gathered as entire images, and normalised by one number for each plane."""
+    """Return True if a field is gathered as entire images, and normalised by one number for each plane."""
     (output,) = [output for output in outputs if output.name == name]
     if output.index != RECORD or output.parts or output.dtype not in EXACT:
         return False

@@ -570,7 +570,7 @@ def _copied(value: Tensor) -> Tensor:
 
 
 def _within(value: Tensor, loaded: LoadedBatch) -> bool:
-    """Return whether a tensor lies in the loaded batch's memory, which will be written over."""
+    """Return True if a tensor lies in the loaded batch's memory, which will be written over."""
     at = value.untyped_storage().data_ptr()
     for array in loaded.arrays.values():
         begin = array.__array_interface__["data"][0]

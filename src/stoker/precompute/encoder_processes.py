@@ -203,6 +203,7 @@ class EncoderProcesses:
                 self._broken.discard(work.key)
                 self._queue.give_back(work)
             return True
+        # The stretches of a long sample all go to the process that has its beginning.
         at_it = [device for device in self._devices if work.key in device.works]
         free = [device for device in at_it or self._devices if device.ready and device.room]
         if not free:
@@ -280,6 +281,7 @@ class EncoderProcesses:
         limit_s = beat.limit_s if beat.time_ns else self._launch.start_s
         if limit_s and time.monotonic() - since > limit_s:
             child.request_stacks()  # its handler writes them without the interpreter's help
+            # If the heartbeat moved while the stacks were written, the process was slow and is not stuck.
             if not _gone(child, _DUMP_S) and child.heartbeat.look().time_ns == beat.time_ns:
                 text = f'it made no progress for {limit_s:g} s in stage "{beat.stage}"'
                 self._lose(device, child, StalledError(text))
@@ -317,7 +319,10 @@ class EncoderProcesses:
         at = f" at samples {works[0].numbers.start}-{works[0].numbers.stop - 1}" if works else ""
         child.record(str(error))
         self._end(device, child, keep_log=True)
+        # The newest first: `give_back` puts each in front of the queue, so the oldest is read first again.
         for work, whole in reversed(device.works.values()):
+            # Of a sample that came in part, more stretches are on their way. `take` drops them, and gives the
+            # work back at the last one.
             if whole:
                 self._queue.give_back(work)
             else:
@@ -383,7 +388,7 @@ class _Device:
 
     @property
     def room(self) -> bool:
-        """Return whether a desk is free."""
+        """Return True if a desk is free."""
         return len(self.held) < DESKS
 
     def start(self, launch: EncoderLaunch, drain: Drain) -> LoggedChild:

@@ -549,7 +549,7 @@ def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
 
 
 def too_many(folder: Folder, max_quarantined: float) -> bool:
-    """Return whether more samples were set aside than is allowed."""
+    """Return True if more samples were set aside than is allowed."""
     return len(folder.failures()) > max_quarantined * folder.recipe.count
 
 

@@ -332,7 +332,7 @@ class SampleLedger:
         """Quarantined by this run, in order."""
 
     def is_bad(self, number: int) -> bool:
-        """Return whether a sample is set aside, and zeros stand for it in its group."""
+        """Return True if a sample is set aside, and zeros stand for it in its group."""
         return number in self._bad
 
     def fault(self, fault: SampleFault) -> bool:

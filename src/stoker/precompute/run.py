@@ -121,7 +121,7 @@ class WorkerPacing:
         self.groups += groups
 
     def full(self, workers: int) -> bool:
-        """Return whether the window is long enough to decide on."""
+        """Return True if the window is long enough to decide on."""
         length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
         return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * workers
 
@@ -590,6 +590,7 @@ class StageBuilder:
                 if len(self._children) > 1:
                     raise
                 log.warning("%s: the encoder runs in this process: %s", self.name, error)
+        # From here on this process encodes, so `leave_device` has to bring the encoder back.
         self._children = ()
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.timeouts.encode
@@ -678,7 +679,7 @@ class StageBuilder:
         )
 
     def stages(self, feed: SampleFeed, encoding: EncodeStage, writer: WriteThread) -> RunStages:
-        """Return the stages of all workers together."""
+        """Return all stages of the run together."""
         return RunStages(
             feed=feed,
             queue=self.queue,

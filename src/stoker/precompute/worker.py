@@ -397,7 +397,7 @@ class SampleReader:
 
 
 def _from_the_system(error: BaseException) -> bool:
-    """Return whether storage failed behind an error: sources wrap what the system said, with the path."""
+    """Return True if storage failed behind an error: sources wrap what the system said, with the path."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -449,7 +449,7 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
 
 
 def all_finite(array: NDArray[Any], dtype: str) -> bool:
-    """Return whether a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
+    """Return True if a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
 
     >>> all_finite(np.array([1.0, np.nan], np.float32), "float32")
     False

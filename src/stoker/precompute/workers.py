@@ -307,6 +307,7 @@ class Worker:
             if self._patience.overdue(clock[1], now):
                 self._ask_for_stacks(self._last_beat, clock[1], now)
         elif self.state == "dumping" and now >= self.until:
+            # It had time to write its stacks. Only if the heartbeat did not move meanwhile is it stuck.
             if self.heartbeat.look() == self._last_beat and self._overdue is not None:
                 return self.dismiss(self._overdue)
             self.state = "ready" if self._loaded else "starting"  # slow, not stuck
@@ -332,7 +333,7 @@ class Worker:
         return loss
 
     def reap(self) -> bool:
-        """Return whether the process has ended; its exit code is collected then."""
+        """Return True if the process has ended; its exit code is collected then."""
         if self.state != "reaped" and self.process.ended():
             self.state = "reaped"
         return self.state == "reaped"
@@ -422,6 +423,7 @@ class WorkerRoster:
         worker = self.spare or self._start()
         self.spare = None
         try:
+            # Not at the start: a worker in reserve takes no memory for an arena.
             worker.arena.reserve()
         except ResourceError:
             worker.dismiss()

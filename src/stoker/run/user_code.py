@@ -140,7 +140,7 @@ class UserCode:
 
 
 def takes_argument(make: Any, name: str) -> bool:
-    """Return whether a callable has a parameter of that name."""
+    """Return True if a callable has a parameter of that name."""
     try:
         return callable(make) and name in inspect.signature(make).parameters
     except (TypeError, ValueError):  # compiled code without a signature

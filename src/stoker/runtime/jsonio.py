@@ -100,5 +100,5 @@ def as_list(value: object) -> list[Any] | None:
 
 
 def is_count(value: object, limit: int = 1 << 62) -> TypeGuard[int]:
-    """Return whether `value` is an integer with `0 <= value <= limit`; `True` and `1.0` are not."""
+    """Return True if `value` is an integer with `0 <= value <= limit`; `True` and `1.0` are not."""
     return type(value) is int and 0 <= value <= limit

@@ -83,7 +83,7 @@ class Ticket(Generic[T]):
         self._done.set()
 
     def done(self) -> bool:
-        """Return whether the outcome is there."""
+        """Return True if the outcome is there."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -377,7 +377,7 @@ def map_in_order(
 
 
 def is_exiting() -> bool:
-    """Return whether the interpreter is about to exit: long work should end where it can."""
+    """Return True if the interpreter is about to exit: long work should end where it can."""
     return _ending.is_set()
 
 

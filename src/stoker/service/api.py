@@ -684,7 +684,7 @@ class LoginCode(BaseModel):
 
 @health_router.get("/health")
 async def get_health(services: ServicesDep) -> Health:
-    """Return whether the service works. This is the only address that needs no token."""
+    """Return True if the service works. This is the only address that needs no token."""
     return Health(status="degraded" if services.degraded else "ok")
 
 
@@ -705,7 +705,7 @@ def get_prometheus(services: ServicesDep) -> PlainTextResponse:
     "/ready", responses={**error_responses(), 503: {"model": Ready, "description": "Degraded."}}
 )
 def get_ready(services: ServicesDep, response: Response) -> Ready:
-    """Return whether jobs can be created and run."""
+    """Return True if jobs can be created and run."""
     jobs, error = None, services.degraded
     try:
         jobs = services.jobs.count()

@@ -91,7 +91,7 @@ class CachedValue(Generic[T]):
             )
 
     def _is_of(self, now: float) -> bool:
-        """Return whether an attempt that began after `now` has ended; start one if none is running."""
+        """Return True if an attempt that began after `now` has ended; start one if none is running."""
         if self._tried >= now:
             return True
         if not self._asking:

@@ -124,7 +124,7 @@ def _fail(journal: Journal, error: Exception) -> int:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Return whether a disk or a quota was full while something was written, somewhere below an error."""
+    """Return True if a disk or a quota was full while something was written, somewhere below an error."""
     while error is not None:
         if isinstance(error, ResourceError):
             return error.full

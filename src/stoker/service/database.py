@@ -122,7 +122,7 @@ class ConnectionWatchdog:
         start_thread(self._watch, "stoker-silence")
 
     def was_cut(self) -> bool:
-        """Return whether the calling thread was released since its last call of this method."""
+        """Return True if the calling thread was released since its last call of this method."""
         who = threading.get_ident()
         found = who in self._cut
         self._cut.discard(who)
@@ -589,7 +589,7 @@ def _on_begin(connection: sa.Connection) -> None:
 
 
 def _is_lost(error: exc.SQLAlchemyError) -> bool:
-    """Return whether the connection failed, rather than the server answering with an error."""
+    """Return True if the connection failed, rather than the server answering with an error."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) is None
 
 

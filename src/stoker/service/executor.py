@@ -260,7 +260,7 @@ class LocalProcess:
         return self._code
 
     def _is_over(self) -> bool:
-        """Return whether the process has ended but was not collected yet."""
+        """Return True if the process has ended but was not collected yet."""
         poller = select.poll()
         poller.register(self._child.pidfd, select.POLLIN)
         return bool(poller.poll(0))

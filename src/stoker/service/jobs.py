@@ -162,7 +162,7 @@ class Jobs:
             return _found(connection, id)
 
     def exists(self, id: str) -> bool:
-        """Return whether a job exists."""
+        """Return True if a job exists."""
         with self._database.reading() as connection:
             return connection.execute(sa.select(JOBS.c.number).where(JOBS.c.id == id)).first() is not None
 

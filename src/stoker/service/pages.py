@@ -105,7 +105,7 @@ def tone(state: State) -> str:
 
 
 def is_live(job: Job) -> bool:
-    """Return whether a job may change without a request."""
+    """Return True if a job may change without a request."""
     return job.state not in ENDED_STATES and job.state is not State.PAUSED
 
 

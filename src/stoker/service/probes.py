@@ -221,7 +221,7 @@ class RadioSet:
         return [{name: _plain(value) for name, value in row.items()} for row in rows]
 
     def is_noted(self, rows: int) -> bool:
-        """Return whether a generated set is complete: it is listed in the transaction of its rows."""
+        """Return True if a generated set is complete: it is listed in the transaction of its rows."""
         sets = sa.table(
             load_extension("service.radio").SETS, sa.column("id", self._id_type()), sa.column("num_samples")
         )
@@ -394,7 +394,7 @@ def _source(kind: str, spec: Spec) -> Source:
 
 
 def _named_splits(kind: str, spec: Spec) -> bool:
-    """Return whether the data names its training and validation parts."""
+    """Return True if the data names its training and validation parts."""
     if kind == "images":
         from stoker.sources.images.folders import split_folders
 

@@ -209,7 +209,7 @@ class Auth:
         """Name of the cookie: cookies ignore ports, so two services on one machine need two names."""
 
     def is_token(self, value: str) -> bool:
-        """Return whether a value is the token, in constant time."""
+        """Return True if a value is the token, in constant time."""
         return same(value, self._token)
 
     def new_code(self) -> str:
@@ -239,7 +239,7 @@ class Auth:
         return session if self.is_open(session) else None
 
     def is_open(self, session: BrowserSession) -> bool:
-        """Return whether a session has neither logged out nor expired."""
+        """Return True if a session has neither logged out nor expired."""
         return session.until > self._clock() and session.id not in self._ended
 
     def end(self, session: BrowserSession) -> None:
@@ -278,7 +278,7 @@ def _read_ended(path: Path | None) -> dict[str, float]:
 
 
 def same(given: str, expected: str) -> bool:
-    """Return whether two secrets are equal, in constant time."""
+    """Return True if two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 

@@ -151,7 +151,7 @@ def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
 
 
 def _has_data(folder: Path) -> bool:
-    """Return whether a folder holds data; False for one that cannot be listed, such as `lost+found`."""
+    """Return True if a folder holds data; False for one that cannot be listed, such as `lost+found`."""
     try:
         return any(map(kind_of, list_folder(folder)))
     except SourceError:
@@ -159,7 +159,7 @@ def _has_data(folder: Path) -> bool:
 
 
 def _is_named(path: Path) -> bool:
-    """Return whether an entry is data by its name, or is a Zarr folder."""
+    """Return True if an entry is data by its name, or is a Zarr folder."""
     if path.is_dir():
         return path.suffix.lower() == ".zarr" or kind_of(path) is not None
     return path.name.lower().endswith((*SUFFIXES, ".npy", ZIPPED))

@@ -141,7 +141,7 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
 
 
 def is_pattern(path: Path) -> bool:
-    """Return whether a path has one of the characters `*?[`.
+    """Return True if a path has one of the characters `*?[`.
 
     >>> is_pattern(Path("runs/*/data.h5")), is_pattern(Path("data.h5"))
     (True, False)

@@ -181,7 +181,7 @@ def _first_that_fits(
 
 
 def _fits(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> bool:
-    """Return whether no coordinate contradicts the axes; it may have one entry more (cell edges)."""
+    """Return True if no coordinate contradicts the axes; it may have one entry more (cell edges)."""
     sizes = dict(zip(axes, shape, strict=True))
     for word, stated in coordinates.items():
         if word not in sizes or _is_of_another(word, stated, axes, shape, coordinates):
@@ -202,7 +202,7 @@ def _fits(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> bool:
 def _is_of_another(
     word: str, stated: tuple[int, ...], axes: Axes, shape: Sequence[int], coordinates: Coordinates
 ) -> bool:
-    """Return whether edges of cells along a space axis are the points of an axis without a coordinate."""
+    """Return True if edges of cells along a space axis are the points of an axis without a coordinate."""
     sizes = dict(zip(axes, shape, strict=True))
     if word not in SPACE or len(stated) != 1 or stated[0] != sizes[word] + 1:
         return False
@@ -222,7 +222,7 @@ def _channels(axes: Axes, shape: Sequence[int]) -> int:
 
 
 def _is_usual(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> bool:
-    """Return whether there are fewer channels than points along each axis, and a grid that is one."""
+    """Return True if there are fewer channels than points along each axis, and a grid that is one."""
     if _channels(axes, shape) >= min(_grid_sizes(axes, shape)):
         return False
     return all(shape[at] > 2 or axes[at] in coordinates for at in _grid(axes))
@@ -231,7 +231,7 @@ def _is_usual(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> boo
 def _is_as_likely(
     axes: Axes, default: Axes, shape: Sequence[int], coordinates: Coordinates, ratio: int
 ) -> bool:
-    """Return whether sizes speak as much for a reading as for the documented one."""
+    """Return True if sizes speak as much for a reading as for the documented one."""
     grid = _grid_sizes(axes, shape)
     if min(grid) <= 2:
         return False

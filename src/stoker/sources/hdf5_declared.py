@@ -172,7 +172,7 @@ def open_piece(parent: Any, dataset: str, axes: tuple[str, ...], *, where: str) 
 
 
 def is_dataset(parent: Any, name: str) -> bool:
-    """Return whether a path leads to a dataset (and not to a group, or nowhere).
+    """Return True if a path leads to a dataset (and not to a group, or nowhere).
 
     Raises:
         SourceError: It does, and its bytes are not in the file.

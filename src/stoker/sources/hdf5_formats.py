@@ -73,7 +73,7 @@ _log = logging.getLogger("stoker")
 
 
 def is_pdebench(file: Any) -> bool:
-    """Return whether an open file has one of the layouts above."""
+    """Return True if an open file has one of the layouts above."""
     names = (*MAIN, "density", "velocity")
     return any(is_dataset(file, name) for name in names) or bool(sample_groups(file, ["data"]))
 
@@ -250,7 +250,7 @@ GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 
 
 def is_well(file: Any) -> bool:
-    """Return whether an open file has this layout."""
+    """Return True if an open file has this layout."""
     return "dimensions" in file and any(group in file for group in GROUPS)
 
 

@@ -398,7 +398,7 @@ class MeshSource(ContainerSource[MeshContainer]):
 
 
 def _holds(arrays: Mapping[str, Any], wanted: Sequence[str]) -> bool:
-    """Return whether a group has these arrays, or groups of arrays."""
+    """Return True if a group has these arrays, or groups of arrays."""
     return all(any(name == one or name.startswith(f"{one}/") for name in arrays) for one in wanted)
 
 

@@ -86,7 +86,7 @@ def _cached_anew(function: Any, maxsize: int | None, typed: bool) -> Any:
 
 
 def _is_importable(function: Any) -> bool:
-    """Return whether another process finds this very object by module and name."""
+    """Return True if another process finds this very object by module and name."""
     if function.__module__ == "__main__":
         return False
     found: Any = sys.modules.get(function.__module__)

@@ -398,7 +398,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _is_special(name: str, member: object) -> bool:
-    """Return whether a member is one that Python itself keeps in a class."""
+    """Return True if a member is one that Python itself keeps in a class."""
     slot = isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
     return slot or (name.startswith("__") and name.endswith("__"))
 
@@ -528,7 +528,7 @@ def obstacles(value: object, path: str) -> list[PicklingObstacle]:
 
 
 def uses_module(value: object, module: str) -> bool:
-    """Return whether a function of an object's class, or of what the object holds, names a module."""
+    """Return True if a function of an object's class, or of what the object holds, names a module."""
     kinds = {type(member.value) for member in members(value, "")}
     classes = {one for kind in kinds if not is_library(kind) for one in kind.__mro__}
     functions = [f for one in classes for member in vars(one).values() for f in functions_in(member)]
@@ -639,7 +639,7 @@ def _obstacle(member: HeldObject) -> PicklingObstacle | None:
 
 
 def _travels(value: object) -> bool:
-    """Return whether a handle can be pickled after all; there is little in it to be pickled."""
+    """Return True if a handle can be pickled after all; there is little in it to be pickled."""
     try:
         pickle.dumps(value)
     except Exception:  # noqa: BLE001 - foreign code may raise anything

@@ -70,7 +70,7 @@ class TextRules:
         return list(self._rules)
 
     def dropped(self, name: str) -> bool:
-        """Return whether the field is left out."""
+        """Return True if the field is left out."""
         return self._rules.get(name) == "drop"
 
     def number(self, name: str, text: str | bytes, where: str) -> NDArray[Any]:

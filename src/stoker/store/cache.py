@@ -121,7 +121,7 @@ class BackgroundFill(Protocol):
         ...
 
     def done(self) -> bool:
-        """Return whether filling has ended well: the cache is complete and has its index.
+        """Return True if filling has ended well: the cache is complete and has its index.
 
         Raises:
             StokerError: As `look`.

@@ -46,12 +46,12 @@ def check_name(name: str, *, where: str) -> str:
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether a file of a cache folder is a shard, by its name."""
+    """Return True if a file of a cache folder is a shard, by its name."""
     return name.startswith("shard-") and name.endswith(".safetensors")
 
 
 def is_failures_name(name: str) -> bool:
-    """Return whether a file of a cache folder lists failures, by its name."""
+    """Return True if a file of a cache folder lists failures, by its name."""
     return name.startswith("failures-") and name.endswith(".jsonl")
 
 
@@ -211,7 +211,7 @@ def block_count(field: Field, length: int) -> int:
 
 
 def is_fixed(schema: Schema) -> bool:
-    """Return whether every record has the same size, so that a shard can be written as it comes."""
+    """Return True if every record has the same size, so that a shard can be written as it comes."""
     return not any(field.ragged for field in schema.values())
 
 
@@ -247,7 +247,7 @@ class Capacity:
     fixed: bool
 
     def is_full(self, rows: int, size: int) -> bool:
-        """Return whether a shard of so many records and bytes takes no more."""
+        """Return True if a shard of so many records and bytes takes no more."""
         return rows >= self.rows or (not self.fixed and size >= self.bytes)
 
 
@@ -449,7 +449,7 @@ class Column:
 
 
 def is_pad(name: str) -> bool:
-    """Return whether a tensor only fills the room between columns."""
+    """Return True if a tensor only fills the room between columns."""
     return name.startswith("__pad__")
 
 

@@ -176,7 +176,7 @@ def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
 
 
 def never_begun(folder: ScannedFolder) -> bool:
-    """Return whether a kill came between the making of a folder and its recipe."""
+    """Return True if a kill came between the making of a folder and its recipe."""
     return RECIPE_FILE not in folder.files and all(map(TEMPORARY_NAME.fullmatch, folder.files))
 
 
@@ -320,14 +320,17 @@ def _drop(folder: Path, names: Collection[str], *, force: bool) -> str | None:
             return "somebody writes its index"
         storage = open_storage(folder)
         version, view = storage.version(INDEX_FILE), _view(folder)
+        # Asked again under both locks: writers may have changed the index since it was read without them.
         if view is None or not {*names} <= _superseded(folder, view[1]).keys():
             return "its shards changed meanwhile"
         recipe, index = view
         kept = tuple(shard for shard in index.shards if shard.file not in names)
         data = dump_index(replace(index, shards=kept), recipe)
+        # Only files that a repair set aside, which no index names.
         if len(kept) == len(index.shards):
             _unlink(storage, names)
             return None
+        # The index first: a process that opens the folder now must not find names of files that are gone.
         try:
             storage.put(INDEX_FILE, data, expected=version)
         except ReplacedError:
@@ -479,7 +482,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
 
 
 def _holds_others(cache_dir: Path) -> bool:
-    """Return whether any folder holds something; those of caches that were removed are empty."""
+    """Return True if any folder holds something; those of caches that were removed are empty."""
     visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS_FOLDER and path.name[0] != ".")
     return any(path.is_dir() and any(path.iterdir()) for path in visible)
 

@@ -78,7 +78,7 @@ def reopen(cache: Cache) -> Cache:
 
 
 def same_fields(caches: Sequence[Cache]) -> bool:
-    """Return whether records of these caches have the same fields, stored dtypes and joined columns."""
+    """Return True if records of these caches have the same fields, stored dtypes and joined columns."""
     first = caches[0]
     return all(
         cache.schema == first.schema

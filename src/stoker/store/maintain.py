@@ -491,12 +491,12 @@ class _Merge:
 
 
 def _gains(fills: Mapping[int, float]) -> bool:
-    """Return whether shards of these fills become fewer by merging."""
+    """Return True if shards of these fills become fewer by merging."""
     return len(fills) > max(1, math.ceil(round(sum(fills.values()), 6)))
 
 
 def _is_sound(cache: Cache, i: int, left: list[UnusedShard]) -> bool:
-    """Return whether every record that a shard serves matches its sums; each byte of it is read."""
+    """Return True if every record that a shard serves matches its sums; each byte of it is read."""
     entry = cache.index.shards[i]
     rows = set(_served_rows(entry, i)[:, 2].tolist())
     try:

@@ -505,12 +505,12 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
 
 
 def _has_axis(f: Field) -> bool:
-    """Return whether a dtype for all fields includes this one: not parameters or coordinates of points."""
+    """Return True if a dtype for all fields includes this one: not parameters or coordinates of points."""
     return bool(f.shape) and f.axes != ("p",)
 
 
 def _pays(f: Field) -> bool:
-    """Return whether a byte a number and the scales are smaller than float16."""
+    """Return True if a byte a number and the scales are smaller than float16."""
     if not f.step_shape:
         return False
     scales = scale_field(_with_dtype(f, "int8", packed=True))

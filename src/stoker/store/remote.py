@@ -114,7 +114,7 @@ class Remote(Protocol):
 
 
 def is_url(place: str | Path) -> bool:
-    """Return whether a place is meant as a URL, also one that `parse_url` refuses, and not as a local path.
+    """Return True if a place is meant as a URL, also one that `parse_url` refuses, and not as a local path.
 
     >>> is_url("s3://bucket/caches"), is_url("http://host/caches"), is_url("data/latent_cache")
     (True, True, False)

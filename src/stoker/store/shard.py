@@ -126,7 +126,7 @@ class Blocks:
     def right(
         self, row: int, low: int, data: memoryview[Any], verify: Verify, generation: object = None
     ) -> bool:
-        """Return whether a record's bytes from step `low` on are what was stored.
+        """Return True if a record's bytes from step `low` on are what was stored.
 
         Args:
             row: Which record.
@@ -154,7 +154,7 @@ class Blocks:
         return True
 
     def _trusts(self, row: int, start: int, stop: int, verify: Verify) -> bool:
-        """Return whether these steps are served without a look at their sums."""
+        """Return True if these steps are served without a look at their sums."""
         if verify != "first":
             return verify == "off"
         if (seen := self._seen.get(None)) is None:
@@ -356,7 +356,7 @@ class ShardFacts:
     """About what this takes in memory."""
 
     def are_of(self, file: OpenFile) -> bool:
-        """Return whether a file that was opened again begins as the one that these were read from."""
+        """Return True if a file that was opened again begins as the one that these were read from."""
         if file.size != self.size:
             return False
         raw = bytearray(self.header_bytes)

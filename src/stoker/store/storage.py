@@ -286,7 +286,7 @@ _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 def _matches(data: bytes, etag: str) -> bool:
-    """Return whether bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
+    """Return True if bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
     found = _MD5.fullmatch(etag)
     return found is None or hashlib.md5(data, usedforsecurity=False).hexdigest() == found[1]
 

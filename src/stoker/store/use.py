@@ -63,6 +63,8 @@ def exclusive_use(folder: Path) -> Generator[bool]:
         yield False
         return
     try:
+        # Between `open` and the lock another process may have renamed the folder away, or replaced the
+        # recipe. Then the lock is on a file that no other process opens.
         yield _lock_alone(file) and _is_current(file, folder)
     finally:
         file.close()
@@ -113,6 +115,7 @@ def _lock_shared(file: RegularFile, folder: Path) -> str | None:
     """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
     if not try_lock(file.fileno(), shared=True):
         return "a clean-up holds it. See whether `stoker gc` hangs"
+    # The lock counts only if it is on the file that others will open (see `exclusive_use`).
     if _is_current(file, folder):
         return None
     # It was moved away, or its recipe repaired, while we waited; a file system may say so each time.
@@ -120,7 +123,7 @@ def _lock_shared(file: RegularFile, folder: Path) -> str | None:
 
 
 def _is_current(file: RegularFile, folder: Path) -> bool:
-    """Return whether what is open is what the folder holds now."""
+    """Return True if what is open is what the folder holds now."""
     try:
         there = (folder / RECIPE_FILE).lstat()
     except OSError:

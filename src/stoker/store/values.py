@@ -595,7 +595,7 @@ def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int], first: int) -> bool:
-    """Return whether every block of one record has the sum that was stored for it.
+    """Return True if every block of one record has the sum that was stored for it.
 
     Args:
         data: Complete blocks of the record, of which the record's last may be shorter; format `B`.

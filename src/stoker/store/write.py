@@ -116,6 +116,8 @@ class OpenShard:
         columns = columns_of(spec.schema)
         self._streamed, self._absent = format.is_fixed(columns), absent
         self._order = format.column_order(columns)
+        # Columns of fixed size are written where they are in a full shard. `commit` moves them together if
+        # fewer records came. The size of ragged ones is known only at the end: they wait in memory.
         full = {n: 0 if f.ragged else f.size_bytes() * capacity for n, f in columns.items()}
         offsets, _ = format.place_columns(self._order, full)
         self._columns = {
@@ -126,6 +128,8 @@ class OpenShard:
         self._marked: list[int] = []
         self._contents: list[NDArray[np.uint64]] = []
         self._seed = schema_seed(spec.schema)
+        # The header comes first in the file and is known last. So it gets the room of the longest one
+        # possible.
         self._data_start = len(pack_header(self._widest_tensors(), self._metadata(widest=True), None))
         self._pending: PendingWrite = storage.create(spec.name)
 
@@ -343,7 +347,7 @@ class _Origin:
         return (*self._contents[row].tolist(),) if len(self._contents) else (0, 0)
 
     def is_marked(self, row: int) -> bool:
-        """Return whether a record was encoded in a smaller group than the recipe's."""
+        """Return True if a record was encoded in a smaller group than the recipe's."""
         return bool(self._marked) and int(self._numbers[row]) in self._marked
 
 

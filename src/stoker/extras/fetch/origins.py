@@ -474,7 +474,7 @@ def list_folders(
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether another try may help after an error."""
+    """Return True if another try may help after an error."""
     return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.transient)
 
 

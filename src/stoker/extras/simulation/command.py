@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def knows(word: str) -> bool:
-    """Return whether `word`, as `nodes=8`, is one of a simulation."""
+    """Return True if `word`, as `nodes=8`, is one of a simulation."""
     from stoker.extras.simulation.scenario import KEYS, PRICE_KEYS
 
     return word.partition("=")[0] in {*KEYS, *PRICE_KEYS}

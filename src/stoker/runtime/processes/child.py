@@ -312,6 +312,7 @@ class Child:
     ) -> None:
         self.exit: ExitStatus | None = None
         """How it ended, once `ended` or `wait` has seen that."""
+        # Counted before the start: a kill for memory may be this child's only if the count has risen since.
         self._oom_kills = oom_kills()
         self._closed = False
         self._output = output if isinstance(output, Output) else None
@@ -366,6 +367,7 @@ class Child:
             passed.callback(os.close, folder_fd)
             own = (plan_fd, theirs.fileno(), self.heartbeat.fd, self._stack_fd, output_fd, folder_fd)
             self._process = _started((*own, *shared), modules)
+        # If anything below fails, the caller has no object to stop the process with.
         undo.callback(self._process.signal, signal.SIGKILL)
         if self._output is not None:
             self._output.handed_over()
@@ -393,7 +395,7 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def ended(self) -> bool:
-        """Return whether it has ended; `exit` tells how from then on."""
+        """Return True if it has ended; `exit` tells how from then on."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:

@@ -95,7 +95,7 @@ def sqlite_url(path: str | Path) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Return whether a URL holds a secret, which a settings file should not.
+    """Return True if a URL holds a secret, which a settings file should not.
 
     >>> has_password("postgresql://me:secret@host/db"), has_password("postgresql://me@host/db")
     (True, False)

@@ -82,7 +82,7 @@ class BlockMap:
         return begin // self.block_bytes, min(self.count, -(-end // self.block_bytes))
 
     def holds(self, first: int, last: int) -> bool:
-        """Return whether blocks `first` to `last`, without it, are all here."""
+        """Return True if blocks `first` to `last`, without it, are all here."""
         data: Any = self._map
         return data[_HEADER.size + first : _HEADER.size + last].count(HERE) == last - first
 

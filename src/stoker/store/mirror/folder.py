@@ -673,7 +673,7 @@ def size_of(copy: BlockFile, run: tuple[int, int]) -> int:
 
 
 def _is_of(copy: BlockFile, listed: RemoteObject | None) -> bool:
-    """Return whether what is here is of the version that was listed, as far as that can be told."""
+    """Return True if what is here is of the version that was listed, as far as that can be told."""
     if listed is None:
         return True
     tags = {copy.map.etag, listed.etag} - {""}
