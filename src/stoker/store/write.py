@@ -117,7 +117,7 @@ class OpenShard:
         self._streamed, self._absent = format.is_fixed(columns), absent
         self._order = format.column_order(columns)
         # Columns of fixed size are written where they are in a full shard. `commit` moves them together if
-        # fewer records came. The size of ragged ones is known only at the end: they wait in memory.
+        # fewer records came. If any is ragged, the sizes are known only at the end, so all wait in memory.
         full = {n: 0 if f.ragged else f.size_bytes() * capacity for n, f in columns.items()}
         offsets, _ = format.place_columns(self._order, full)
         self._columns = {
