@@ -545,6 +545,14 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
     Each part of the source (a file, say) gives its share, to within one record. A smaller fraction with the
     same seed is a part of a larger one, so that runs on 1 %, 10 % and all of the data are comparable.
 
+    Args:
+        cache: The cache whose records are drawn.
+        fraction: Part of the records, above 0 and at most 1.
+        seed: Decides which records are drawn.
+
+    Returns:
+        Sample indices, int64, at least one.
+
     Raises:
         ConfigError: `fraction` is not above 0 and at most 1.
     """
@@ -580,15 +588,22 @@ def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
 
 
 def child_keys(keys: Tensor, place: int) -> Tensor:
-    """Return the keys of their own for part `place` of whatever `keys` stand for; same shape.
+    """Return new keys for one of several random draws of the same examples.
 
-    A transform that draws for several purposes uses one child for each, so that none repeats another.
+    A transform that draws for several purposes uses one `place` for each, so that no draw repeats another.
+
+    Args:
+        keys: `(B,)` int64, as a transform is given them.
+        place: Number of the draw, from 0.
+
+    Returns:
+        Keys of the same shape.
     """
     return mix_(mix_(keys + signed(GAMMA)) + signed(MIX_A * (place + 1) & MASK))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:
-    """`(B, count)` int64, all 64 bits random; column `j` is the same whatever `count` is.
+    """Return `(B, count)` int64, all 64 bits random; column `j` is the same whatever `count` is.
 
     Args:
         keys: `(B,)` int64, as a transform is given them.
@@ -599,12 +614,24 @@ def bits(keys: Tensor, count: int) -> Tensor:
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:
-    """`(B, count)` float32, multiples of 2^-24 in [0, 1)."""
+    """Return uniform random numbers: `(B, count)` float32, multiples of 2^-24 in [0, 1).
+
+    Args:
+        keys: `(B,)` int64, as a transform is given them.
+        count: Numbers for each example.
+    """
     return shifted(bits(keys, count), 40).to(torch.float32).mul_(2.0**-24)
 
 
 def integers(keys: Tensor, count: int, below: int) -> Tensor:
-    """`(B, count)` int64 from 0 to `below - 1`, each as likely as another to within `below` / 2^32.
+    """Return random integers: `(B, count)` int64 from 0 to `below - 1`.
+
+    Each is as likely as another to within `below` / 2^32.
+
+    Args:
+        keys: `(B,)` int64, as a transform is given them.
+        count: Numbers for each example.
+        below: One more than the largest number, 1 to 2^31.
 
     Raises:
         ConfigError: `below` is not between 1 and 2^31.
@@ -615,9 +642,13 @@ def integers(keys: Tensor, count: int, below: int) -> Tensor:
 
 
 def normal(keys: Tensor, count: int) -> Tensor:
-    """`(B, count)` float32 of mean 0 and deviation 1, at most 6.8 in size.
+    """Return normal random numbers: `(B, count)` float32 of mean 0 and deviation 1, at most 6.8 in size.
 
     Box and Muller (1958): the halves of one word give radius and angle of two numbers.
+
+    Args:
+        keys: `(B,)` int64, as a transform is given them.
+        count: Numbers for each example.
     """
     words = bits(keys, (count + 1) // 2)
     radius = shifted(words, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)

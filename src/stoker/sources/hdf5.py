@@ -567,6 +567,10 @@ class HDF5Source:
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one sample; `start:stop` cuts the time axis of fields that have one.
 
+        Args:
+            index: Position of the sample, from 0.
+            start, stop: Range of time steps; None: from the first, to the last.
+
         Returns:
             Fresh arrays as in `schema()`.
         Raises:

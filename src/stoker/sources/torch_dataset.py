@@ -398,7 +398,7 @@ class TorchSource:
         return dict(self._probe().schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Item `index`, flattened; `start:stop` cuts the fields named in `time`.
+        """Read item `index`, flattened; `start:stop` cuts the fields named in `time`.
 
         Returns:
             Fresh arrays as in `schema()`.

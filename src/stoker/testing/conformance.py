@@ -35,7 +35,11 @@ _Thing = TypeVar("_Thing")
 
 
 def check_source(source: Source, *, samples: int = 4) -> None:
-    """Assert the promises of `Source`, on `samples` samples spread over all.
+    """Assert the promises of `Source`, on some samples spread over all.
+
+    Args:
+        source: The source to check.
+        samples: How many samples to read.
 
     Raises:
         AssertionError: Names the promise that is broken.

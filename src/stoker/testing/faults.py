@@ -75,7 +75,7 @@ class FaultySource:
         return len(self._source)
 
     def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """As the source's, unless a fault is due; each call is an attempt, also for a part of a sample."""
+        """Read as the source does, unless a fault is due; each call is an attempt, also for a part."""
         due = (i for i, fault in enumerate(self._faults) if number in fault.samples)
         place = next((i for i in due if self._take(i, number)), None)
         fault = None if place is None else self._faults[place]

@@ -161,7 +161,7 @@ class ImageSource:
         return {**schema, **self._catalog.schema()}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
-        """Image `index` and its labels.
+        """Read image `index` and its labels.
 
         Returns:
             Fresh arrays as in `schema()`.
