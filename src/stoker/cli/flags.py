@@ -237,7 +237,7 @@ def _list(values: Sequence[str]) -> str:
 
 
 def tell_settings(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Paths and settings among `words`: what has a `=` is a setting, unless there is such a file."""
+    """Return paths and settings among `words`: what has a `=` is a setting, unless there is such a file."""
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     return [Path(word) for word in words if word not in settings], settings
 

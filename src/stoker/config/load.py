@@ -124,7 +124,7 @@ class SettingsLayer:
 
 
 def translate(given: Mapping[str, object], where: str) -> SettingsLayer:
-    """Settings of one place under today's names.
+    """Return settings of one place under today's names.
 
     Args:
         given: Dotted name, today's or an earlier one, to value.
@@ -263,7 +263,7 @@ def counts_windows_now(flat: Mapping[str, object]) -> bool:
 
 
 def _leaves(given: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values by dotted name; a setting that is a mapping is one value."""
+    """Yield values by dotted name; a setting that is a mapping is one value."""
     for key, value in given.items():
         name = f"{prefix}{as_name(key)}"
         if isinstance(value, Mapping) and not _is_known(name):
@@ -424,7 +424,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, earli
 
 
 def make_config(settings: Mapping[str, object], *, where: str, earlier: bool = False) -> Config:
-    """Settings from a nested mapping, as `Config.to_dict` gives; `where` begins every message.
+    """Return settings from a nested mapping, as `Config.to_dict` gives; `where` begins every message.
 
     `earlier` as in `load_config`.
 
@@ -689,7 +689,7 @@ def _merge(file: SettingsLayer, command: SettingsLayer) -> dict[str, object]:
 
 
 def _resolve(merged: Mapping[str, object], where: str) -> dict[str, object]:
-    """Values with `${data.task}` and the like filled in, from the defaults where nothing was given."""
+    """Return values with `${data.task}` and the like filled in, from the defaults where nothing was given."""
     known = {name: setting.default for name, setting in all_settings().items()} | dict(merged)
     if isinstance(tasks := known["data.task"], list):
         known["data.task"] = "+".join(map(str, cast("list[object]", tasks)))  # as a part of other values
@@ -772,7 +772,7 @@ def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer)
 
 
 def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer) -> Iterator[tuple[str, str]]:
-    """Settings that do not fit others, and what is wrong with each."""
+    """Yield settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
     for name, kinds in misplaced(config.data, kind):
         fact = f"is given, but data.kind={kind} has no use for it. Leave it out, or give data.kind="
@@ -822,7 +822,7 @@ def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, str]]:
-    """Keys that a stage was given without effect, likewise; defaults may be written out."""
+    """Yield keys that a stage was given without effect, likewise; defaults may be written out."""
     for place, stage in enumerate(stages):
         for key, owner in ONLY_IN.items():
             value = getattr(stage, key)

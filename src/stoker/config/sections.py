@@ -313,7 +313,7 @@ def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def misplaced_in_encoder(encoder: BaseModel, kind: str) -> Iterator[str]:
-    """Settings of `encoder` that are given though its kind takes no notice of them."""
+    """Yield settings of `encoder` that are given though its kind takes no notice of them."""
     for name in OF_MODULE if kind != "module" else ():
         if getattr(encoder, name) != type(encoder).model_fields[name].get_default():
             yield name

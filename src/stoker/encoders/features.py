@@ -168,7 +168,7 @@ class FeatureEncoder:
         return self._weights
 
     def identity(self) -> dict[str, Json]:
-        """Model and processor as configured, pooling, and the weights by content."""
+        """Return model and processor as configured, pooling, and the weights by content."""
         model = {name: value for name, value in self._config.items() if name not in _VOLATILE}
         config: dict[str, Json] = {
             "model": model,

@@ -283,7 +283,7 @@ class GridEncoder:
         return True
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """`latent` `(T, L, D)` float32 in place of the field; other fields as they are.
+        """Return `latent` `(T, L, D)` float32 in place of the field; other fields as they are.
 
         Raises:
             EncoderError: The field is missing or has another grid or other channels.
@@ -314,7 +314,7 @@ class GridEncoder:
         return {"latent": latent, **{name: f for name, f in sample_schema.items() if name != self.field}}
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
-        """About 8 MiB of samples and latents a call; large samples are cut over time."""
+        """Return about 8 MiB of samples and latents a call; large samples are cut over time."""
         return fixed_batch_size(
             sample_schema, self.schema(sample_schema), cut_time=sample_schema[self.field].time
         )
@@ -347,7 +347,7 @@ class GridEncoder:
         return {"latent": latent, **{name: value for name, value in batch.items() if name != self.field}}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents `(..., L, D)` as fields `(..., *grid, C)` float32, by the least-squares inverse.
+        """Return fields `(..., *grid, C)` float32 of latents `(..., L, D)`, by the least-squares inverse.
 
         Exact but for rounding where `dim` is at least the values of a cell; with fewer, the finest waves
         within each cell are lost.
@@ -362,7 +362,7 @@ class GridEncoder:
         self._scratch = None
 
     def weights(self) -> Mapping[str, Tensor]:
-        """`project` `(values of a cell, D)` and `position` `(L, D)`, float32."""
+        """Return `project` `(values of a cell, D)` and `position` `(L, D)`, float32."""
         return self._weights
 
     def identity(self) -> dict[str, Json]:
@@ -380,7 +380,7 @@ class GridEncoder:
         return {"class": "stoker.GridEncoder", "config": config, "weights": digest, "version": VERSION}
 
     def _cut(self, rows: Tensor) -> Tensor:
-        """Rows `(r, *grid, C)` as cells `(r L, values)` float32; valid until the next call."""
+        """Return rows `(r, *grid, C)` as cells `(r L, values)` float32; valid until the next call."""
         cells = self._cells
         for axis, index in enumerate(cells.points_of, 1):
             if index is not None:

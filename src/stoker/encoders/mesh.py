@@ -192,7 +192,7 @@ class MeshEncoder:
         self._weights = {name: tensor.to(device) for name, tensor in self._weights.items()}
 
     def weights(self) -> Mapping[str, Tensor]:
-        """`project` `(numbers held, D)` and `waves` `(M, space)`, float32."""
+        """Return `project` `(numbers held, D)` and `waves` `(M, space)`, float32."""
         return self._weights
 
     def identity(self) -> dict[str, Json]:

@@ -64,7 +64,7 @@ def qualified_name(thing: object) -> str:
 
 
 def describe_module(module: nn.Module) -> dict[str, Json]:
-    """Classes, digests of their code and plain settings of a module and everything below it.
+    """Return classes, digests of their code and plain settings of a module and everything below it.
 
     Raises:
         EncoderError: A class has no source text, or an attribute is of a kind that cannot be described.
@@ -141,7 +141,7 @@ def _hook(hook: Callable[..., object]) -> Json:
 
 
 def _used(function: types.FunctionType) -> dict[str, Json]:
-    """Values that a function takes from around it; its text has their names alone."""
+    """Return values that a function takes from around it; its text has their names alone."""
     function = _undecorated(function)
     return {
         "defaults": _value([function.__defaults__, function.__kwdefaults__], "defaults"),
@@ -181,7 +181,7 @@ def _named(name: str, module: str | None) -> str:
 
 
 def _methods_used(kind: type) -> dict[str, Json]:
-    """Values that the methods of a class take from around them."""
+    """Return values that the methods of a class take from around them."""
     return {
         f"{name}.{i}": _used(function)
         for name, member in sorted(vars(kind).items())
@@ -402,7 +402,7 @@ class ModuleEncoder:
         self._code: Json = describe_function(module) if version is None else version
 
     def decoder(self, ndim: int) -> ModuleDecoder | None:
-        """Back to the first of its fields, by the module's own `decode`; None where it has none.
+        """Return the map back to the first field, by the module's own `decode`; None if it has none.
 
         Args:
             ndim: Axes of the latents of one step.
@@ -483,11 +483,11 @@ class ModuleEncoder:
             self._owner.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Parameters and buffers by name; empty for a plain function."""
+        """Return parameters and buffers by name; empty for a plain function."""
         return {} if self._owner is None else module_weights(self._owner)
 
     def identity(self) -> dict[str, Json]:
-        """Class, fields, code (source and settings, or the version given) and weights by content."""
+        """Return class, fields, code (source and settings, or the version given) and weights by content."""
         config: dict[str, Json] = {
             "field": list(self._fields),
             "output": list(self._outputs),
@@ -554,7 +554,7 @@ class ModuleDecoder:
         self._on: dict[torch.device, nn.Module] = {}
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents `(..., *latents of a step)` as fields `(..., *field of a step)` float32.
+        """Return latents `(..., *latents of a step)` as fields `(..., *field of a step)` float32.
 
         Raises:
             EncoderError: `decode` gives something else than one field for each step.

@@ -61,7 +61,7 @@ def named_parts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def module_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, the buffers that `state_dict` leaves out included.
+    """Return parameters and buffers by name, the buffers that `state_dict` leaves out included.
 
     Raises:
         EncoderError: A weight has no value yet (lazy, or on the `meta` device).

@@ -243,7 +243,7 @@ class NormalizedEncoder:
             self.inner.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """`normalize.shift` and `normalize.scale` per channel, then the weights of `inner`."""
+        """Return `normalize.shift` and `normalize.scale` per channel, then the weights of `inner`."""
         inner: Mapping[str, Tensor] = {} if self.inner is None else self.inner.weights()
         return {"normalize.shift": self._shift, "normalize.scale": self._scale, **inner}
 

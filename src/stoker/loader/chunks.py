@@ -141,7 +141,7 @@ class Locator:
         return np.zeros(len(own), np.int64), self.lengths[field][own]
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
-        """Records, starts and `index` of examples, as in `Chunk`."""
+        """Return records, starts and `index` of examples, as in `Chunk`."""
         records, starts = self.examples.locate(examples, self.first)
         numbers = self.indices[records]
         index = _tensor(numbers)

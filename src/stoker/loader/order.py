@@ -435,7 +435,7 @@ def _static(order: Order, base: int, arrays: Any) -> Ids:
 
 
 def _blocks(count: int, kind: OrderKind, base: int, arrays: Any) -> Ids:
-    """Blocks shuffled over the epoch, then examples inside each window of blocks.
+    """Return blocks shuffled over the epoch, then examples inside each window of blocks.
 
     The numbering starts at another block each epoch and goes round, so that the short block, which is served
     last, is not always made of the same examples. Two-level shuffle of CorgiPile (Xu et al., SIGMOD 2022).

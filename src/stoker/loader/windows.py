@@ -95,7 +95,7 @@ class Windows:
         return max(0, -(-(length - self.span) // self.start_every))
 
     def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`count` of many trajectories at once."""
+        """Return `count` for many trajectories at once."""
         return np.maximum(0, -(-(lengths - self.span) // self.start_every))
 
     def text(self) -> str:

@@ -215,7 +215,7 @@ def make_tracker(name: str) -> Tracker:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:
-    """Settings of all sections by their whole name.
+    """Return settings of all sections by their whole name.
 
     >>> flat({"training": {"lr": 0.1, "order": "full"}})
     {'training.lr': 0.1, 'training.order': 'full'}

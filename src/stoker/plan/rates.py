@@ -290,7 +290,7 @@ def _repeat(
 
 
 def _blocks(files: Sequence[Path], size: int) -> list[tuple[Path, int]]:
-    """Whole blocks of all files, in order; at most a million."""
+    """Return whole blocks of all files, in order; at most a million."""
 
     def look() -> list[int]:
         return [file.stat().st_size for file in files]

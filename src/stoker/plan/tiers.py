@@ -430,7 +430,7 @@ class Plan(JsonResult):
         return table(self)
 
     def records_by_tier(self) -> dict[str, int]:
-        """Records per tier, all four tiers."""
+        """Return records per tier, all four tiers."""
         return {row.tier: row.records for row in self.rows}
 
     def holding(self, records: int) -> Plan:
@@ -560,7 +560,7 @@ def reserves_of(
 
 
 def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: PlanFacts) -> dict[Tier, int]:
-    """Records per tier. Missing ones are always the encoder's."""
+    """Return records per tier. Missing ones are always the encoder's."""
     stored = demand.records - demand.missing_records
     if tier == "device" and demand.on_cpu:
         tier = "host"

@@ -779,7 +779,7 @@ class Supervisor:
         self._roster.check_abandoned(where)
 
     def _place(self, number: int) -> str:
-        """Path, sample and attempt, as a prefix; nothing for a worker that had no sample in hand."""
+        """Return path, sample and attempt, as a prefix; nothing for a worker that had no sample in hand."""
         if number < 0:
             return ""
         tries = self._ledger.attempts(number)

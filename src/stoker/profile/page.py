@@ -165,7 +165,7 @@ def gpu_rows(profile: Profile) -> Rows:
 
 
 def straggler_lines(profile: Profile) -> Sequence[str]:
-    """Samples that take far longer than the others, the slowest first."""
+    """Return samples that take far longer than the others, the slowest first."""
     names = profile.loop.names
     return [
         f"sample {number:,} takes {format_seconds(seconds)}"

@@ -285,7 +285,7 @@ class LoopTimes(JsonResult):
         return ordered[len(ordered) // 2] if ordered else 0.0
 
     def stragglers(self) -> list[tuple[int, float]]:
-        """Samples that take far longer than the others, the slowest first."""
+        """Return samples that take far longer than the others, the slowest first."""
         slow = [(n, s) for n, s in self.samples_s.items() if s > max(STRAGGLER_S, STRAGGLER * self.sample_s)]
         return sorted(slow, key=lambda pair: -pair[1])[:SHOWN]
 

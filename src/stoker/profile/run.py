@@ -449,7 +449,7 @@ def _read_alone(loader: Any, examples: int) -> tuple[dict[int, float], float, St
 
 
 def _count(loader: Any, examples: int) -> int:
-    """Examples of an epoch, as far as the loader tells."""
+    """Return the number of examples of an epoch, as far as the loader tells."""
     data: Any = getattr(loader, "dataset", None)
     if hasattr(data, "__len__"):
         return len(data)

@@ -97,7 +97,7 @@ def images_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def sql_source(data: DataConfig, task: str, split: str) -> Source:
-    """Rows of a database."""
+    """Return rows of a database."""
     from stoker.sources.sql.query import QueryTimeouts
     from stoker.sources.sql.source import SQLSource
 
@@ -169,7 +169,7 @@ def tar_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def parquet_source(data: DataConfig, task: str, split: str) -> Source:
-    """Rows of tables."""
+    """Return rows of tables."""
     from stoker.sources.tables import ParquetSource
 
     source = ParquetSource(_files(data), columns=data.parquet.columns, key=data.parquet.key)
@@ -261,7 +261,7 @@ def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
 
 
 def record_schema(job: CacheJob) -> Schema:
-    """Fields of the records as encoded; storing may narrow their dtypes.
+    """Return fields of the records as encoded; storing may narrow their dtypes.
 
     Raises:
         EncoderError: The encoder does not fit the samples.

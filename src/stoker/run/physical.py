@@ -263,7 +263,7 @@ class _Reconstruction:
 
 
 def _first_steps(latents: Tensor, step_bytes: int) -> Tensor:
-    """Latents of a trajectory, as many steps as memory is spent on."""
+    """Return latents of a trajectory, as many steps as memory is spent on."""
     return latents[: max(1, MAX_FIELD_BYTES // max(1, step_bytes))]
 
 

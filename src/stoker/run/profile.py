@@ -189,7 +189,7 @@ def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
 
 
 def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
-    """Whole training steps on the loader's batches."""
+    """Return whole training steps on the loader's batches."""
     if not len(loader):
         raise ConfigError(
             f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"

@@ -94,7 +94,7 @@ def with_epochs(config: Config, wanted: str | None, epochs: int | None) -> Confi
 
 
 def _inverse(config: Config) -> tuple[float, float]:
-    """Weights of the inverse losses; `use_inverse_losses: false` turns them off whatever they are."""
+    """Return weights of the inverse losses; `use_inverse_losses: false` turns them off whatever they are."""
     training = config.training
     on, enc, dec = training.use_inverse_losses, training.lambda_inv_enc, training.lambda_inv_dec
     if on is False:

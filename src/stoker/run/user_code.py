@@ -152,7 +152,7 @@ def _shown(arguments: Mapping[str, Any]) -> str:
 
 
 def _place(error: BaseException) -> str | None:
-    """File and line in the user's own code: the innermost that is neither ours nor Python's import."""
+    """Return file and line in the user's own code: the innermost that is neither ours nor Python's import."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

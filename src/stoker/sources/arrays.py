@@ -97,7 +97,7 @@ class ArrayOptions:
 def describe_container(
     container: Container, opened: ContainerReader, options: ArrayOptions
 ) -> tuple[ContainerSamples, tuple[ArrayField, ...]]:
-    """Samples and fields of one container.
+    """Return samples and fields of one container.
 
     Raises:
         SourceError: It holds no samples, or arrays that do not fit together.
@@ -416,7 +416,7 @@ class ArrayReader:
     def _rows(
         self, one: ContainerSamples, name: str, array: Any, rows: tuple[int, int], where: str
     ) -> NDArray[Any]:
-        """Rows along axis 0, through the chunks that were read last."""
+        """Return rows along axis 0, through the chunks that were read last."""
         low, high = rows
         if low == high:
             return np.empty((0, *array.shape[1:]), array.dtype)
@@ -520,7 +520,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         self._described: tuple[tuple[ContainerSamples, ...], tuple[ArrayField, ...]] | None = None
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         return {field.name: field.field for field in self._describe()[1]}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:

@@ -73,7 +73,7 @@ class ContainerReader(Protocol):
         ...
 
     def arrays(self, group: str) -> Mapping[str, Any]:
-        """Arrays below a group at any depth, by their name in it."""
+        """Return arrays below a group at any depth, by their name in it."""
         ...
 
     def array(self, name: str) -> Any:

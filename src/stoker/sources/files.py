@@ -443,7 +443,7 @@ def split_of(name: str, known: Collection[str]) -> str | None:
 
 
 def name_parameters(stem: str) -> dict[str, float]:
-    """Parameters written in a file's stem: words of letters followed by a decimal number.
+    """Return parameters written in a file's stem: words of letters followed by a decimal number.
 
     >>> name_parameters("1D_CFD_Eta1.e-8_Zeta0.1_Train"), name_parameters("burgers1d_train_000")
     ({'Eta': 1e-08, 'Zeta': 0.1}, {})

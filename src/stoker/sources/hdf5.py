@@ -536,7 +536,7 @@ class HDF5Source:
         self._reader = BlockReader(self._pool, self._options.strides)
 
     def __len__(self) -> int:
-        """Samples after selection, at least one."""
+        """Return the number of samples after selection, at least one."""
         return self._describe().count
 
     def close(self) -> None:
@@ -561,7 +561,7 @@ class HDF5Source:
         )
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         return dict(self._describe().schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -624,7 +624,7 @@ class HDF5Source:
         return file.place(row)
 
     def runs(self) -> Sequence[range]:
-        """Ranges of about 8 MiB, whole rows of chunks, never across files."""
+        """Return ranges of about 8 MiB, whole rows of chunks, never across files."""
         found: list[range] = []
         for file in self._describe().files:
             rows = np.arange(file.layout.rows) if file.rows is None else file.rows
@@ -634,11 +634,11 @@ class HDF5Source:
         return found
 
     def keys(self) -> Sequence[str]:
-        """File and row; rows of files that differ only in a parameter share a key."""
+        """Return file and row; rows of files that differ only in a parameter share a key."""
         return [file.key(local) for file in self._describe().files for local in range(file.count)]
 
     def identity(self) -> SourceIdentity:
-        """Files with their parameters and selected rows, and the layout they are read by."""
+        """Return files with their parameters and selected rows, and the layout they are read by."""
         scan = self._describe()
         parts = tuple(
             Part(

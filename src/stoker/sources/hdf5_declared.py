@@ -108,7 +108,7 @@ def _datasets(file: Any, wanted: Mapping[str, tuple[str, tuple[str, ...]]], wher
 
 
 def file_parameters(file: Any, stem: str, *, where: str) -> dict[str, float]:
-    """Parameters of a file: its numeric attributes of one element, and what its name states.
+    """Return parameters of a file: its numeric attributes of one element, and what its name states.
 
     Raises:
         SourceError: Attribute and name contradict each other.
@@ -134,7 +134,7 @@ def _attributes(file: Any) -> dict[str, float]:
 def _declared_parameters(
     file: Any, names: Mapping[str, str], stem: str, *, where: str
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Values of the parameters that are declared as fields, and names of those that are not.
+    """Return values of the parameters that are declared as fields, and names of those that are not.
 
     Args:
         names: Field name to the parameter's name.

@@ -406,7 +406,7 @@ def block_bytes(piece: Piece, block: Block, strides: Mapping[str, int]) -> int:
 
 
 def run_length(layout: FileLayout, blocks: Sequence[Block]) -> int:
-    """Consecutive rows of a file that are cheap to read together.
+    """Return how many consecutive rows of a file are cheap to read together.
 
     A multiple of every heavy piece's block where that stays small, and about `BLOCK_BYTES`.
     """

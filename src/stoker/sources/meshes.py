@@ -144,7 +144,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         self._described: tuple[tuple[MeshContainer, ...], tuple[MeshField, ...]] | None = None
 
     def schema(self) -> Schema:
-        """Fields of every sample; each folded one is followed by its sizes."""
+        """Return fields of every sample; each folded one is followed by its sizes."""
         found: Schema = {}
         for one in self._fields():
             if not (self._layout == "grid" and one.array.startswith("fields/")):
@@ -217,7 +217,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         return self._described
 
     def _fields(self) -> tuple[MeshField, ...]:
-        """Fields as read, before those of a grid are joined."""
+        """Return fields as read, before those of a grid are joined."""
         return self._describe()[1]
 
     def _samples_of(self, container: Container) -> MeshContainer:

@@ -52,11 +52,11 @@ class PartedSource(ABC, Generic[PartT]):
         """Return where runs of a file begin, and its number of rows."""
 
     def __len__(self) -> int:
-        """Samples of all files."""
+        """Return the number of samples of all files."""
         return self._firsts()[-1]
 
     def runs(self) -> Sequence[range]:
-        """Rows that are stored together, never of two files."""
+        """Return rows that are stored together, never of two files."""
         found: list[range] = []
         for part, first in zip(self._parts(), self._firsts(), strict=False):
             pairs = itertools.pairwise(self._edges(part))

@@ -143,7 +143,7 @@ def _check_fractions(splits: Mapping[str, float]) -> dict[str, float]:
 def split_numbers(
     keys: Sequence[str], splits: Mapping[str, float], split: str, seed: int, *, where: str
 ) -> NDArray[np.int64]:
-    """Positions in `keys` that belong to `split`, ascending, int64.
+    """Return positions in `keys` that belong to `split`, ascending, int64.
 
     Whether a key belongs to it depends on no other key.
 
@@ -221,7 +221,7 @@ class SourceSelection(ABC):
         """Return the source's indices of these samples, ascending."""
 
     def __len__(self) -> int:
-        """Samples that are selected."""
+        """Return the number of selected samples."""
         return len(self._indices())
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:

@@ -121,7 +121,7 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
 
 
 def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | str]:
-    """Fields of one column, or what is wrong with it."""
+    """Yield fields of one column, or what is wrong with it."""
     types = import_module("pyarrow").types
     if types.is_struct(kind):
         members = [(kind.field(i).name, kind.field(i).type) for i in range(kind.num_fields)]
@@ -271,7 +271,7 @@ class ParquetSource(PartedSource[ParquetFile]):
         return {**self.__dict__, "_block": None}
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         return {field.name: field.field for field in self._describe()[1]}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -301,7 +301,7 @@ class ParquetSource(PartedSource[ParquetFile]):
         return part.edges
 
     def keys(self) -> Sequence[str]:
-        """File and row, or the values of the key column.
+        """Return file and row, or the values of the key column.
 
         Raises:
             SourceError: A key is null, or there is no such column.
@@ -412,7 +412,7 @@ class DatasetsSource:
         self._block: tuple[int, Any] | None = None
 
     def __repr__(self) -> str:
-        """Rows and fingerprint."""
+        """Return rows and fingerprint."""
         return f"DatasetsSource({len(self)} rows, {self._fingerprint})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -420,11 +420,11 @@ class DatasetsSource:
         return {**self.__dict__, "_block": None}
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self._dataset)
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         return {field.name: field.field for field in self._fields}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -447,7 +447,7 @@ class DatasetsSource:
         return f"{self!r}: row {index}"
 
     def runs(self) -> Sequence[range]:
-        """Rows that are taken together."""
+        """Return ranges of rows that are read together."""
         return even_runs(len(self), RUN)
 
     def keys(self) -> Sequence[str]:

@@ -119,7 +119,7 @@ class TarSource(PartedSource[Archive]):
         self._files.close()
 
     def schema(self) -> Schema:
-        """Fields of every sample, from a few of them."""
+        """Return fields of every sample, from a few of them."""
         if self._schema is None:
             self._schema = self._probe()
         return dict(self._schema)
@@ -144,7 +144,7 @@ class TarSource(PartedSource[Archive]):
         return [*range(0, part.count, RUN), part.count]
 
     def keys(self) -> Sequence[str]:
-        """File and name without extension."""
+        """Return file and name without extension."""
         return [f"{self._keyed[archive.path]}:{key}" for archive in self._parts() for key in archive.keys]
 
     def identity(self) -> SourceIdentity:

@@ -173,7 +173,7 @@ def probe_indices(count: int) -> list[int]:
 
 
 def differing(first: Item, second: Item | None) -> list[str]:
-    """Fields that are not the same in both."""
+    """Return fields that are not the same in both."""
     return [
         name
         for name, (array, dtype) in first.items()
@@ -284,7 +284,7 @@ class MapDataset(Protocol):
     """The methods of a map-style Dataset."""
 
     def __len__(self) -> int:
-        """Return number of items."""
+        """Return the number of items."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -394,7 +394,7 @@ class TorchSource:
         return self._count
 
     def schema(self) -> Schema:
-        """Fields as found by probing."""
+        """Return fields as found by probing."""
         return dict(self._probe().schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -427,7 +427,7 @@ class TorchSource:
         return f"item {index} of {qualified_name(type(inner))}"
 
     def runs(self) -> Sequence[range]:
-        """Ranges of at most 256 samples or about 8 MiB."""
+        """Return ranges of at most 256 samples or about 8 MiB."""
         sizes = [field.size_bytes(1 if field.ragged else None) for field in self._probe().schema.values()]
         length = max(1, min(_RUN_SAMPLES, _RUN_BYTES // max(1, sum(sizes))))
         return even_runs(self._count, length)
@@ -483,11 +483,11 @@ class TorchSource:
         self._proved = True
 
     def probed_indices(self) -> list[int]:
-        """Samples that were looked at, or are to be looked at in this process first."""
+        """Return the indices of probed samples, or of those to be probed first in this process."""
         return probe_indices(self._count) if self._ahead else list(self._probe().digests)
 
     def probe_again(self, index: int) -> dict[str, str]:
-        """Digests by field of a probed sample, of the fields that are the same whenever they are read."""
+        """Return digests by field of a probed sample, of fields that are the same at every read."""
         changing = () if self._ahead else self._probe().changing
         return digests_of(self._item(index, seeded=self._freeze), without=changing)
 

@@ -34,7 +34,7 @@ _TAIL = 600
 
 
 def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int, dict[str, str] | str]:
-    """Digests by field of each probed sample as another process reads it; text where it failed there.
+    """Return digests by field of each probed sample as another process reads it; text where it failed there.
 
     Raises:
         SourceError: The source cannot go there, or ended the process.

@@ -503,7 +503,7 @@ class PicklingObstacle:
     cure: str
 
     def __str__(self) -> str:
-        """Path and kind."""
+        """Return path and kind."""
         return f"{self.path} is {self.what}"
 
 

@@ -59,7 +59,7 @@ class StoredRows:
         return view_bytes(self.tensor_of(begin, end))
 
     def tensor_of(self, begin: int, end: int) -> Tensor:
-        """Values of records `begin:end`, flat."""
+        """Return values of records `begin:end`, flat."""
         return self.values[self.starts[begin] : self.starts[end]]
 
 

@@ -86,23 +86,23 @@ class FaultySource:
         return _changed(sample) if fault is not None and fault.kind == "corrupt" else sample
 
     def locate(self, number: int) -> str:
-        """As the source's."""
+        """Return the source's."""
         return locate(self._source, number)
 
     def runs(self) -> Sequence[range]:
-        """As the source's."""
+        """Return the source's."""
         return self._source.runs()
 
     def keys(self) -> Sequence[str]:
-        """As the source's."""
+        """Return the source's."""
         return self._source.keys()
 
     def identity(self) -> SourceIdentity:
-        """As the source's."""
+        """Return the source's."""
         return self._source.identity()
 
     def schema(self) -> Schema:
-        """As the source's."""
+        """Return the source's."""
         return self._source.schema()
 
     def _take(self, place: int, number: int) -> bool:

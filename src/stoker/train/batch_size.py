@@ -296,7 +296,7 @@ class disable_torch_compile:  # noqa: N801 - reads as the function it also is
         self._stance = torch.compiler.set_stance("force_eager")
 
     def restore(self) -> None:
-        """As it was before."""
+        """Restore the setting from before."""
         self._stance.__exit__(None, None, None)
 
     def __enter__(self) -> disable_torch_compile:

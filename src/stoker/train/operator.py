@@ -92,7 +92,7 @@ class FieldDecoder(nn.Module):
         return wrong.square().flatten(1).mean(1)
 
     def _placed(self, values: Tensor) -> Tensor:
-        """Values of tokens `(n, L, v)` where their cells lie in the field, `(n, *field)`."""
+        """Return values of tokens `(n, L, v)` where their cells lie in the field, `(n, *field)`."""
         count, field = len(values), self.shape.field
         if self._layout is None:
             return values.reshape(count, -1)[:, : math.prod(field)].reshape(count, *field)

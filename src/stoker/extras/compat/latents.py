@@ -514,11 +514,11 @@ class MultiTaskDistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Indices of this rank, as many as every other's."""
+        """Return the number of indices of this rank, as many as every other's."""
         return sum(self._counts)
 
     def __iter__(self) -> Iterator[int]:
-        """Indices of this rank."""
+        """Yield indices of this rank."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         found: list[Tensor] = []
         first = 0

@@ -449,7 +449,7 @@ class PtFolder:
         return [range(self._count)]
 
     def keys(self) -> Sequence[str]:
-        """File names."""
+        """Return file names."""
         return [f"sample_{number:05d}.pt" for number in range(self._count)]
 
     def schema(self) -> Schema:

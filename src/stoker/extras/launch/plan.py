@@ -80,7 +80,7 @@ def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> LaunchCod
 
 
 def changed_files(where: Path) -> list[str]:
-    """Files of the repository that differ from the commit; the machine will not have these changes."""
+    """Return files of the repository that differ from the commit; the machine will not have these changes."""
     lines = _git(where, "status", "--porcelain", "--untracked-files=no").splitlines()
     return [line[3:] for line in lines if line.strip()]
 

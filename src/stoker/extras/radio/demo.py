@@ -608,7 +608,7 @@ def _postgres_value(value: Any, psycopg: Any) -> Any:
 
 
 def sql_settings(url: str, spec: RadioSpec) -> dict[str, str]:
-    """Settings of `data` for these rows, as they are given on a command line."""
+    """Return settings of `data` for these rows, as they are given on a command line."""
     return {
         "data.kind": "sql",
         "data.sql.url": url,

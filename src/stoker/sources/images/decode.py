@@ -78,7 +78,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
 
 
 def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
-    """Whole numbers `(H, W)` of a gray image (depths, classes), each taken from the nearest pixel.
+    """Return whole numbers `(H, W)` of a gray image (depths, classes), each taken from the nearest pixel.
 
     Raises:
         DecodeError: Not an image, truncated, of several channels or of another size than its colour image.

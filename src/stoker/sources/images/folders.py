@@ -57,7 +57,7 @@ class Catalog(Protocol):
         ...
 
     def schema(self) -> Schema:
-        """Fields of the labels of every image."""
+        """Return fields of the labels of every image."""
         ...
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:
@@ -69,7 +69,7 @@ class Catalog(Protocol):
         ...
 
     def files(self, entry: Entry) -> Iterable[str]:
-        """Files that decide its labels, relative to the root, whether they exist or not."""
+        """Return files that decide its labels, relative to the root, whether they exist or not."""
         ...
 
     def digest(self, entries: Sequence[Entry]) -> str | None:
@@ -308,7 +308,7 @@ class ClassFolders(PlainFolder):
         return folders[0]
 
     def schema(self) -> Schema:
-        """`label`, the number of the class."""
+        """Return `label`, the number of the class."""
         return {"label": Field(shape=(), dtype="int64")}
 
     def labels(self, entry: Entry, fit: Fit) -> Sample:

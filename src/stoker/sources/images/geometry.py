@@ -40,7 +40,7 @@ class Fit:
         return self.inner[0] / self.before[0], self.inner[1] / self.before[1]
 
     def boxes(self, boxes: NDArray[Any]) -> NDArray[np.float32]:
-        """Boxes `(n, 4)` of edges x0, y0, x1, y1, moved to the stored image."""
+        """Return boxes `(n, 4)` of edges x0, y0, x1, y1, moved to the stored image."""
         y, x = self.scale
         top, left = self.corner
         moved = np.asarray(boxes, dtype=np.float64) * (x, y, x, y) + (left, top, left, top)
@@ -148,7 +148,7 @@ class ObjectRules:
 
 
 def object_schema(rules: ObjectRules) -> Schema:
-    """Fields of the objects of every image."""
+    """Return fields of the objects of every image."""
     ragged = rules.limit is None
     count = -1 if rules.limit is None else rules.limit
     schema: Schema = {
@@ -202,7 +202,7 @@ def object_fields(objects: Objects, fit: Fit, rules: ObjectRules, *, where: str)
 def inside(
     boxes: NDArray[np.float64], size: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Boxes cut at the edges of an image of (height, width), and which of them keep an area.
+    """Return boxes cut at the edges of an image of (height, width), and which of them keep an area.
 
     >>> cut, valid = inside(np.array([[-5.0, 2, 5, 9], [20, 2, 30, 9]]), (10, 10))
     >>> cut[0].tolist(), valid.tolist()

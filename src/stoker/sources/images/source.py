@@ -197,17 +197,17 @@ class ImageSource:
         return (entry.image, *self._catalog.files(entry))
 
     def runs(self) -> Sequence[range]:
-        """Ranges of about 8 MiB of pixels, never across parts."""
+        """Return ranges of about 8 MiB of pixels, never across parts."""
         height, width = self._rules.size
         length = max(1, _RUN_BYTES // (self._rules.channels * height * width))
         return [range(low, min(low + length, part.stop)) for part in self._spans() for low in part[::length]]
 
     def keys(self) -> Sequence[str]:
-        """File names without suffix, relative to the root."""
+        """Return file names without suffix, relative to the root."""
         return [entry.key for entry in self._entries]
 
     def identity(self) -> SourceIdentity:
-        """Content of images and labels, the rules of decoding, and the version of what decodes."""
+        """Return content of images and labels, the rules of decoding, and the version of what decodes."""
         from stoker.sources.images.decode import decoder
 
         settings: dict[str, Json] = {

@@ -165,7 +165,7 @@ def connect_read_only(path: Path, **given: Any) -> sqlite3.Connection:
 
 
 def next_size(rows: int, size_bytes: int) -> int:
-    """Rows to fetch next, so that they are about `BATCH_BYTES`; at most four times as many as before.
+    """Return how many rows to fetch next: about `BATCH_BYTES`, at most four times as many as before.
 
     >>> next_size(64, 64 * 100), next_size(64, 64 * MIB)
     (256, 8)
@@ -218,7 +218,7 @@ class MalformedCopyError(Exception):
 def copied_columns(
     chunks: Iterable[bytes | memoryview], types: Sequence[int], block_bytes: int
 ) -> Iterator[list[Column]]:
-    """Columns of consecutive rows, some `block_bytes` at a time, as `pack_columns` takes them.
+    """Yield columns of consecutive rows, some `block_bytes` at a time, as `pack_columns` takes them.
 
     Raises:
         MalformedCopyError: The stream has flags or extensions that this does not know, or is cut off.
@@ -297,7 +297,7 @@ def _plain(values: NDArray[Any], number: int) -> NumberColumn:
 
 
 def _column(column: Sequence[bytes | None], number: int) -> Column:
-    """Values of one type, as drivers give them; None for NULL."""
+    """Return values of one type, as drivers give them; None for NULL."""
     there = [value for value in column if value is not None]
     if number in FIXED_TYPES:
         found = _plain(np.frombuffer(b"".join(there), FIXED_TYPES[number][1]), number)

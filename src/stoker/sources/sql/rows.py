@@ -105,17 +105,17 @@ Column: TypeAlias = "NumberColumn | Sequence[Any]"
 
 
 def as_list(column: Column) -> Sequence[Any]:
-    """Values of a column one by one."""
+    """Return values of a column one by one."""
     return column.values.tolist() if isinstance(column, NumberColumn) else column
 
 
 def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
-    """Rows as their driver gave them, as bytes."""
+    """Return rows as their driver gave them, as bytes."""
     return pack_columns(list(zip(*rows, strict=True)))
 
 
 def pack_columns(columns: Sequence[Column]) -> Packed:
-    """Columns of equal length as the bytes of rows."""
+    """Return columns of equal length as the bytes of rows."""
     columns = [_plain(column) for column in columns]
     plain = [column for column in columns if isinstance(column, NumberColumn)]
     if len(plain) == len(columns):
@@ -134,7 +134,7 @@ def pack_columns(columns: Sequence[Column]) -> Packed:
 
 
 def pack_fixed(columns: Sequence[NumberColumn]) -> Packed:
-    """Columns of numbers and times, all there, as bytes: a tag and 8 bytes each."""
+    """Return columns of numbers and times, all there, as bytes: a tag and 8 bytes each."""
     count = len(columns[0].values)
     names = [(f"{part}{place}", kind) for place, (tag, _) in enumerate(columns)
              for part, kind in (("t", "u1"), ("v", "<f8" if tag == FLOAT else "<i8"))]  # fmt: skip

@@ -284,7 +284,7 @@ def fields_of(rules: Sequence[Rule]) -> Schema:
 
 
 def plain(sample: Mapping[str, Any], schema: Schema) -> Sample:
-    """Fields in the dtypes and the order of `schema`."""
+    """Return fields in the dtypes and the order of `schema`."""
     return {name: np.array(sample[name], np.dtype(f.dtype), order="C") for name, f in schema.items()}
 
 
@@ -310,7 +310,7 @@ class Standardization:
     deviation: tuple[float, ...] = ()
 
     def values(self, samples: Sample) -> NDArray[np.float64]:
-        """Values that count, `(n, places)`."""
+        """Return values that count, `(n, places)`."""
         array = np.asarray(samples[self.field], np.float64)
         if self.mask is not None:
             array = array[~samples[self.mask]]

@@ -129,7 +129,7 @@ class SharedRows:
         return {rule.field: rule.to_json() for given, rule in pairs if given is not rule}
 
     def values(self, rows: NDArray[np.int64]) -> dict[str, Values]:
-        """Values of some rows by column."""
+        """Return values of some rows by column."""
         return unpack_columns(self.table.rows.some(rows), self._selected)
 
     def key(self, row: int) -> str:
@@ -169,7 +169,7 @@ class SharedRows:
             return None
 
     def _read_again(self) -> TableSnapshot:
-        """Rows from the database.
+        """Return rows from the database.
 
         Raises:
             SourceError: They are not those that this source has spoken of before.
@@ -318,7 +318,7 @@ class SQLSource:
         return {**self.__dict__, "_kept": None}
 
     def __len__(self) -> int:
-        """Rows of the split."""
+        """Return the number of rows of the split."""
         return self._shared.count if self._split is None else len(self._rows())
 
     @property
@@ -346,7 +346,7 @@ class SQLSource:
         return other
 
     def schema(self) -> Schema:
-        """Fields of every sample."""
+        """Return fields of every sample."""
         return dict(self._shared.schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -361,7 +361,7 @@ class SQLSource:
         return {name: array[0, ...] for name, array in samples.items()}
 
     def read_many(self, indices: range) -> Sample:
-        """Consecutive samples at once, each field `(n, *shape)`: the same values as one by one.
+        """Return consecutive samples at once, each field `(n, *shape)`: the same values as one by one.
 
         Raises:
             SourceError: A row is malformed; names the first.
@@ -386,7 +386,7 @@ class SQLSource:
         return f"{self.where_it_is}, key {self._shared.key(row)}"
 
     def runs(self) -> Sequence[range]:
-        """Ranges of at most 256 rows or about 8 MiB."""
+        """Return ranges of at most 256 rows or about 8 MiB."""
         count, length = len(self), _RUN_ROWS
         if self._shared.is_read:
             mean = self._shared.table.rows.size_bytes // self._shared.count
@@ -475,7 +475,7 @@ class SQLSource:
         return digest.hexdigest()
 
     def _made(self, rows: NDArray[np.int64]) -> Sample:
-        """Fields of rows before they are standardized."""
+        """Return fields of rows before they are standardized."""
         values, samples = RowBatch(columns=self._shared.values(rows), count=len(rows)), {}
         for rule in self._shared.rules:
             try:
@@ -519,7 +519,7 @@ class SQLSource:
                 yield self._made(rows[place : place + 1])
 
     def _kept_of(self, rows: NDArray[np.int64]) -> Sample | None:
-        """Fields of rows that were all made before."""
+        """Return fields of rows that were all made before."""
         if self._kept is None:
             return None
         known, samples = self._kept

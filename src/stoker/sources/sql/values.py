@@ -75,7 +75,7 @@ class Rule(Protocol):
         ...
 
     def schema(self) -> Schema:
-        """Fields that it makes."""
+        """Return fields that it makes."""
         ...
 
     def make(self, rows: RowBatch) -> Sample:
@@ -381,7 +381,7 @@ class EntriesRule(ColumnRule):
     """Paths of the features that are standardized."""
 
     def schema(self) -> Schema:
-        """`(most, features)` float32, and the mask."""
+        """Return `(most, features)` float32, and the mask."""
         return {
             self.field: Field(shape=(self.most, len(self.features)), dtype="float32"),
             self.mask: Field(shape=(self.most,), dtype="bool"),
@@ -507,7 +507,7 @@ class PlaceRule:
     standardize: bool = False
 
     def schema(self) -> Schema:
-        """`(2,)` float32: north, east."""
+        """Return `(2,)` float32: north, east."""
         return {self.field: Field(shape=(2,), dtype="float32")}
 
     def make(self, rows: RowBatch) -> Sample:
@@ -519,7 +519,7 @@ class PlaceRule:
         return {self.field: np.stack(metres_from(rows.centroids[self.origin], latitude, longitude), -1)}
 
     def to_json(self) -> Json:
-        """Columns and origin."""
+        """Return columns and origin."""
         return {
             "columns": list(self.columns), "metres_from": self.origin, "standardize": self.standardize
         }  # fmt: skip
@@ -538,7 +538,7 @@ class CentroidRule:
         return ()
 
     def schema(self) -> Schema:
-        """`(2,)` float32: latitude, longitude."""
+        """Return `(2,)` float32: latitude, longitude."""
         return {self.field: Field(shape=(2,), dtype="float32")}
 
     def make(self, rows: RowBatch) -> Sample:
