@@ -114,7 +114,7 @@ class DecodeByRecord(Protocol):
     """Decodes states of encoders whose fields are at points that every record has of its own."""
 
     def of(self, number: int, latents: Tensor, /) -> Tensor:
-        """Latents `(..., L, D)` of sample `number` as fields `(..., N, C)`, float32, on the same device."""
+        """Return fields `(..., N, C)` float32 of latents `(..., L, D)` of sample `number`, same device."""
         ...
 
 
@@ -132,7 +132,7 @@ class GridDecoder:
         self._inverse: Tensor = torch.linalg.pinv(project).float()
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents `(..., L, D)` as fields `(..., *grid, C)` float32; points of several cells are averaged."""
+        """Return fields `(..., *grid, C)` float32 of latents `(..., L, D)`; shared points are averaged."""
         tokens, dim = latents.shape[-2:]
         if self._inverse.device != latents.device:
             self._inverse = self._inverse.to(latents.device)
@@ -366,7 +366,7 @@ class GridEncoder:
         return self._weights
 
     def identity(self) -> dict[str, Json]:
-        """Settings and weights; not the seed or the checkpoint's path, whose effect the weights are."""
+        """Return settings and weights, without the seed or the checkpoint's path: weights show these."""
         config: dict[str, Json] = {
             "channels": self.channels,
             "grid": list(self.grid),

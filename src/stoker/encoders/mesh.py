@@ -196,7 +196,7 @@ class MeshEncoder:
         return self._weights
 
     def identity(self) -> dict[str, Json]:
-        """Settings and weights; not the seed or the checkpoint's path, whose effect the weights are."""
+        """Return settings and weights, without the seed or the checkpoint's path: weights show these."""
         config: dict[str, Json] = {
             "fields": list(self.fields),
             "channels": self.channels,

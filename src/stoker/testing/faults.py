@@ -86,23 +86,23 @@ class FaultySource:
         return _changed(sample) if fault is not None and fault.kind == "corrupt" else sample
 
     def locate(self, number: int) -> str:
-        """Return the source's."""
+        """Return what the source returns."""
         return locate(self._source, number)
 
     def runs(self) -> Sequence[range]:
-        """Return the source's."""
+        """Return what the source returns."""
         return self._source.runs()
 
     def keys(self) -> Sequence[str]:
-        """Return the source's."""
+        """Return what the source returns."""
         return self._source.keys()
 
     def identity(self) -> SourceIdentity:
-        """Return the source's."""
+        """Return what the source returns."""
         return self._source.identity()
 
     def schema(self) -> Schema:
-        """Return the source's."""
+        """Return what the source returns."""
         return self._source.schema()
 
     def _take(self, place: int, number: int) -> bool:

@@ -64,7 +64,7 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     """Go once over the batches, which are this rank's part of the set; the errors are those of all ranks.
 
     Windows with `future` are rolled out over it. Without, the windows of `samples` trajectories are chained
-    (start 0, `stride`, 2 `stride`, ...) and those are rolled out whole; one that lacks a window is left out.
+    (start 0, `stride`, 2 `stride`, ...) and those are rolled out in full, if no window is missing.
 
     Args:
         model, amp: The operator, on its device, and whether to compute in bfloat16.

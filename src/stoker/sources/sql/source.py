@@ -337,7 +337,7 @@ class SQLSource:
         return to_json(self._standards())
 
     def for_split(self, split: str | None) -> SQLSource:
-        """Another split of the same rows, of the same read: two reads may see two versions of a table."""
+        """Return another split of the rows already read: a second read may see a changed table."""
         other = SQLSource.__new__(SQLSource)
         other.__dict__.update(self.__dict__)
         other._set_split(split)
