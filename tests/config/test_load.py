@@ -94,6 +94,11 @@ UNKNOWN = [
     pytest.param(
         "training: {task: x}", "training.task is not a setting (did you mean data.task?)", id="elsewhere"
     ),
+    pytest.param(
+        "precompute: {deadlines: {read: 7}}",
+        "precompute.deadlines is not a setting (did you mean precompute.timeouts?)",
+        id="renamed-section",
+    ),
     pytest.param("trainin: {lr: 1}", "trainin is not a setting (did you mean training?)", id="section"),
     pytest.param("lr: 1", "lr is not a setting (did you mean training.lr?)", id="no-section"),
     pytest.param("qqq: 1", "qqq is not a setting (docs/config.md lists them all)", id="nothing-near"),

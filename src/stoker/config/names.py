@@ -181,6 +181,10 @@ def _figure(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
+RENAMED_SECTIONS = {"precompute.deadlines": "precompute.timeouts"}
+"""Sections that had another name, which spelling alone does not find."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` probably meant; None where nothing is close.
 
@@ -190,6 +194,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     'data.task'
     """
     known = list(known)
+    for old, new in RENAMED_SECTIONS.items():
+        name = name.replace(old, new)
+    if name in known:
+        return name
     leaf = name.rsplit(".", 1)[-1]
     elsewhere = [other for other in known if other.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
