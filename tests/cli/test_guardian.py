@@ -87,7 +87,7 @@ if sys.argv[0] == "-m":
 KILLED_BETWEEN_GROUPS = """\
 
 if sys.argv[0] == "-m":
-    from stoker.precompute.run import PrecomputeLoop
+    from stoker.precompute.loop import PrecomputeLoop
     adjust = PrecomputeLoop._adjust
 
     def killed(self, waited_s, elapsed_s, groups):
@@ -104,7 +104,7 @@ SLOW_DISK = """\
 
 if sys.argv[0] == "-m":
     import time
-    from stoker.precompute.run import WriteThread
+    from stoker.precompute.writer import WriteThread
     from stoker.store.write import RecordWriter
     append = RecordWriter.append
 

@@ -13,7 +13,7 @@ import torch
 
 from stoker.errors import ResourceError, SourceError, WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
-from stoker.precompute import run as run_module
+from stoker.precompute import loop as loop_module
 from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
@@ -170,7 +170,7 @@ def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monk
 
 
 def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
 
     report = run(FakeSource((120,), delay_s=0.02), tmp_path, workers=None)
 
@@ -182,16 +182,16 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
     tmp_path, monkeypatch, spawned
 ):
     plan, handed = iter([1, 1, -1, -1, 1, -1] * 10), []
-    monkeypatch.setattr(run_module, "_WINDOW_S", 0.05)
-    change = run_module.WorkerPacing.change
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.05)
+    change = loop_module.WorkerPacing.change
 
-    monkeypatch.setattr(run_module, "_WINDOW_GROUPS", 1)
+    monkeypatch.setattr(loop_module, "_WINDOW_GROUPS", 1)
 
     def scripted(self, workers, processor_s):
         change(self, workers, processor_s)
         return next(plan, 0)
 
-    monkeypatch.setattr(run_module.WorkerPacing, "change", scripted)
+    monkeypatch.setattr(loop_module.WorkerPacing, "change", scripted)
     hand_out = workers_module.Worker.hand_out
 
     def noted(self, works, absent):
@@ -246,7 +246,7 @@ def refuse_all_but(monkeypatch, allowed):
 def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, workers
 ):
-    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
     tries = refuse_all_but(monkeypatch, 1)
     before = held()
 
@@ -276,7 +276,7 @@ def test_no_reader_at_all_is_an_error_with_advice(tmp_path, monkeypatch):
 def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, mode
 ):
-    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
     source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", workers=None)

@@ -36,8 +36,9 @@ from stoker.errors import (
 from stoker.precompute.encode import TOLERANCE, BatchEncoder, EncodedRecords, TorchState, distance
 from stoker.precompute.encoder_processes import stored
 from stoker.precompute.in_process import ask_encoder
+from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
-from stoker.precompute.run import LOG_FOLDER, PrecomputeLoop, RunTotals, StageBuilder
+from stoker.precompute.run import LOG_FOLDER, StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.signals import Interrupts

@@ -1,16 +1,14 @@
-"""One run: its stages built from source, encoder, folder and settings, and the loop over them."""
+"""One run on this machine: build its stages from source, encoder, folder and settings, and run them."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,14 +18,13 @@ from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
-from stoker.precompute.arena import Layout, LoadedBatch, plan_layout, slot_size
+from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
     PRECISION,
     BatchEncoder,
     EncodeClock,
     EncodeStage,
     TorchState,
-    full_precision,
 )
 from stoker.precompute.encoder_processes import (
     EncoderLaunch,
@@ -43,7 +40,8 @@ from stoker.precompute.in_process import (
     ask_encoder,
     call_encoder,
 )
-from stoker.precompute.progress import ProgressSink, Rate, Snapshot
+from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerPacing
+from stoker.precompute.progress import ProgressSink
 from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
@@ -61,311 +59,6 @@ from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
 from stoker.store.recipe import Recipe
 from stoker.units import MIB, format_bytes, format_count
-
-# ----------------------------------------------------------------------------------------------------------
-# How many workers: more while the encoder waits and another one helps, fewer while several are idle.
-
-
-_FIRST_WINDOW_S = 0.25
-_WINDOW_S = 0.75
-_WINDOW_GROUPS = 4
-_WAITS_MUCH = 0.15
-_WAITS_LITTLE = 0.02
-_GAIN = 1.05
-_IDLE_WORKERS = 1.25
-_SPARE_PROCESSOR = 0.25
-_FIRST_REST = 8
-_LONGEST_REST = 64
-
-Change: TypeAlias = Literal[-1, 0, 1]
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerPacing:
-    """Decides from what it is told; asks no clock and starts nothing.
-
-    A window of time ends when it is long enough and enough groups came through; the first is short, since a
-    run begins with few workers. A worker is added when the encoder spent more than 15 % of the window
-    waiting. It is removed when the next window was not 5 % faster: then this source gives no more, or
-    something else is the limit. None is tried while this process and its workers use all processors: it would
-    cost a start and bring nothing. One is taken away when the encoder hardly waited while more than one
-    worker stood before a full arena. After a change that did not pay, the next trial comes 8 windows later,
-    then 16, up to 64: a later file may be slower to read.
-    """
-
-    most: int
-    """Upper bound: by cores, and by what the memory in flight allows."""
-    processors: float = float("inf")
-    """Processors that there are for us."""
-    waited_s: float = 0.0
-    elapsed_s: float = 0.0
-    idle_s: float = 0.0
-    groups: int = 0
-    _trial: Change = 0
-    _before: float = 0.0
-    _rest: int = 0
-    _next_rest: int = _FIRST_REST
-
-    def step(self, waited_s: float, elapsed_s: float, groups: int, idle: int = 0) -> None:
-        """Count what happened since the last call.
-
-        Args:
-            waited_s: Time that the encoder waited for workers.
-            elapsed_s: Time in all.
-            groups: Groups encoded.
-            idle: Workers that have filled all their slots.
-        """
-        self.waited_s += waited_s
-        self.elapsed_s += elapsed_s
-        self.idle_s += idle * elapsed_s
-        self.groups += groups
-
-    def full(self, workers: int) -> bool:
-        """Return True if the window is long enough to decide on."""
-        length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
-        return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * workers
-
-    def change(self, workers: int, processor_s: float = 0.0) -> Change:
-        """Return how many to add to the `workers` there are, or to do without; ends the window if it is full.
-
-        Args:
-            workers: At work.
-            processor_s: Processor time used in the window, by this process and them.
-        """
-        if not self.full(workers):
-            return 0
-        spare = self.processors - processor_s / self.elapsed_s
-        rate, waits, idle = (x / self.elapsed_s for x in (self.groups, self.waited_s, self.idle_s))
-        self.restart()
-        trial, self._trial = self._trial, 0
-        self._rest = max(0, self._rest - 1)
-        if trial > 0 and rate < self._before * _GAIN:
-            return self._undo(-1)
-        if trial < 0 and waits > _WAITS_MUCH and rate < self._before:
-            return self._undo(1)
-        if trial:
-            self._next_rest = _FIRST_REST
-        self._before = rate
-        if waits > _WAITS_MUCH and workers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
-            self._trial = 1
-        elif waits < _WAITS_LITTLE and idle > _IDLE_WORKERS and workers > 1 and not self._rest:
-            self._trial = -1
-        return self._trial
-
-    def settle(self) -> None:
-        """Try nothing for a long time: another worker did not start."""
-        self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
-
-    def restart(self) -> None:
-        """Begin a new window, as when workers have just been started."""
-        self.waited_s = self.elapsed_s = self.idle_s = 0.0
-        self.groups = 0
-
-    def _undo(self, change: Change) -> Change:
-        self._rest = self._next_rest
-        self._next_rest = min(_LONGEST_REST, 2 * self._next_rest)
-        return change
-
-
-_LOOK_S = 0.25
-_OFFER_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTotals:
-    """Totals from before the run, for its progress display."""
-
-    name: str
-    """The cache's name."""
-    total: int
-    """Samples of the source."""
-    missing: int
-    """Samples that this run is to encode."""
-    quarantined: int
-    """Samples set aside before and not tried again."""
-    device: str
-    """Where the encoder runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStages:
-    """The parts a run is made of."""
-
-    feed: SampleFeed
-    queue: WorkQueue
-    ledger: SampleLedger
-    encoding: EncodeStage
-    writer: WriteThread
-    in_process: bool
-    """Samples are read or encoded in this process."""
-
-
-class PrecomputeLoop:
-    """Drives the stages until everything is encoded or a signal asks for an end."""
-
-    def __init__(
-        self,
-        stages: RunStages,
-        totals: RunTotals,
-        *,
-        interrupts: Interrupts,
-        sink: ProgressSink | None,
-        pacing: WorkerPacing | None,
-    ) -> None:
-        self._stages = stages
-        self._totals = totals
-        self._interrupts = interrupts
-        self._sink = sink
-        self._pacing = pacing
-        self._batches: deque[LoadedBatch] = deque()
-        self._begun = time.monotonic()
-        self._first: float | None = None
-        self._processor_s: float | None = None
-        """Processor time used when the window of `pacing` began."""
-        self._shown = 0.0
-        self._rate = Rate(self._begun)
-        self.encoded = 0
-        """Records handed to the writer that were encoded."""
-        self.copied = 0
-        """Records handed to the writer that another cache has already."""
-
-    def run(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
-        """Work; False when a signal came first, the time `until` (`time.monotonic()`), or that of `lasts_s`
-        after the first group was encoded: so something always is.
-
-        Torch's products of float32 are in full precision meanwhile where this process reads or encodes.
-
-        Raises:
-            StokerError: A stage failed for good.
-        """
-        with full_precision() if self._stages.in_process else nullcontext():
-            return self._loop(until, lasts_s)
-
-    def _loop(self, until: float, lasts_s: float) -> bool:
-        stages = self._stages
-        feed = stages.feed
-        while not (feed.finished and not self._batches):
-            if self._first is not None:
-                until = min(until, self._first + lasts_s)
-            if self._interrupts.signal is not None or time.monotonic() >= until:
-                self._show(last=True)
-                return False
-            self._alive()
-            begun, waited, hungry = time.monotonic(), 0.0, stages.encoding.hungry
-            groups = self._deal()
-            if not self._store() and not groups:
-                self._wait(min(_LOOK_S, max(0.0, until - begun)))
-                waited = time.monotonic() - begun if hungry else 0.0
-            stages.writer.check()
-            self._adjust(waited, time.monotonic() - begun, groups)
-            self._show()
-        self._show(last=True)
-        return True
-
-    def _deal(self) -> int:
-        """Hand a batch to an encoder that has room; how many were handed over."""
-        if not self._batches:
-            return 0
-        self._first = self._first or time.monotonic()
-        if not self._stages.encoding.take(self._batches[0]):
-            return 0
-        self._batches.popleft()
-        return 1
-
-    def _store(self) -> bool:
-        """Hand to the writer what has been encoded; whether there was something."""
-        results = self._stages.encoding.results()
-        for encoded in results:
-            while not self._stages.writer.offer(encoded, _OFFER_S):
-                # A slow disk has a timeout of its own, and must not keep us from noticing workers that hang.
-                self._alive()
-                if isinstance(self._stages.feed, Supervisor):
-                    self._batches.extend(self._stages.feed.poll(0.0))
-                self._show()
-            if encoded.copied is None:
-                self.encoded += len(encoded.numbers)
-            else:
-                self.copied += len(encoded.numbers)
-        return bool(results)
-
-    def _wait(self, timeout_s: float) -> None:
-        """Wait for batches, or for encoders where only these can continue."""
-        feed = self._stages.feed
-        # Reading in this process fills one buffer again and again; workers are looked after at all times.
-        if isinstance(feed, Supervisor) or not self._batches:
-            self._batches.extend(feed.poll(timeout_s))
-        if not isinstance(feed, Supervisor) and not self._batches:
-            self._stages.encoding.wait(timeout_s)
-
-    def _alive(self) -> None:
-        """Say that the loop goes round; what is read in this process may take any time."""
-        self._stages.encoding.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
-
-    def _adjust(self, waited_s: float, elapsed_s: float, groups: int) -> None:
-        feed, pacing = self._stages.feed, self._pacing
-        if pacing is None or not isinstance(feed, Supervisor):
-            return
-        if feed.given_up:
-            pacing.settle()
-        if not feed.all_delivering:
-            pacing.restart()
-            self._processor_s = None
-            return
-        if self._processor_s is None:
-            self._processor_s = self._used_s(feed)
-        pacing.step(waited_s, elapsed_s, groups, feed.idle)
-        if not pacing.full(feed.workers):
-            return
-        used = self._used_s(feed)
-        change = pacing.change(feed.workers, used - self._processor_s)
-        self._processor_s = used
-        if change > 0:
-            feed.start(1)
-        elif change < 0:
-            feed.park()
-
-    def _used_s(self, feed: Supervisor) -> float:
-        """Return the processor time that this process and those below it have used so far."""
-        others = sum(view.processor_s for view in feed.views()) + self._stages.encoding.processor_s()
-        return time.process_time() + others
-
-    def _show(self, *, last: bool = False) -> None:
-        now = time.monotonic()
-        if self._sink is None or (not last and now - self._shown < self._sink.interval_s):
-            return
-        self._shown = now
-        self._sink.update(self._snapshot(now))
-
-    def _snapshot(self, now: float) -> Snapshot:
-        totals, clock, failures = self._totals, self._stages.encoding.clock, self._stages.ledger.failures
-        done = totals.total - totals.missing + self.encoded + self.copied + len(failures)
-        last = (
-            f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
-        )
-        return Snapshot(
-            name=totals.name,
-            total=totals.total,
-            done=done,
-            encoded=self.encoded,
-            seconds=now - self._begun,
-            rate=self._rate(now, self.encoded + self.copied),
-            written_bytes=self._stages.writer.bytes,
-            workers=tuple(self._stages.feed.views()),
-            device=totals.device,
-            group=clock.numbers,
-            call_s=clock.seconds / max(1, clock.calls),
-            busy=self._busy(now),
-            shard_fill=self._stages.writer.shard_fill,
-            quarantined=totals.quarantined + len(failures),
-            last_failure=last,
-        )
-
-    def _busy(self, now: float) -> float:
-        clock = self._stages.encoding.clock
-        if self._first is None or now <= self._first:
-            return 0.0
-        return min(1.0, clock.seconds / clock.lanes / (now - self._first))
-
 
 # ----------------------------------------------------------------------------------------------------------
 # Build the stages.
