@@ -6,7 +6,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from stoker.precompute.arena import LoadedBatch
 from stoker.precompute.encode import (
@@ -16,8 +16,10 @@ from stoker.precompute.encode import (
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.workers import Supervisor
-from stoker.precompute.writer import WriteThread
 from stoker.runtime.signals import Interrupts
+
+if TYPE_CHECKING:
+    from stoker.precompute.writer import WriteThread
 
 # ----------------------------------------------------------------------------------------------------------
 # How many workers: more while the encoder waits and another one helps, fewer while several are idle.
