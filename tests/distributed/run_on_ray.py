@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.errors import StokerError
+from stoker.errors import Interrupted, StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
 from stoker.precompute.settings import as_timeouts
 from stoker.store.mirror.root import attach_mirror
@@ -76,7 +76,7 @@ def main(text):
         engine = RayEngine(**given["ray"])
     try:
         report = run_precompute(source, encoder, cache_dir, name="c", settings=settings, engine=engine)
-    except StokerError as error:
+    except (StokerError, Interrupted) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
     finally:

@@ -66,7 +66,7 @@ def make_job(
     told = [line["data"] for line in lines(own, "metrics")]
     JobFile(
         id=name, name=name, kind="training", attempt=2 if again else 1, epochs=config["epochs"],
-        epoch=told[-1]["epoch"] if told else 0, checkpoint=told[-1]["checkpoint"] if told else None,
+        epoch=told[-1]["epoch"] if told else 0, checkpoint=told[-1].get("checkpoint") if told else None,
         config={"dataset_ids": [dataset["id"]], **config}, datasets=[dataset], dataset_ids=[dataset["id"]],
         caches=str(folder / "caches"), data=str(folder / "data"), limits={},
     ).write(own / "job.json")  # fmt: skip

@@ -256,7 +256,7 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
         config = {
             "dataset_ids": [made["dataset"]["id"]],
             "batch_size": 256,
-            "epochs": 400,
+            "epochs": 60,
             "early_stop_patience": 0,
             "learning_rate": 0.001,
             "preload_to_gpu": True,
@@ -274,8 +274,8 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
     with service(state, "--workers", "1") as (process, started):
         client = ServiceClient(started["address"], (state / "token").read_text().strip())
         found = wait(client, job, "completed")
-        assert (found["attempt"], found["current_epoch"]) == (2, 400)
-        assert [row["epoch"] for row in client.metrics(job, limit=1000)] == list(range(1, 401))
+        assert (found["attempt"], found["current_epoch"]) == (2, 60)
+        assert [row["epoch"] for row in client.metrics(job, limit=1000)] == list(range(1, 61))
         assert client.log(job)["lines"]
         assert found["tier"] in ("host", "device")
         os.kill(process.pid, signal.SIGTERM)

@@ -141,7 +141,8 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
             if found is not None:
                 objective.restore(found, root)
                 done = objective.progress
-                tell("resume", {"step": done.step, "epoch": done.epoch, "row": done.row})
+                facts = {"step": done.step, "epoch": done.epoch, "row": done.row}
+                tell("resume", {**facts, "path": str(found.folder)})
         progress = objective.progress
         progress.epochs = config.epochs
         loop = TrainLoop(

@@ -248,6 +248,7 @@ class _RecordEvents:
         elif kind == "skip":
             _report_skipped(self._run, told["why"])
         elif kind == "resume":
+            self._checkpoint = Path(told["path"]).name
             row = told["row"]
             if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its event
                 self._tell_epoch(row)

@@ -57,6 +57,8 @@ class Checkpoint:
     """Optimizer and random state by name."""
     state: Mapping[str, Any]
     """Everything else, as JSON."""
+    folder: Path | None = None
+    """Where it was read from; None: it was not read from disk."""
 
 
 def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
@@ -108,7 +110,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         if digest != hashlib.sha256(canonical_json(body).encode()).hexdigest():
             raise CorruptError(f"{folder}/state.json does not match its digest")
         tensors = {name: _read(folder / f"{name}.safetensors", body["files"][name]) for name in _FILES}
-        return Checkpoint(step=int(body["step"]), state=body["state"], **tensors)
+        return Checkpoint(step=int(body["step"]), state=body["state"], folder=folder, **tensors)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, CorruptError):
             raise
