@@ -2,9 +2,9 @@
 
 Both versions are checkouts of the repository. Each case runs once in the one and once in the other, then in the
 opposite order, and so on; the ratio is taken within each pair and the median of the pairs is reported with the
-quartiles. `after_over_before` is a ratio of speeds: 1 is equal, above 1 the version under test is faster. Cases of
-serving run in one process for each version that lives for the whole benchmark and does nothing between its turns;
-cases of starting and encoding run in a fresh process each time. Only public names are used, so that versions with
+quartiles. `after_over_before` is a ratio of speeds: 1 is equal, above 1 the version under test is faster. Every pair has
+two fresh processes, because two processes of one version differ more than two versions do. In a pair of a serving case
+the processes take turns, and the median of a process's turns counts. Only public names are used, so that versions with
 different insides can be compared. Caches are made by the earlier version and read by both.
 
 - `W1`: 20,000 records of 1 KiB, batches of 256. `W2w`: windows of 1,000 trajectories, batches of 64. `W2t`: whole
@@ -14,7 +14,7 @@ different insides can be compared. Caches are made by the earlier version and re
 - `first batch`: from the start of a process to the first batch of a finished cache.
 - `cached small|images`: the first call of `stoker.cached` on 200 samples in memory, and on uint8 images of 150 KB.
 
-    python benchmarks/before_after.py BEFORE [--after CHECKOUT] [--save] [--quick] [--only W1 W3] [--pairs 15]
+    python benchmarks/before_after.py BEFORE [--after CHECKOUT] [--save] [--quick] [--only W1 W3] [--pairs 7]
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ FRESH = (
 )
 TURN_S = 0.5
 """A turn of serving lasts at least this long."""
+TURNS = 5
+"""Turns of each process of a serving case, after one that is not counted."""
 TIMEOUT_S = 600
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -238,32 +240,40 @@ def run_once(checkout: Path, case: str, folder: Path, scale: int, mode: str = "o
     return json.loads(done.stdout.splitlines()[-1]) if mode == "once" else 0.0
 
 
-def turns(
-    case: str, versions: dict[str, Path], folder: Path, scale: int, pairs: int
-) -> list[dict[str, float]]:
-    """Seconds of both versions, pair by pair; the first pair is not counted."""
-    taken: list[dict[str, float]] = []
+def serve_pair(case: str, versions: dict[str, Path], folder: Path, first: int) -> dict[str, float]:
+    """Median seconds a batch of one fresh process for each version; `first`: 0 or 1, which begins."""
+    taken: dict[str, list[float]] = {name: [] for name in versions}
     with ExitStack() as stack:
         children = {}
-        if case in SERVING:
-            for name, checkout in versions.items():
-                words, environment = command(checkout, "serve", case, folder, scale)
-                child = subprocess.Popen(words, env=environment, stdin=-1, stdout=-1, text=True)
-                stack.callback(child.wait, TIMEOUT_S)
-                stack.callback(child.kill)
-                children[name] = child
-                if child.stdout.readline().strip() != "ready":
-                    raise SystemExit(f"{case} with {checkout} did not start")
-        for pair in range(pairs + 1):
-            row: dict[str, float] = {}
-            for name in sorted(versions, reverse=bool(pair % 2)):
-                if children:
-                    children[name].stdin.write("turn\n")
-                    children[name].stdin.flush()
-                    row[name] = json.loads(children[name].stdout.readline())
-                else:
-                    row[name] = run_once(versions[name], case, folder, scale)
-            taken.append(row)
+        for name, checkout in versions.items():
+            words, environment = command(checkout, "serve", case, folder, 1)
+            child = subprocess.Popen(words, env=environment, stdin=-1, stdout=-1, text=True)
+            stack.callback(child.wait, TIMEOUT_S)
+            stack.callback(child.kill)
+            children[name] = child
+            if child.stdout.readline().strip() != "ready":
+                raise SystemExit(f"{case} with {checkout} did not start")
+        for turn in range(TURNS + 1):
+            for name in sorted(versions, reverse=bool((turn + first) % 2)):
+                children[name].stdin.write("turn\n")
+                children[name].stdin.flush()
+                taken[name].append(json.loads(children[name].stdout.readline()))
+    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+
+
+def measured(
+    case: str, versions: dict[str, Path], folder: Path, scale: int, pairs: int
+) -> list[dict[str, float]]:
+    """Seconds of both versions, pair by pair; the first pair of a case that is not of serving is not counted."""
+    if case in SERVING:
+        return [serve_pair(case, versions, folder, pair % 2) for pair in range(pairs)]
+    taken = [
+        {
+            name: run_once(versions[name], case, folder, scale)
+            for name in sorted(versions, reverse=bool(pair % 2))
+        }
+        for pair in range(pairs + 1)
+    ]
     return taken[1:]
 
 
@@ -275,7 +285,7 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("--after", type=Path, default=ROOT)
     parser.add_argument("--only", nargs="*", default=[*SERVING, *FRESH], choices=[*SERVING, *FRESH])
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures say nothing")
     options = parser.parse_args()
@@ -287,8 +297,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="before-after-") as place:
             folder = Path(place)
             run_once(versions["before"], case, folder, scale, mode="make")
-            fewer = 5 if case in FRESH and case != "first batch" else options.pairs
-            taken = turns(case, versions, folder, scale, 1 if options.quick else min(fewer, options.pairs))
+            taken = measured(case, versions, folder, scale, 1 if options.quick else options.pairs)
         ratios = sorted(row["before"] / row["after"] for row in taken)
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
         rows.append(
