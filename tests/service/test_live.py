@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_a_stream_gives_what_happens_after_a_number(running: Running, job: str) 
     assert {one.data["job_id"] for one in found} == {job}
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
     running: Running, job: str, rounds: int
 ) -> None:
@@ -84,20 +84,20 @@ def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
     writer.start()
     seen: list[int] = []
     headers = {"Authorization": f"Bearer {running.token}"}
-    deadline = time.monotonic() + 60 + rounds / 4
+    deadline = time.monotonic() + 60 + 2 * rounds
     wanted: list[int] = [-1]
     while seen != wanted and time.monotonic() < deadline:
         cut = chance.randint(1, 6000)
         headers["Last-Event-ID"] = str(seen[-1] if seen else begin)
-        with httpx.stream("GET", running.api(f"/jobs/{job}/events"), headers=headers, timeout=1) as answer:
-            text = b""
-            try:
-                for piece in answer.iter_raw():
-                    text += piece
-                    if len(text) >= cut:
-                        break
-            except httpx.ReadTimeout:
-                pass
+        text, limits = b"", httpx.Timeout(30, read=1)
+        with (
+            suppress(httpx.ReadTimeout),
+            httpx.stream("GET", running.api(f"/jobs/{job}/events"), headers=headers, timeout=limits) as got,
+        ):
+            for piece in got.iter_raw():
+                text += piece
+                if len(text) >= cut:
+                    break
         for block in text[:cut].decode().split("\n\n")[:-1]:
             if block.startswith("id:"):
                 seen.append(int(block.partition("\n")[0][4:]))
@@ -336,7 +336,7 @@ def grown_mib(running: Running, job: str, megabytes: int) -> float:
     with ExitStack() as stack:
         for _ in range(stream.CLIENTS - 1):
             stack.enter_context(closing(reader_that_reads_nothing(running, "/api/v1/training/events")))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while running.services.feed.clients < stream.CLIENTS - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert running.services.feed.clients == stream.CLIENTS - 1
