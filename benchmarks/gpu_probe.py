@@ -33,7 +33,7 @@ from stoker.loader.gather import ConvertingGather
 from stoker.loader.order import permutation_on
 from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
-from stoker.train.step import FiniteGuard
+from stoker.train.loop import FiniteGuard
 from stoker.transforms import Crop, Flip, Noise
 from tests.loader.caches import trajectories, write_cache
 

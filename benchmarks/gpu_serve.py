@@ -45,7 +45,7 @@ from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
 from stoker.loader.conversion import find_conversion
 from stoker.loader.gather import ConvertingGather, make_converting_gather
-from stoker.monitor.gpu import GpuSample, GpuSampler, open_gpu
+from stoker.monitor.meter import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource
 

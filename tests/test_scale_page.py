@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.extras.simulation.report import HEAD, cells, encoding_cells, remarks
-from stoker.extras.simulation.result import Simulation
+from stoker.extras.simulation.result import HEAD, Simulation, cells, encoding_cells, remarks
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
 

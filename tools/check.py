@@ -31,7 +31,7 @@ UNPICKLES = (
     "extras/ray/task.py",
     "/entry.py",
     "service/worker.py",
-    "testing/conformance.py",
+    "testing.py",
 )
 SPEAKS_HTTP = re.compile(r"urllib\.(request|error)|http\.client import .*Conn|import (httpx|requests)\b")
 READ_THE_ENVIRONMENT = ("cli/", "service/", "extras/launch/", "extras/compat/", "extras/ray/job")

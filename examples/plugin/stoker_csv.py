@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from stoker.cli.command import command_output
-from stoker.cli.flags import Debug, Json
+from stoker.cli.command import Debug, Json, command_output
 from stoker.errors import ConfigError, SourceError
 from stoker.export import Exporter, tensors_of
 from stoker.schema import Field, Sample, Schema

@@ -3,8 +3,16 @@
 docs/export.md says what they hold, docs/plugins.md how another layout is added.
 """
 
-from stoker.extras.export.records import ExportSettings, ExportTensor, tensors_of
-from stoker.extras.export.run import ExportedFile, Exporter, ExportReport, ExportWriter, export_cache
+from stoker.extras.export.run import (
+    ExportedFile,
+    Exporter,
+    ExportReport,
+    ExportSettings,
+    ExportTensor,
+    ExportWriter,
+    export_cache,
+    tensors_of,
+)
 
 __all__ = [
     "ExportReport",

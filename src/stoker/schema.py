@@ -283,6 +283,21 @@ def schema_text(schema: Schema) -> str:
     return canonical_json(schema_to_json(schema))
 
 
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:
+    """Return settings of all sections by their full name.
+
+    >>> flatten_settings({"training": {"lr": 0.1, "order": "full"}})
+    {'training.lr': 0.1, 'training.order': 'full'}
+    """
+    found: dict[str, Json] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten_settings(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            found[prefix + name] = cast("Json", value)
+    return found
+
+
 def digest_json(data: Any) -> str:
     """Return the sha256 of canonical JSON, 64 hex digits."""
     return hashlib.sha256(canonical_json(data).encode()).hexdigest()

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stoker.cli.flags import EarlierFlags, PrecomputeFlags, Splits, Words, spread_flags
+from stoker.cli.command import EarlierFlags, PrecomputeFlags, Splits, Words, spread_flags
 from stoker.extras.compat.command import CompatFlags
 
 DEADLINES = "precompute.timeouts."

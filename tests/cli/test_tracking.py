@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from stoker.monitor import GpuSample, MissingGpu
-from stoker.monitor.gpu import GpuWatch
+from stoker.monitor.meter import GpuWatch
 from stoker.run.train import COST, GPU, RunTracking, Startup, StartupPhase, tracking
 from tests.cli.commands import run, run_json
 

@@ -15,7 +15,7 @@ import pynvml
 import pytest
 import torch
 
-from stoker.monitor import gpu
+from stoker.monitor import meter
 from stoker.plan.resources import disk_space
 from stoker.run.validate import check_driver, check_each, check_shared_memory, unreachable
 from tests.cli.commands import run, run_json
@@ -94,7 +94,7 @@ def test_the_driver_must_run_what_torch_was_built_for(
         "nvmlSystemGetCudaDriverVersion_v2": lambda: cuda,
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(gpu.pynvml, name, fake)
+        monkeypatch.setattr(meter.pynvml, name, fake)
 
     row = check_driver()
 

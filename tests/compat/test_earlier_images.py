@@ -35,7 +35,7 @@ KEYS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two subjects, eight sequences, a camera, two images of each: 28 to train on, and 4 to validate on."""
     pytest.importorskip("PIL", reason="pip install 'stoker[images]'")
-    from stoker.testing.dexycb import write_dexycb
+    from stoker.testing import write_dexycb
 
     return write_dexycb(tmp_path_factory.mktemp("dexycb"), sequences=8, cameras=1)
 

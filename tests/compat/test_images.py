@@ -144,7 +144,7 @@ def test_what_it_does_not_do_is_said(
 
 def test_a_folder_in_dexycbs_layout(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    from stoker.testing.dexycb import write_dexycb
+    from stoker.testing import write_dexycb
 
     root = write_dexycb(tmp_path / "raw", sequences=8)
     dataset = GPUCachedDataset(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stoker.compat
-from stoker.cli.flags import PrecomputeFlags
+from stoker.cli.command import PrecomputeFlags
 from stoker.config.load import EARLIER, MEANT
 from tests.cli.commands import run
 from tests.compat.test_earlier_units import write_samples

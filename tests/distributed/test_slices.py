@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stoker.extras.ray import slices as module
-from stoker.extras.ray.slices import Slices
+from stoker.extras.ray import task as module
+from stoker.extras.ray.task import Slices
 from stoker.store import Recipe
 
 GROUP = 4

@@ -13,7 +13,7 @@ from stoker import ModuleEncoder
 from stoker.encoders.mesh import MeshEncoder, mesh_encoder_for
 from stoker.errors import EncoderError
 from stoker.schema import Field, Schema, size_field
-from stoker.testing.conformance import check_encoder
+from stoker.testing import check_encoder
 
 STATE = Field(shape=(-1, 2), dtype="float32", ragged=True, axes=("t", "p"))
 EDGES = Field(shape=(-1, 2), dtype="int64", ragged=True, axes=("e",))

@@ -133,7 +133,7 @@ def test_records_of_varying_length_are_written_as_chosen(
     with pytest.raises(ConfigError, match=r"ragged='nested' \(one after another.*ragged='pad' \(zeros up to"):
         export(cache, tmp_path / "out", to)
 
-    monkeypatch.setattr("stoker.extras.export.records.PIECE_BYTES", 50)  # two records or three
+    monkeypatch.setattr("stoker.extras.export.run.PIECE_BYTES", 50)  # two records or three
     export(cache, tmp_path / "nested", to, ragged="nested")
     export(cache, tmp_path / "pad", to, ragged="pad")
 
@@ -190,7 +190,7 @@ def test_a_packed_value_that_the_dtype_cannot_hold_is_an_error(
     source = Huge({"x": Field(shape=(4,), dtype="float32")}, parts=[("a", 9)])
     cache = make_cache(tmp_path, source, dtype={"x": "int8"})
 
-    monkeypatch.setattr("stoker.extras.export.records.PIECE_BYTES", 8)
+    monkeypatch.setattr("stoker.extras.export.run.PIECE_BYTES", 8)
     with pytest.raises(RecordError, match=r"samples 6 to 7 holds 1e\+06 in 'x', which float16 cannot hold"):
         export(cache, tmp_path / "out", packed="float16")
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ import pytest
 
 from stoker.config.sections import FetchConfig
 from stoker.errors import ConfigError, ResourceError
-from stoker.extras.fetch.manifest import WantedFile, parse_wanted, read_manifest
+from stoker.extras.fetch.origins import WantedFile, parse_wanted, read_manifest
 from stoker.extras.fetch.run import LOCK, FetchReport, FileResult, fetch_files
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import BLOCK_BYTES, paths_of

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.config.sections import FetchConfig
 from stoker.errors import ConfigError
-from stoker.extras.fetch.manifest import WantedFolder, parse_wanted, read_manifest
+from stoker.extras.fetch.origins import WantedFolder, parse_wanted, read_manifest
 from stoker.extras.fetch.run import FetchReport, fetch_files
 
 QUICK = FetchConfig(stall=10.0, tries=2, deadline=60.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.config.sections import FetchConfig
-from stoker.extras.fetch.manifest import WantedFile, WantedFolder
+from stoker.extras.fetch.origins import WantedFile, WantedFolder
 from stoker.extras.fetch.run import FetchReport, FileResult, fetch_files
 from tests.fetch.s3 import LOST, SECRET_KEY, Bucket, a_bucket, missing
 

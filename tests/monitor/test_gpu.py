@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from stoker.monitor import GpuSample, MissingGpu, gpu, open_gpu
+from stoker.monitor import GpuSample, MissingGpu, meter, open_gpu
 
 
 def fail(*_: Any) -> Any:
@@ -33,12 +33,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         "nvmlDeviceGetPowerUsage": lambda handle: 250_000,
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(gpu.pynvml, name, fake)
+        monkeypatch.setattr(meter.pynvml, name, fake)
     return calls
 
 
 def test_without_a_driver_the_absence_is_explicit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.pynvml, "nvmlInit", fail)
+    monkeypatch.setattr(meter.pynvml, "nvmlInit", fail)
 
     found = open_gpu()
 
@@ -63,8 +63,8 @@ def test_a_sample_has_fractions_bytes_and_watts(driver: dict[str, int], uuid: st
 
 
 def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetUtilizationRates", fail)
-    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetPowerUsage", fail)
+    monkeypatch.setattr(meter.pynvml, "nvmlDeviceGetUtilizationRates", fail)
+    monkeypatch.setattr(meter.pynvml, "nvmlDeviceGetPowerUsage", fail)
     sampler = open_gpu()
     assert not isinstance(sampler, MissingGpu)
 
@@ -77,7 +77,7 @@ def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch:
 def test_a_gpu_that_fell_off_is_absent(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = open_gpu()
     assert not isinstance(sampler, MissingGpu)
-    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetMemoryInfo", fail)
+    monkeypatch.setattr(meter.pynvml, "nvmlDeviceGetMemoryInfo", fail)
 
     assert isinstance(sampler.sample(), MissingGpu)
 

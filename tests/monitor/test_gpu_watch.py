@@ -4,7 +4,7 @@ import time
 from typing import Any, cast
 
 from stoker.monitor import GpuSample, GpuSampler, MissingGpu
-from stoker.monitor.gpu import GpuWatch
+from stoker.monitor.meter import GpuWatch
 
 
 class Gpu:

@@ -38,7 +38,7 @@ from stoker.sources.splits import SplitOf, Subset
 from stoker.sources.tables import DatasetsSource, ParquetSource
 from stoker.sources.tar import TarSource
 from stoker.store.joins import join_table
-from stoker.testing.dexycb import write_dexycb
+from stoker.testing import write_dexycb
 from stoker.transforms import CropImages, Decode, Flip, Noise, Normalize, Roll
 
 __all__ = [

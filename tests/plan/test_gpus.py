@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.plan.gpus import MEMORY_GIB, gpu_table, say_gpus
+from stoker.plan.tiers import MEMORY_GIB, gpu_table, say_gpus
 from stoker.units import GIB
 
 

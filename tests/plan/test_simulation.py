@@ -8,8 +8,7 @@ import pytest
 
 from stoker.errors import ConfigError
 from stoker.extras.simulation.queues import RunTraffic, Visit, simulate_queues
-from stoker.extras.simulation.report import HEAD, cells, remarks
-from stoker.extras.simulation.result import encoding_with
+from stoker.extras.simulation.result import HEAD, cells, encoding_with, remarks
 from stoker.extras.simulation.run import hit_share, simulate
 from stoker.extras.simulation.scenario import KEYS, Scenario, parse_scenario, rate
 from stoker.plan import BatchLoad, Demand, Rates, Resources, plan_tiers, stall_of

@@ -8,7 +8,7 @@ import pytest
 
 from stoker import precompute
 from stoker.errors import Interrupted, StokerError
-from stoker.train.step import StopFlag
+from stoker.train.loop import StopFlag
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

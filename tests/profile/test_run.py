@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
-from stoker.profile.page import write_page
-from stoker.profile.result import demand_of, forecast_other_gpus
+from stoker.profile.result import demand_of, forecast_other_gpus, write_page
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 

@@ -18,8 +18,8 @@ from stoker.monitor import StallMeter
 from stoker.run.fitting import FitReport, fit
 from stoker.store import Cache
 from stoker.train.config import Schedule, TrainConfig
+from stoker.train.loop import learning_rate
 from stoker.train.state import load_checkpoint, save_checkpoint
-from stoker.train.step import learning_rate
 from tests.loader.caches import write_cache
 
 ROWS, BATCH, STEPS = 60, 16, 4

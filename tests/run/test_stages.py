@@ -11,8 +11,7 @@ import stoker
 from stoker.config import load_config
 from stoker.errors import ConfigError
 from stoker.run.build import build_jobs
-from stoker.run.context import Run, kept_fields
-from stoker.run.stages import stages_of, with_epochs
+from stoker.run.context import Run, kept_fields, stages_of, with_epochs
 from stoker.run.train import train_config
 from tests.run.conftest import Configure
 

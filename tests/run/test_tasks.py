@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from stoker.config import Config
-from stoker.config.document import describe_settings
 from stoker.errors import ConfigError, DeviceError, Interrupted, SourceError
 from stoker.precompute.background import SpotChecks
 from stoker.run import precompute as module
@@ -28,6 +27,7 @@ from stoker.run.train import prepare, train_config
 from tests.conftest import write_burgers
 from tests.run.conftest import Configure
 from tests.run.test_train import Events
+from tools.settings_page import describe_settings
 
 TWO = "data.task=[burgers1d,long]"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stoker.service.app import create_app
 from stoker.service.database import COUNTERS, EVENTS, JOBS, METRICS, Database
+from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from tests.sources.sql.server import Server
 

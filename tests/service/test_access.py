@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from stoker.service.app import create_app
 from stoker.service.database import DATASETS, State
 from stoker.service.datasets import Registration
 from stoker.service.jobs import JobQueue
 from stoker.service.probes import PROBES
+from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from stoker.service.worker import WorkerSettings, worker_of
 from stoker.sources.sql.query import sqlite_url

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.service.app import create_app
 from stoker.service.folders import prepare_state_dir
 from stoker.service.security import CODE_S, CODES, Auth, load_token
+from stoker.service.server import create_app
 from stoker.service.services import open_services
 from tests.service.running import Running, ask, serving
 

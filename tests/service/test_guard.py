@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.routing import Mount
 
-from stoker.service.app import JOBS as JOBS_EARLIER
-from stoker.service.app import create_app, current_path
 from stoker.service.security import PUBLIC, RequestLimits
+from stoker.service.server import JOBS as JOBS_EARLIER
+from stoker.service.server import create_app, current_path
 from stoker.service.services import Services
 from tests.service.running import Answer, ask
 

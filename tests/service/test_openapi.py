@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from stoker.service.app import create_app
 from stoker.service.database import DATASETS, JOBS, State
 from stoker.service.jobs import JobQueue, Line, Outcome
 from stoker.service.models import BY_MODEL, DATASET, JOB
+from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from tests.service.running import CONFIG, ask, note_radio, serving
 

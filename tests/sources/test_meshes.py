@@ -14,7 +14,7 @@ import stoker
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import unfolded
 from stoker.sources.meshes import MeshSource
-from stoker.testing.conformance import check_source
+from stoker.testing import check_source
 
 SIZES = [(5, 4), (7, 6), (5, 9)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.train.evaluate import ERRORS, Evaluation, evaluate
+from stoker.train.objective import ERRORS, Evaluation, evaluate
 from stoker.train.operator import LatentOperator, OperatorShape
 from tests.train.fakes import FakeLoader, waves
 

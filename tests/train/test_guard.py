@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.errors import DivergedError
-from stoker.train.step import FiniteGuard, StepFacts
+from stoker.train.loop import FiniteGuard, StepFacts
 
 
 def facts(errors: list[float], norm: float = 1.0) -> StepFacts:

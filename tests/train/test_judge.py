@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.train.config import PhysicalSpace
-from stoker.train.evaluate import by_task, judge, with_lost
+from stoker.train.objective import by_task, judge, with_lost
 
 
 class Measured:

@@ -16,9 +16,9 @@ import torch
 from stoker.errors import ConfigError, DivergedError, Interrupted, RecordError, ResourceError, StaleStateError
 from stoker.monitor.meter import StallMeter
 from stoker.train.config import TrainConfig, TrainReport
+from stoker.train.loop import learning_rate
 from stoker.train.run import train
 from stoker.train.state import MetricsLog, load_checkpoint
-from stoker.train.step import learning_rate
 from tests.kit import forked as subprocess
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 

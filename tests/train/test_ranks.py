@@ -15,11 +15,11 @@ from torch import Tensor
 from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.errors import DivergedError, StaleStateError
 from stoker.train.config import TrainConfig
-from stoker.train.evaluate import ERRORS, evaluate
+from stoker.train.loop import FiniteGuard, StepFacts
+from stoker.train.objective import ERRORS, evaluate
 from stoker.train.operator import LatentOperator, OperatorShape, measure_scales, to_pairs
 from stoker.train.run import check_same, train
 from stoker.train.state import Checkpoint
-from stoker.train.step import FiniteGuard, StepFacts
 from tests.train.fakes import FakeLoader, waves
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from stoker.errors import DivergedError
 from stoker.train.config import TrainConfig
+from stoker.train.loop import Losses, Stepper
 from stoker.train.state import make_optimizer
-from stoker.train.step import Losses, Stepper
 
 INDEX = torch.tensor([[7, 0], [9, 2]])
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from stoker.runtime.signals import TOGETHER_S
-from stoker.train.step import StopFlag
+from stoker.train.loop import StopFlag
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from stoker.cli.command import CommandOutput, ProgressLine, cli_command
-from stoker.cli.flags import CachePath, Config, Overrides, duration, share, size
+from stoker.cli.command import (
+    CachePath,
+    CommandOutput,
+    ConfigArgument,
+    Overrides,
+    ProgressLine,
+    cli_command,
+    duration,
+    share,
+    size,
+)
 from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -162,7 +171,7 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 @cli_command
 def stage(
     out: CommandOutput,
-    config: Config,
+    config: ConfigArgument,
     overrides: Overrides = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove copies of files that changed or are gone; copy nothing.")

@@ -18,16 +18,9 @@ from typer.core import TyperGroup
 
 from stoker.cli.command import (
     INTERRUPTED,
-    CommandOutput,
-    cli_command,
-    command_output,
-    joined,
-    run,
-    stop_on_sigterm,
-)
-from stoker.cli.flags import (
     CachePath,
-    Config,
+    CommandOutput,
+    ConfigArgument,
     ConfigFlag,
     EarlierFlags,
     Epochs,
@@ -37,12 +30,18 @@ from stoker.cli.flags import (
     Splits,
     Stage,
     Words,
+    cli_command,
+    command_output,
     config_and_overrides,
+    joined,
+    load_settings,
+    run,
+    run_training,
     split_words,
     spread_flags,
+    stop_on_sigterm,
     tell_settings,
 )
-from stoker.cli.training import load_settings, refuse_words, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.plugins import PACKAGE, Plugin, load_extension, plugins_of
 from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, attach
@@ -227,7 +226,7 @@ def plan(
         return
     if markdown or picture:
         raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
-    refuse_words(words or [])
+    _refuse_words(words or [])
     settings = load_settings(out, *config_and_overrides(words or []))
     from stoker.cli import output
     from stoker.run.context import Run
@@ -277,7 +276,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     asked += [] if epochs is None else [f"training.epochs={epochs}"]
     path, overrides = config_and_overrides(words or [], config)
     settings = load_settings(out, path, [*overrides, *asked])
-    from stoker.run.stages import with_epochs
+    from stoker.run.context import with_epochs
 
     settings = with_epochs(settings, stage, epochs)
     run_training(out, settings, live=live, stage=stage)
@@ -311,7 +310,7 @@ def inspect(out: CommandOutput, path: CachePath) -> None:
 @cli_command
 def validate(
     out: CommandOutput,
-    config: Config,
+    config: ConfigArgument,
     overrides: Overrides = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the settings in force as YAML, and check nothing.")
@@ -377,6 +376,23 @@ def why(
     if len(paths) > 1:
         raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
     out.show(explain(a, *paths, overrides=overrides), output.why)
+
+
+def _refuse_words(words: list[str]) -> None:
+    """Refuse words of a simulation if `--simulate` is not given.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    _, settings = tell_settings(words)
+    plain = [word for word in settings if "." not in word.partition("=")[0]]
+    if plain:
+        stray = [word for word in plain if load_extension("plan.simulate").knows(word)]
+        if stray:
+            raise ConfigError(
+                f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
+                "other machines. Settings are written with their section, as training.epochs=3"
+            )
 
 
 if __name__ == "__main__":

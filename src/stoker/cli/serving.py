@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, cli_command
-from stoker.cli.flags import duration, size
+from stoker.cli.command import CommandOutput, cli_command, duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension

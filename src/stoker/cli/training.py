@@ -1,17 +1,24 @@
-"""What commands that train share: the run with its screen, and the verdict on one that waited too long."""
+"""The commands demo, bench and profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, cli_command, joined, refuse_ranks
-from stoker.cli.flags import config_and_overrides, tell_settings
+from stoker.cli.command import (
+    CommandOutput,
+    cli_command,
+    config_and_overrides,
+    end_on_stall,
+    load_settings,
+    refuse_ranks,
+    tell_settings,
+)
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
 from stoker.plugins import load_extension
@@ -19,51 +26,8 @@ from stoker.runtime.guard import started_ns
 from stoker.units import format_percent, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.config.models import Config
     from stoker.profile.result import Profile
     from stoker.run.bench import BenchFigure, BenchJob, BenchResult, EncodeBench
-    from stoker.run.train import TrainResult
-
-
-def load_settings(
-    out: CommandOutput, path: Path, overrides: Sequence[str], *, earlier: bool = False
-) -> Config:
-    """Return the settings of a file and a command line; what of them has no effect any more is said."""
-    from stoker.config import load_config
-
-    settings = load_config(path, overrides, earlier=earlier)
-    for note in settings.notes:
-        out.note(note)
-    return settings
-
-
-def run_training(
-    out: CommandOutput, settings: Config, *, live: bool | None = None, stage: str | None = None
-) -> None:
-    """Encode what is missing, train and print the result; `live` None: a screen on a terminal alone."""
-    from stoker.cli import output
-    from stoker.cli.output import watching
-    from stoker.run.train import train_config
-
-    drawn = out.notes.is_terminal if live is None else live
-    started = started_ns() / 1e9
-    with joined(settings) as run, watching(out.notes, out.note, live=drawn) as watch:
-        listeners = (watch, output.events(out.note))
-
-        def listen(kind: str, facts: Mapping[str, Any]) -> None:
-            for listener in listeners:
-                listener(kind, facts)
-
-        result = train_config(run, started=started, on_event=listen, stage=stage)
-    out.show(result, output.train)
-    judge(out, result)
-
-
-def judge(out: CommandOutput, result: TrainResult) -> None:
-    """End with exit code 5 where a run waited longer than it was allowed to."""
-    if result.over_budget is not None:
-        out.note(result.over_budget)
-        raise typer.Exit(StalledError.exit_code)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -114,7 +78,7 @@ def demo(
 
     result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
     out.show(result, output.demo)
-    judge(out, result.train)
+    end_on_stall(out, result.train)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -287,8 +251,8 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     most = None if budget is None else _budget(budget)
     prices = _prices(price or [])
-    from stoker.profile.page import write_page
-    from stoker.run.folders import require_writable
+    from stoker.profile.result import write_page
+    from stoker.run.context import require_writable
 
     require_writable(page.parent, "the folder of --page")
     if what.suffix.lower() in {".yaml", ".yml"}:
@@ -319,8 +283,8 @@ def _of_config(
     overrides: list[str],
     asked: tuple[int, float | None, Mapping[str, float], float],
 ) -> Profile:
+    from stoker.run.bench import profile_config
     from stoker.run.context import Run
-    from stoker.run.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
@@ -359,7 +323,7 @@ def _prices(words: list[str]) -> dict[str, float]:
 
 def show_profile(result: Profile, console: Console) -> None:
     """The loop as it is, each stage and tier, other GPUs, stragglers, the verdict."""
-    from stoker.profile.page import gpu_rows, stage_rows, straggler_lines, tier_rows
+    from stoker.profile.result import gpu_rows, stage_rows, straggler_lines, tier_rows
 
     for heading, rows, fixed in (
         (bold("", "a step", "stall", "an epoch", "cost"), tier_rows(result), 5),
@@ -381,20 +345,3 @@ def show_profile(result: Profile, console: Console) -> None:
     for line in (*straggler_lines(result), *result.remarks):
         console.print(escape(line))
     console.print(escape(result.verdict))
-
-
-def refuse_words(words: list[str]) -> None:
-    """Refuse words of a simulation if `--simulate` is not given.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    _, settings = tell_settings(words)
-    plain = [word for word in settings if "." not in word.partition("=")[0]]
-    if plain:
-        stray = [word for word in plain if load_extension("plan.simulate").knows(word)]
-        if stray:
-            raise ConfigError(
-                f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
-                "other machines. Settings are written with their section, as training.epochs=3"
-            )

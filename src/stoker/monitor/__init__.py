@@ -3,7 +3,14 @@
 README.md has the map of this folder.
 """
 
-from stoker.monitor.gpu import GpuSample, GpuSampler, MissingGpu, open_gpu
-from stoker.monitor.meter import StallJournal, StallMeter, StallReport
+from stoker.monitor.meter import (
+    GpuSample,
+    GpuSampler,
+    MissingGpu,
+    StallJournal,
+    StallMeter,
+    StallReport,
+    open_gpu,
+)
 
 __all__ = ["GpuSample", "GpuSampler", "MissingGpu", "StallJournal", "StallMeter", "StallReport", "open_gpu"]

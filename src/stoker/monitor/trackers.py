@@ -31,7 +31,7 @@ from stoker.errors import ConfigError
 from stoker.plugins import find_plugin
 from stoker.runtime.processes.child import LIGHT, Child
 from stoker.runtime.processes.entry import Connection
-from stoker.schema import Json
+from stoker.schema import Json, flatten_settings
 
 PROJECT = "stoker"
 """Project of Weights & Biases, and experiment of MLflow, where the environment names no other."""
@@ -83,7 +83,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)
-        lines = (f"    {name}: {value}" for name, value in flat(run.settings).items())
+        lines = (f"    {name}: {value}" for name, value in flatten_settings(run.settings).items())
         self._writer.add_text("settings", "\n".join(lines))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -156,7 +156,8 @@ class MLflow:
             else found.experiment_id
         )
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        params = [Param(name, str(value)[:PARAM_BYTES]) for name, value in flat(run.settings).items()]
+        settings = flatten_settings(run.settings).items()
+        params = [Param(name, str(value)[:PARAM_BYTES]) for name, value in settings]
         for first in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self._id, params=params[first : first + 100])
         keep_id(run, "mlflow", self._id)
@@ -212,21 +213,6 @@ def make_tracker(name: str) -> Tracker:
     """
     check_trackers([name])
     return cast("Tracker", find_plugin("stoker.trackers", name, "training.trackers").load()())
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:
-    """Return settings of all sections by their whole name.
-
-    >>> flat({"training": {"lr": 0.1, "order": "full"}})
-    {'training.lr': 0.1, 'training.order': 'full'}
-    """
-    found: dict[str, Json] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
-        else:
-            found[prefix + name] = cast("Json", value)
-    return found
 
 
 def kept_id(run: TrackedRun, name: str) -> str | None:

@@ -27,7 +27,17 @@ from stoker.monitor import StallMeter
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.schema import Json
 from stoker.train.config import EventSink, TrainConfig, TrainStage
-from stoker.train.loop import PassSummary, StallRecorder, TrainLoop, TrainProgress, ignore_event
+from stoker.train.loop import (
+    Losses,
+    PassSummary,
+    StallRecorder,
+    Stepper,
+    StepResult,
+    StopFlag,
+    TrainLoop,
+    TrainProgress,
+    ignore_event,
+)
 from stoker.train.state import (
     Checkpoint,
     MetricsLog,
@@ -37,7 +47,6 @@ from stoker.train.state import (
     numerics_of,
     restore_optimizer,
 )
-from stoker.train.step import Losses, Stepper, StepResult, StopFlag
 
 
 class Learner(Protocol):

@@ -20,8 +20,7 @@ from stoker.loader.transform import Transform
 from stoker.loader.windows import time_field
 from stoker.monitor import StallMeter
 from stoker.run.build import build_source
-from stoker.run.context import Run, batch_examples, unfinished
-from stoker.run.stages import horizon_of
+from stoker.run.context import Run, batch_examples, horizon_of, unfinished
 from stoker.schema import Schema
 from stoker.store import Cache
 from stoker.store.joins import join_table

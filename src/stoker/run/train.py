@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,8 +21,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.monitor.gpu import GpuWatch, MissingGpu
-from stoker.monitor.trackers import Ending, TrackedRun, TrackerProcesses, check_trackers, flat
+from stoker.monitor.meter import GpuWatch, MissingGpu
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
 from stoker.run.caches import locate
@@ -31,23 +30,27 @@ from stoker.run.context import (
     describe_machine,
     kept_fields,
     on_own_device,
+    only_stage,
+    require_writable,
     settings_digest,
+    stages_of,
     trains_decoder,
     work_digest,
     write_diary,
 )
-from stoker.run.folders import require_writable
 from stoker.run.loaders import RunLoaders, StageLoaders, normalized, serve
 from stoker.run.physical import field_space, physical_space
 from stoker.run.precompute import CacheResult, as_served, fill_caches
-from stoker.run.stages import only_stage, stages_of
-from stoker.schema import Json, JsonResult, as_json
+from stoker.schema import Json, JsonResult, as_json, flatten_settings
 from stoker.store import Cache
 from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.report import ReportTable
 from stoker.train.run import lock_run_folder, train
 from stoker.train.state import MetricsLog
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.monitor.trackers import Ending, TrackerProcesses
 
 log = logging.getLogger("stoker")
 
@@ -133,6 +136,7 @@ class RunTracking:
         self._price = run.config.training.price_per_hour
         self._paid = 0.0
         self._trackers: TrackerProcesses | None = None
+        self._is_begun = False
         self._watch: GpuWatch | None = None
         self._step = 0
         self._due_s = 0.0
@@ -155,7 +159,7 @@ class RunTracking:
             self._trackers.log(self._step, {**row, "training/grad_norm": known["grad_norm"]})
         elif kind == "epoch":
             self._take_epoch(known)
-        if kind in ("start", "ready") and self._trackers is not None and self._is_up:
+        if kind in ("start", "ready") and self._is_begun and self._is_up:
             startup = {name: v for name, v in self.values.items() if name.startswith("startup/")}
             phases: list[Json] = [phase.to_json() for phase in self.startup.phases]
             self._keep(startup, {"phases": phases, "gpu": None if self.gpu is None else self.gpu.reason})
@@ -177,13 +181,17 @@ class RunTracking:
         if resumed:
             costs = [row[COST] for row in MetricsLog(self._folder / "metrics.jsonl").rows() if COST in row]
             self._paid = costs[-1] if costs else 0.0
-        run = TrackedRun(
-            name=self._folder.resolve().name,
-            folder=self._folder,
-            settings=self._run.config.to_dict(),
-            resumed=resumed,
-        )
-        self._trackers = TrackerProcesses(self._run.config.training.trackers, run, log.warning)
+        if names := self._run.config.training.trackers:
+            from stoker.monitor.trackers import TrackedRun, TrackerProcesses  # most runs have none
+
+            run = TrackedRun(
+                name=self._folder.resolve().name,
+                folder=self._folder,
+                settings=self._run.config.to_dict(),
+                resumed=resumed,
+            )
+            self._trackers = TrackerProcesses(names, run, log.warning)
+        self._is_begun = True
         watched = watch_gpu(self._run.device)
         if isinstance(watched, MissingGpu):
             self.gpu = watched
@@ -265,9 +273,9 @@ def sections(
         *_used(run.run_dir, tracked),
         _caches(prepared.caches),
         ReportTable(title="Machine", rows=[("machine", describe_machine())]),
-        ReportTable(title="Settings", rows=_pairs(flat(run.config.to_dict())), folded=True),
+        ReportTable(title="Settings", rows=_pairs(run.config.to_dict()), folded=True),
         *(
-            ReportTable(title=f"Recipe of {r.name}", rows=_pairs(flat(r.cache.recipe.entries)), folded=True)
+            ReportTable(title=f"Recipe of {r.name}", rows=_pairs(r.cache.recipe.entries), folded=True)
             for r in prepared.caches
         ),
     ]
@@ -333,7 +341,7 @@ def _caches(caches: Sequence[CacheResult]) -> ReportTable:
 
 
 def _pairs(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, "-" if value is None else str(value)) for name, value in entries.items()]
+    return [(name, "-" if value is None else str(value)) for name, value in flatten_settings(entries).items()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -487,7 +495,10 @@ def prepare(run: Run) -> PreparedCaches:
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
     """
     began = time.monotonic()
-    check_trackers(run.config.training.trackers)
+    if names := run.config.training.trackers:
+        from stoker.monitor.trackers import check_trackers  # most runs have none
+
+        check_trackers(names)
     splits = training_splits(run)
     if trains_decoder(run):
         log.info(

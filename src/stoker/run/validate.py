@@ -20,7 +20,7 @@ from stoker.config.names import in_settings
 from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import MissingGpu, open_gpu
-from stoker.monitor.gpu import find_driver
+from stoker.monitor.meter import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S
@@ -28,8 +28,7 @@ from stoker.precompute.engine import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
 from stoker.run.build import CacheJob, build_jobs
 from stoker.run.caches import CacheLocation, locate, locate_job, nearest_differences
-from stoker.run.context import Run, encode_devices, no_operator, windows_in
-from stoker.run.folders import find_obstacle, require_writable
+from stoker.run.context import Run, encode_devices, find_obstacle, no_operator, require_writable, windows_in
 from stoker.run.plan import demand_of, left_by
 from stoker.run.tasks import check_together
 from stoker.run.train import training_splits

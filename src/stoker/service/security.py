@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl, unquote_plus, urlsplit
 
 from pydantic import SecretStr
@@ -41,8 +41,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stoker.errors import ConfigError, PathRefusedError, StokerError
 from stoker.runtime.files import create_file, replace_atomically
 from stoker.runtime.jsonio import read_object
-from stoker.service.traffic import RequestTraffic
 from stoker.sources.sql.query import parse_database_url
+
+if TYPE_CHECKING:
+    from stoker.service.figures import RequestTraffic
 
 # ----------------------------------------------------------------------------------------------------------
 # Bodies of requests: limited in size and time, and JSON that is safe for all code behind the guard.

@@ -16,14 +16,13 @@ from stoker.errors import ConfigError, ResourceError
 from stoker.service.background import Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
-from stoker.service.figures import Figures
+from stoker.service.figures import Figures, RequestTraffic
 from stoker.service.folders import StateFolder, prepare_state_dir
 from stoker.service.jobs import Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import EventFeed
 from stoker.service.supervisor import WorkerSupervisor
-from stoker.service.traffic import RequestTraffic
 
 PROBES = 2
 """Data sets read at a time: each needs a process with some hundred megabytes."""

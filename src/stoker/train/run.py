@@ -32,9 +32,17 @@ from stoker.train.config import (
     TrainReport,
     TrainStage,
 )
-from stoker.train.evaluate import ERRORS, LOST, Validation, by_task, with_lost
-from stoker.train.loop import StallRecorder, TrainLoop, ignore_event
-from stoker.train.objective import DECODER, OperatorObjective, OperatorProgress
+from stoker.train.loop import StallRecorder, StopFlag, TrainLoop, ignore_event
+from stoker.train.objective import (
+    DECODER,
+    ERRORS,
+    LOST,
+    OperatorObjective,
+    OperatorProgress,
+    Validation,
+    by_task,
+    with_lost,
+)
 from stoker.train.operator import (
     DecoderShape,
     FieldDecoder,
@@ -51,7 +59,6 @@ from stoker.train.operator import (
 )
 from stoker.train.report import ReportTable, write_report
 from stoker.train.state import Checkpoint, MetricsLog, newest_checkpoint, restore_optimizer
-from stoker.train.step import StopFlag
 
 LEAST_LR = 1e-12
 """Weights stay where they are: made-up batches must not make them diverge."""

@@ -20,7 +20,7 @@ from stoker.sources.sql.databases import MalformedCopyError, copied_columns
 from stoker.sources.sql.query import QueryTimeouts
 from stoker.sources.sql.rows import PICKED, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
-from stoker.testing.conformance import check_source
+from stoker.testing import check_source
 from tests.sources.sql.rows import COLUMNS, made, write_postgres, write_sqlite
 from tests.sources.sql.server import Server
 

@@ -17,7 +17,7 @@ import stoker
 from stoker.errors import ConfigError, SourceError, SplitError, StalledError
 from stoker.sources.sql.query import QueryTimeouts, has_password, parse_database_url
 from stoker.sources.sql.source import SQLSource
-from stoker.testing.conformance import check_source
+from stoker.testing import check_source
 from tests.sources.sql.rows import COLUMNS, change, made, write_sqlite
 
 QUICK = QueryTimeouts(lock_s=0.2, statement_s=5.0, attempts=2, backoff_s=0.01)

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, command_output, joined
-from stoker.cli.flags import (
+from stoker.cli.command import (
+    CommandOutput,
     ConfigFlag,
     Debug,
     EarlierFlags,
@@ -28,11 +28,14 @@ from stoker.cli.flags import (
     Splits,
     Stage,
     Words,
+    command_output,
     config_and_overrides,
+    joined,
+    load_settings,
+    run_training,
     split_words,
     spread_flags,
 )
-from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, EncoderError, SourceError, SplitError
 from stoker.extras.compat.launch import fetch_datasets_b2, setup_vast_data, vast_launch
 from stoker.sources.files import canonical_split
@@ -183,7 +186,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         given = {"training.epochs": epochs, "training.device": device}
         overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
         settings = load_earlier(out, path, overrides)
-        from stoker.run.stages import with_epochs
+        from stoker.run.context import with_epochs
 
         run_training(out, with_epochs(settings, stage, epochs), stage=stage)
 

@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, command_output
-from stoker.cli.flags import Debug, Json, Words, config_and_overrides
+from stoker.cli.command import CommandOutput, Debug, Json, Words, command_output, config_and_overrides
 from stoker.errors import ConfigError, TransferError
 from stoker.extras.fetch import command as fetching
 from stoker.extras.launch import command as launching
@@ -29,8 +28,7 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.extras.fetch.manifest import WantedFile
-    from stoker.extras.fetch.origins import ListedFile
+    from stoker.extras.fetch.origins import ListedFile, WantedFile
     from stoker.extras.launch.plan import LaunchPlan
     from stoker.extras.launch.vast import VastClient
     from stoker.schema import Json as JsonValue
@@ -329,7 +327,7 @@ def _run_args(run_arg: list[str] | None) -> list[str]:
 
 
 def _check_stage(config: Config, stage: str) -> None:
-    from stoker.run.stages import only_stage, stages_of
+    from stoker.run.context import only_stage, stages_of
 
     if only_stage(config, stage) is not None and len(stages_of(config)) > 1:
         raise ConfigError(
@@ -598,7 +596,7 @@ def _not_there(key: str, files: Iterable[str]) -> str:
 
 
 def _wanted(place: str, files: Mapping[str, ListedFile]) -> tuple[WantedFile, ...]:
-    from stoker.extras.fetch.manifest import WantedFile
+    from stoker.extras.fetch.origins import WantedFile
 
     return tuple(
         WantedFile(name=name, source=f"{place}/{one.name}", bytes=one.bytes, algorithm=one.algorithm,

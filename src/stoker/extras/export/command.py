@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, ProgressLine, cli_command
-from stoker.cli.flags import CachePath, size
+from stoker.cli.command import CachePath, CommandOutput, ProgressLine, cli_command, size
 from stoker.cli.output import table
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -64,8 +63,7 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker export data/latent_cache/burgers1d_train burgers --to safetensors
       stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
     """
-    from stoker.extras.export.records import ExportSettings
-    from stoker.extras.export.run import export_cache
+    from stoker.extras.export.run import ExportSettings, export_cache
 
     wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
     settings = ExportSettings(

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, ProgressLine, command_output
-from stoker.cli.flags import Debug, Json, Overrides
+from stoker.cli.command import CommandOutput, Debug, Json, Overrides, ProgressLine, command_output
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -29,8 +29,17 @@ from stoker.errors import (
     StokerError,
     TransferError,
 )
-from stoker.extras.fetch.manifest import WantedFile, WantedFolder, wanted_files
-from stoker.extras.fetch.origins import Origin, Stream, is_transient, list_folders, origin_of, shown_source
+from stoker.extras.fetch.origins import (
+    Origin,
+    Stream,
+    WantedFile,
+    WantedFolder,
+    is_transient,
+    list_folders,
+    origin_of,
+    shown_source,
+    wanted_files,
+)
 from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.runtime.jsonio import as_object, read_object

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, command_output
-from stoker.cli.flags import Debug, Json, tell_settings
+from stoker.cli.command import CommandOutput, Debug, Json, command_output, tell_settings
 from stoker.errors import ConfigError
 from stoker.units import format_count
 

@@ -16,7 +16,7 @@ from stoker.config.models import Config
 from stoker.config.names import schema_of, wrong_fields
 from stoker.config.sections import LaunchConfig, as_names
 from stoker.errors import ConfigError, StalledError, StokerError
-from stoker.extras.fetch.manifest import wanted_files
+from stoker.extras.fetch.origins import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
 from stoker.run.context import Run
 from stoker.run.validate import CheckRow, failed
@@ -254,31 +254,23 @@ def plan_launch(
     variables = variables_for(own.secrets, places, environment) if target == "vast" else {}
     _check_pins(as_names(own.install), own.constraints)
     name = _name(config, path)
+    shared = {one: getattr(own, one) for one in LaunchConfig.model_fields if one in StartScript.model_fields}
+    shared |= {"repo": code.repo, "install": as_names(own.install), "secrets": tuple(variables)}
+    if auto_shutdown is not None:
+        shared["auto_shutdown"] = auto_shutdown
     try:
         script = StartScript(
             target=target,
             name=name,
-            repo=code.repo,
             commit=code.commit,
             folder=code.folder,
             config=code.config,
             overrides=tuple(overrides),
-            install=as_names(own.install),
-            constraints=own.constraints,
-            secrets=tuple(variables),
-            workdir=own.workdir,
-            gpus=own.gpus,
             fetch=bool(files),
             cache_dir=config.training.latent_cache_dir,
             run_dir=str(Run(config).run_dir),
-            cache=own.cache,
-            upload=own.upload,
-            upload_minutes=own.upload_minutes,
-            auto_shutdown=own.auto_shutdown if auto_shutdown is None else auto_shutdown,
-            stall_minutes=own.stall_minutes,
-            grace=own.grace,
-            scratch=own.scratch,
             api=api,
+            **shared,
         )
     except ValidationError as error:
         wrong = wrong_fields(error.errors(), schema_of(StartScript))

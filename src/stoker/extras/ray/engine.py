@@ -1,7 +1,7 @@
 """Precompute on a Ray cluster: `precompute(..., engine=RayEngine(address="auto"))`.
 
 The driver is the process that called precompute. It holds the lock of the cache, cuts what is missing into
-slices (`slices.py`) and has each encoded by a task (`task.py`), on any node that has room. Tasks
+slices and has each encoded by a task (`task.py`), on any node that has room. Tasks
 write their own shards to the cache folder or its URL, which all nodes must see. No other state exists: when
 the driver is killed, so are its tasks, and the next run begins with what the folder lacks.
 """
@@ -30,8 +30,16 @@ from stoker.config.load import make_config
 from stoker.config.sections import RayConfig
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.extras.ray.board import Board
-from stoker.extras.ray.slices import Slice, Slices
-from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked_folder, process_state, versions
+from stoker.extras.ray.task import (
+    Slice,
+    Slices,
+    TaskLoad,
+    encode_slice,
+    end_process,
+    marked_folder,
+    process_state,
+    versions,
+)
 from stoker.plan.resources import automatic_device, probe
 from stoker.precompute.encode import EncodeClock
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot, WorkerView

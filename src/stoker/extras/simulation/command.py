@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput
-from stoker.cli.flags import tell_settings
+from stoker.cli.command import CommandOutput, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError
 from stoker.runtime.files import make_folder
@@ -32,7 +31,7 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
         ConfigError: There is more than one CONFIG, or an unknown word.
     """
     if picture is not None:
-        from stoker.run.folders import require_writable
+        from stoker.run.context import require_writable
 
         require_writable(picture.parent, "the folder of --picture")
     files, settings = tell_settings(words)
@@ -56,12 +55,12 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
 
         found = simulate(parse_scenario(asked))
     if picture is not None:
-        from stoker.extras.simulation.report import draw_simulation
+        from stoker.extras.simulation.result import draw_simulation
 
         make_folder(picture.parent)
         draw_simulation(found, picture)
     if as_markdown and not out.as_json:
-        from stoker.extras.simulation.report import markdown
+        from stoker.extras.simulation.result import markdown
 
         out.write(markdown(found) + "\n")
     else:
@@ -70,7 +69,7 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
 
 def show_simulation(found: Simulation, console: Console) -> None:
     """Encoders, ways, what limits each, which to take."""
-    from stoker.extras.simulation.report import HEAD, cells, encoding_cells, remarks
+    from stoker.extras.simulation.result import HEAD, cells, encoding_cells, remarks
 
     head, *rows = encoding_cells(found)
     table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)

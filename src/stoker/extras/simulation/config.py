@@ -16,8 +16,7 @@ from stoker.plan import probe
 from stoker.precompute.measure import Trial, try_stages
 from stoker.run.build import CacheJob
 from stoker.run.caches import CacheLocation, locate_with_job
-from stoker.run.context import Run, batch_examples, last_step_s, trajectory_steps
-from stoker.run.folders import find_obstacle
+from stoker.run.context import Run, batch_examples, find_obstacle, last_step_s, trajectory_steps
 from stoker.run.plan import demand_of, served_loads
 from stoker.run.precompute import settings_of
 from stoker.runtime.threads import call_within

@@ -1,12 +1,20 @@
-"""What a simulation comes to."""
+"""Results of a simulation: in figures, in words, in tables and as a picture."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict
 
+from stoker.extras.simulation.queues import BatchCost, QueueTimes
 from stoker.extras.simulation.scenario import Scenario
+from stoker.plan.tiers import NO_STALL
+from stoker.runtime.files import replace_atomically
 from stoker.schema import Json
+from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
 # Precompute: workers, encoders, writers and links work at once, so the slowest of them sets the pace.
@@ -229,3 +237,263 @@ class Simulation:
             "reason": self.reason,
             "taken": list(self.taken),
         }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In words: what limits a way, which way to take and why; tables for screens and documents.
+
+
+HEAD = (
+    "way",
+    "encode",
+    "first batch",
+    "first epoch",
+    "filled",
+    "epoch",
+    "stall",
+    "node reads",
+    "memory",
+    "total",
+    "cost",
+)
+
+
+class Advice(TypedDict):
+    """The part of a simulation that says what to do."""
+
+    fastest: str
+    cheapest: str
+    reason: str
+
+
+def find_bottleneck(
+    scenario: Scenario, asked: BatchCost, even: QueueTimes, base: QueueTimes
+) -> tuple[str, str]:
+    """Name what sets the pace of an even epoch, and what would change it."""
+    wait_s = even.period_s - base.period_s
+    if wait_s <= NO_STALL * even.period_s:
+        own_s = base.period_s - scenario.step_s
+        if own_s > NO_STALL * base.period_s:
+            what = "what ranks wait for each other and for cores"
+            return what, f"{format_seconds(own_s)} a step: steadier steps, fewer ranks, more cores"
+        return "the step", "shorter steps, or more ranks"
+    if asked.inline_s + asked.encode_s >= wait_s / 2:
+        if asked.encode_s > asked.inline_s:
+            return "encoding during the step", f"precompute: {format_seconds(asked.encode_s)} of each step go"
+        return (
+            "loading in line with the step",
+            f"a core free to load: {format_seconds(asked.inline_s)} of each step go",
+        )
+    place = max((name for name in even.busy if name != "step"), key=lambda name: even.busy[name])
+    return _of_place(scenario, asked, place, base.period_s)
+
+
+def _of_place(scenario: Scenario, asked: BatchCost, place: str, period_s: float) -> tuple[str, str]:
+    """Return one place that batches wait for, and what it would need for steps not to."""
+    rates = {
+        "store": ("the store", "store_rate", asked.far_bytes * scenario.world_size, scenario.store_bytes_s),
+        "link": ("a node's network", "network", asked.far_bytes * scenario.gpus, scenario.network_bytes_s),
+        "disk": ("a node's disk", "disk_rate", asked.disk_bytes * scenario.gpus, scenario.disk_bytes_s),
+    }
+    if place in rates:
+        name, key, size, has = rates[place]
+        wanted = f"{key}={format_rate(size / period_s)}"
+        return f"{name}, {format_rate(has or math.inf)}", f"{wanted}, or memory for more of the records"
+    if place == "own workers":
+        wanted = math.ceil(asked.read_s / period_s)
+        return "workers of one rank", f"workers={wanted}, with cores for them, or precompute"
+    if place == "own thread":
+        return "the thread of a rank that loads", f"{format_seconds(asked.beside_s)} a batch: a smaller dtype"
+    if asked.requests:
+        wanted = math.ceil(asked.requests * scenario.store_latency_s / period_s)
+        return (
+            "the store's latency",
+            f"requests={wanted} of each rank at once, or memory for more of the records",
+        )
+    return "what one rank waits for its reads", "memory for more of the records"
+
+
+def choose_way(scenario: Scenario, ways: Sequence[Way]) -> Advice:
+    """Return the fastest and the cheapest way, and why."""
+    able = [way for way in ways if way.fits]
+    if not able:
+        why = "; ".join(f"{way.name}: {way.why_not}" for way in ways)
+        return Advice(fastest="", cheapest="", reason=f"nothing fits. {why}")
+    quick = min(able, key=lambda way: (round(way.total_s, 3), way.device_bytes + way.host_bytes))
+    said = [
+        f"fastest: {quick.name} ({quick.what}), {format_seconds(quick.total_s)} for precompute and "
+        f"{scenario.epochs} epochs, limited by {quick.bottleneck}"
+    ]
+    refused = [way.name for way in ways if not way.fits]
+    said += [f"what does not fit: {', '.join(refused)}"] if refused else []
+    alike = [way.name for way in able if way is not quick and way.total_s <= 1.01 * quick.total_s]
+    said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
+    if scenario.prices.node_hour is None:
+        said.append("no price given: price_node_hour=, price_gb_month= and price_gb_read= say what it costs")
+        return Advice(fastest=quick.name, cheapest="", reason="; ".join(said))
+    cheap = min(able, key=lambda way: (way.cost or 0.0, way.device_bytes + way.host_bytes))
+    if cheap.name == quick.name:
+        said.insert(1, f"and cheapest, {cheap.cost:,.2f}")
+    else:
+        said.insert(
+            1,
+            f"cheapest: {cheap.name} ({cheap.what}), {cheap.cost:,.2f} in place of {quick.cost:,.2f}, "
+            f"{format_seconds(cheap.total_s)}",
+        )
+    return Advice(fastest=quick.name, cheapest=cheap.name, reason="; ".join(said))
+
+
+def list_defaults(scenario: Scenario) -> tuple[str, ...]:
+    """List what was not given and matters, with the values assumed for it."""
+    said: list[str] = []
+    if scenario.cores is None:
+        said.append(f"cores={scenario.node_cores:g}, two a rank")
+    if scenario.raw_bytes is None and (scenario.encode_s or scenario.read_s):
+        said.append("raw_bytes: a sample is taken to be as large as its record")
+    if not scenario.on_cpu and scenario.model_bytes is None:
+        said.append("model_memory: half of each GPU is left to the model")
+    if not scenario.encode_s and not scenario.read_s:
+        said.append("encode, read: not given, so precompute is only moving bytes")
+    if not scenario.shared and (scenario.network_bytes_s or scenario.store_bytes_s):
+        said.append("store=local, each node's own disk, so network and store_rate go unused")
+    if scenario.shared and scenario.store_bytes_s is None:
+        said.append("store_rate: not given, so only the nodes' network limits it")
+    defaults = {one.name: one.default for one in fields(Scenario)}
+    for name, key in (
+        ("copy_bytes_s", "copy_rate"),
+        ("disk_bytes_s", "disk_rate"),
+        ("h2d_bytes_s", "h2d_rate"),
+    ):
+        if getattr(scenario, name) == defaults[name] and not scenario.served:
+            said.append(f"{key}={format_rate(getattr(scenario, name))}, a typical one")
+    return tuple(said)
+
+
+def cells(way: Way) -> tuple[str, ...]:
+    """Return one row of the table, under `HEAD`."""
+    if not way.fits:
+        return (way.name, "does not fit", *[""] * (len(HEAD) - 2))
+    memory = [
+        f"{format_bytes(size)} {where}"
+        for size, where in ((way.device_bytes, "GPU"), (way.host_bytes, "host"), (way.disk_bytes, "disk"))
+        if size
+    ]
+    return (
+        way.name,
+        format_seconds(way.encoding_s) if way.encoding_s else "-",
+        format_seconds(way.first_batch_s),
+        format_seconds(way.first_epoch_s),
+        _filled(way),
+        format_seconds(way.epoch_s),
+        format_percent(way.stall),
+        format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
+        ", ".join(memory) or "-",
+        format_seconds(way.total_s),
+        "no price" if way.cost is None else f"{way.cost:,.2f}",
+    )
+
+
+def _filled(way: Way) -> str:
+    """In which epoch memories and disks are filled; later ones are as the row says."""
+    if not way.filling_epochs:
+        return "-"
+    return "not in time" if way.filled_s is None else f"epoch {way.filling_epochs}"
+
+
+def _say_filled(way: Way) -> str:
+    if not way.filling_epochs:
+        return ""
+    if way.filled_s is None:
+        return f"not filled when all {way.filling_epochs} epochs are over, so none is as the row says"
+    return f"filled {format_seconds(way.filled_s)} after the first batch, in epoch {way.filling_epochs}"
+
+
+def encoding_cells(found: Simulation) -> list[tuple[str, ...]]:
+    """Return rows of the table of encoders, the head first."""
+    rows = [("encoders", "nodes", "time", "limited by", "a node reads", "a node writes")]
+    rows += [
+        (
+            format_count(one.encoders),
+            format_count(one.nodes),
+            format_seconds(one.seconds),
+            one.bottleneck,
+            format_bytes(one.node_read_bytes),
+            format_bytes(one.node_written_bytes),
+        )
+        for one in found.encodings
+    ]
+    return rows
+
+
+def remarks(found: Simulation) -> list[str]:
+    """Return a line for each way: what limits it and what would change that, or why it does not fit."""
+    said: list[str] = []
+    for way in found.ways:
+        parts = [way.bottleneck, f"would change it: {way.cure}", way.remark, _say_filled(way)]
+        why = f"limited by {'; '.join(filter(None, parts))}"
+        said.append(f"{way.name}: {why if way.fits else f'does not fit: {way.why_not}'}")
+    return said
+
+
+def markdown(found: Simulation) -> str:
+    """Return both tables and the reason, for a document."""
+    parts = [_table(encoding_cells(found)), _table([HEAD, *[cells(way) for way in found.ways]])]
+    limits = [f"- {line}" for line in remarks(found)]
+    taken = f"Taken: {'; '.join(found.taken)}." if found.taken else ""
+    return "\n\n".join(part for part in (*parts, "\n".join(limits), found.reason + ".", taken) if part)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The picture: for each way how long precompute, the first epoch and all others take.
+
+
+BLUE, ORANGE, PALE, GREY, TEXT = "#1f6fb4", "#d9731a", "#d5dce3", "#9aa5b1", "#24313f"
+
+
+def draw_simulation(found: Simulation, path: Path) -> None:
+    """Write a PNG or SVG, by the suffix of the name; works without a display and leaves pyplot alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ways = [way for way in found.ways if way.fits][::-1]
+    picture: Any = Figure(figsize=(10, 1.9 + 0.44 * len(ways)), dpi=130, layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.subplots(1, 1)
+    for place, way in enumerate(ways):
+        left = 0.0
+        later_s = way.total_s - way.encoding_s - way.first_epoch_s
+        for seconds, colour in ((way.encoding_s, ORANGE), (way.first_epoch_s, PALE), (later_s, BLUE)):
+            axes.barh(place, seconds, left=left, color=colour, height=0.62)
+            left += seconds
+        cost = "" if way.cost is None else f", costs {way.cost:,.0f}"
+        said = f"  {format_seconds(way.total_s)}, stall {format_percent(way.stall)}{cost}"
+        axes.text(left, place, said, va="center", fontsize=8.5, color=TEXT)
+    most_s = max((way.total_s for way in ways), default=1.0)
+    axes.set_xlim(0, 1.45 * most_s)
+    axes.set_yticks(range(len(ways)), [way.name for way in ways])
+    axes.xaxis.set_major_formatter(_tick)
+    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=TEXT, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    names = {"precompute": ORANGE, "first epoch": PALE, "all others": BLUE}
+    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
+    axes.legend(
+        handles=handles, fontsize=8.5, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1)
+    )
+    one = found.scenario
+    title = f"{one.nodes} nodes with {one.gpus} ranks each, {one.records:,} records, {one.epochs} epochs"
+    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
+    written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
+    said = found.reason.partition("; ")[0]
+    picture.supxlabel("\n".join(textwrap.wrap(said, 130)), fontsize=8.5, **written)
+    with replace_atomically(path) as temporary:
+        picture.savefig(temporary, format=path.suffix.lstrip(".").lower() or "png")
+
+
+def _tick(value: float, _place: int) -> str:
+    return format_seconds(value) if value else "0"

@@ -20,13 +20,15 @@ from stoker.extras.simulation.queues import (
     simulate_queues,
     traffic_of,
 )
-from stoker.extras.simulation.report import choose_way, find_bottleneck, list_defaults
 from stoker.extras.simulation.result import (
     EncodingEstimate,
     Simulation,
     Way,
     beside_s,
+    choose_way,
     encodings,
+    find_bottleneck,
+    list_defaults,
     pick_quickest,
 )
 from stoker.extras.simulation.scenario import Order, Scenario

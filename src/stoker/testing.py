@@ -1,18 +1,25 @@
-"""The promises of `Source` and `Encoder` that types cannot express, executed."""
+"""For tests of your own: conformance checks for sources and encoders, made-up data, and faults to order."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections.abc import Mapping
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, get_args
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import yaml
+from numpy.typing import NDArray
 
 from stoker.encoders.protocol import EncodeBatchSize, Encoder
-from stoker.errors import StokerError
+from stoker.errors import ConfigError, StokerError
 from stoker.schema import (
     FLOATS,
     SHAPE_SUFFIX,
@@ -25,11 +32,14 @@ from stoker.schema import (
     unfolded,
 )
 from stoker.sources.pickling import dumps
-from stoker.sources.protocol import BatchSource, Source, SourceIdentity
+from stoker.sources.protocol import BatchSource, Source, SourceIdentity, locate
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+__all__ = ["Fault", "FaultySource", "check_encoder", "check_source", "write_dexycb"]
 
 _Thing = TypeVar("_Thing")
 
@@ -401,3 +411,237 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(tensor, other[name]) for name, tensor in one.items()
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A small made-up data set in DexYCB's layout: noise for images, and labels that agree with each other.
+
+
+SERIALS = (
+    "836212060125", "839512060362", "840412060917", "841412060263",
+    "932122060857", "932122060861", "932122061900", "932122062010",
+)  # fmt: skip
+
+
+def write_dexycb(  # noqa: PLR0913 - how many of each, all by name
+    root: Path,
+    *,
+    subjects: int = 2,
+    sequences: int = 5,
+    cameras: int = 2,
+    frames: int = 2,
+    size: tuple[int, int] = (48, 64),
+    seed: int = 0,
+) -> Path:
+    """Write it below `root`, needs Pillow; the first frame of each sequence shows no hand.
+
+    `joint_2d` is the projection of `joint_3d` by the camera that `calibration/` has for the images.
+
+    Args:
+        size: (height, width); the original has (480, 640).
+    """
+    random = np.random.default_rng(seed)
+    for camera in range(cameras):
+        _yaml(_intrinsics(root, camera), {"color": _camera(camera, size), "depth": _camera(camera, size)})
+    for subject in range(subjects):
+        calibration = f"20200709_{subject:06d}"
+        betas = random.normal(size=10).round(6).tolist()
+        _yaml(root / f"calibration/mano_{calibration}_right/mano.yml", {"betas": betas})
+        for sequence in range(sequences):
+            folder = root / f"20200709-subject-{subject + 1:02d}" / f"20200709_{sequence:06d}"
+            ids = [1 + (sequence + k) % 21 for k in range(2 + sequence % 3)]
+            meta = {
+                "num_frames": frames,
+                "serials": list(SERIALS[:cameras]),
+                "mano_calib": [f"{calibration}_right"],
+                "mano_sides": ["right"],
+                "ycb_ids": ids,
+                "ycb_grasp_ind": sequence % len(ids),
+            }
+            _yaml(folder / "meta.yml", meta)
+            for camera in range(cameras):
+                for frame in range(frames):
+                    place = folder / SERIALS[camera]
+                    _write_frame(place, frame, random, _camera(camera, size), len(ids), size)
+    return root
+
+
+def _intrinsics(root: Path, camera: int) -> Path:
+    return root / f"calibration/intrinsics/{SERIALS[camera]}_640x480.yml"
+
+
+def _camera(camera: int, size: tuple[int, int]) -> dict[str, float]:
+    height, width = size
+    focal = 0.96 * width + camera
+    return {"fx": focal, "fy": focal + 0.5, "ppx": width / 2 - 1.5, "ppy": height / 2 + 0.5}
+
+
+def _write_frame(
+    folder: Path,
+    frame: int,
+    random: np.random.Generator,
+    camera: dict[str, float],
+    objects: int,
+    size: tuple[int, int],
+) -> None:
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / f"color_{frame:06d}.jpg", quality=90)
+    depth = random.integers(400, 1500, size, dtype=np.uint16)
+    Image.fromarray(depth).save(folder / f"aligned_depth_to_color_{frame:06d}.png")
+    joints = random.uniform((-0.1, -0.1, 0.6), (0.1, 0.1, 0.9), (1, 21, 3)).astype(np.float32)
+    labels: dict[str, NDArray[np.generic]] = {
+        "seg": random.integers(0, objects + 1, size, dtype=np.uint8),
+        "pose_y": random.normal(size=(objects, 3, 4)).astype(np.float32),
+        "pose_m": random.normal(size=(1, 51)).astype(np.float32),
+        "joint_3d": joints,
+        "joint_2d": _projected(joints, camera),
+    }
+    if frame == 0:  # DexYCB says so with -1 throughout
+        for name in ("pose_m", "joint_3d", "joint_2d"):
+            labels[name] = np.full_like(labels[name], -1)
+    np.savez_compressed(folder / f"labels_{frame:06d}.npz", **labels)  # pyright: ignore[reportArgumentType]
+
+
+def _projected(joints: NDArray[np.float32], camera: dict[str, float]) -> NDArray[np.float32]:
+    x, y, z = np.moveaxis(joints.astype(np.float64), -1, 0)
+    flat = [camera["fx"] * x / z + camera["ppx"], camera["fy"] * y / z + camera["ppy"]]
+    return np.stack(flat, -1).astype(np.float32)
+
+
+def _yaml(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Faults to order: wrap a source, and the samples you name hang, kill, raise, are slow, or come out wrong.
+
+
+Kind: TypeAlias = Literal["hang", "kill", "raise", "slow", "corrupt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Faults while some samples are read.
+
+    - `hang` sleeps for an hour.
+    - `kill` ends the reading process with SIGKILL, as a crash or a lack of memory does.
+    - `raise` raises `error`.
+    - `slow` sleeps for `seconds` and then reads.
+    - `corrupt` changes one byte of the first field without an error, as a medium without checksums does.
+    """
+
+    kind: Kind
+    samples: Collection[int]
+    """Sample numbers."""
+    attempts: int | None = None
+    """How many times it happens to each of these samples, over all processes; None: always."""
+    seconds: float = 1.0
+    """For `slow`."""
+    error: Exception | None = None
+    """For `raise`; None: an OSError as of a disk that fails (EIO), which is tried again."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown kinds and numbers out of range."""
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"the fault {self.kind!r} is not known. Expected {', '.join(get_args(Kind))}")
+        if self.attempts is not None and self.attempts < 1:
+            raise ConfigError(f"attempts is {self.attempts}. Expected 1 or more, or None for always")
+
+
+class FaultySource:
+    """A source that fails where it is told to, and is `source` in all else, its identity too.
+
+    So a cache that is filled through it has the fingerprint of one filled without, to be compared with it.
+
+    Args:
+        source: What to read from.
+        faults: What happens; of several for one sample, the first that is not used up.
+        folder: Where attempts are counted, in small files, since workers are processes that get replaced.
+            Needed where a fault has `attempts`.
+
+    Raises:
+        ConfigError: `folder` is needed and not given.
+    """
+
+    def __init__(self, source: Source, faults: Sequence[Fault], *, folder: str | Path | None = None) -> None:
+        if folder is None and any(fault.attempts is not None for fault in faults):
+            raise ConfigError(
+                "attempts are counted over processes, in files. Give folder=, as pytest's tmp_path"
+            )
+        self._source = source
+        self._faults = list(faults)
+        self._folder = None if folder is None else Path(folder)
+        self._maker = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read as the source does, unless a fault is due; each call is an attempt, also for a part."""
+        due = (i for i, fault in enumerate(self._faults) if number in fault.samples)
+        place = next((i for i in due if self._take(i, number)), None)
+        fault = None if place is None else self._faults[place]
+        if fault is not None:
+            self._happen(fault, number)
+        whole = start is None and stop is None
+        sample = self._source.read(number) if whole else self._source.read(number, start, stop)
+        return _changed(sample) if fault is not None and fault.kind == "corrupt" else sample
+
+    def locate(self, number: int) -> str:
+        """Return what the source returns."""
+        return locate(self._source, number)
+
+    def runs(self) -> Sequence[range]:
+        """Return what the source returns."""
+        return self._source.runs()
+
+    def keys(self) -> Sequence[str]:
+        """Return what the source returns."""
+        return self._source.keys()
+
+    def identity(self) -> SourceIdentity:
+        """Return what the source returns."""
+        return self._source.identity()
+
+    def schema(self) -> Schema:
+        """Return what the source returns."""
+        return self._source.schema()
+
+    def _take(self, place: int, number: int) -> bool:
+        """Return True if the fault is still due for a sample; counts this attempt."""
+        attempts = self._faults[place].attempts
+        if attempts is None or self._folder is None:
+            return True
+        for attempt in range(attempts):
+            try:
+                (self._folder / f"fault{place}-sample{number}-{attempt}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return True
+        return False
+
+    def _happen(self, fault: Fault, number: int) -> None:
+        if fault.kind == "raise":
+            raise fault.error or OSError(5, f"injected input/output error at sample {number}")
+        if fault.kind == "kill":
+            if os.getpid() == self._maker:
+                raise ConfigError(
+                    "the fault 'kill' would end the process that made the source. Read in another one, with "
+                    "workers=1 or more"
+                )
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind in ("hang", "slow"):
+            time.sleep(3600.0 if fault.kind == "hang" else fault.seconds)
+
+
+def _changed(sample: Sample) -> Sample:
+    """Return the sample with the top byte of its first value changed."""
+    name = next(iter(sample))
+    array = sample[name].copy(order="C")
+    if array.nbytes:
+        array.reshape(-1).view("uint8")[array.itemsize - 1] ^= 1
+    return {**sample, name: array}

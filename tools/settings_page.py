@@ -7,7 +7,7 @@ from stoker.config.names import Setting, SettingGroup, every_node, shown
 
 HEAD = """# Settings
 
-Made from `src/stoker/config/models.py` by `python -m stoker.config.document > docs/config.md`; edit it there.
+Made from `src/stoker/config/models.py` by `python tools/settings_page.py > docs/config.md`; edit it there.
 
 A configuration is a YAML file; `key.sub=value` on the command line wins over the file, the file over the
 defaults below. Values are YAML (`training.lr=1e-4`, `data.files=[a.h5, b.h5]`, `data.limit=null`), and
@@ -23,7 +23,7 @@ TABLE = """
 EARLIER_HEAD = """
 ## Names of earlier systems
 
-Accepted, so that existing files go on working. In one file, or on one command line, give a setting under one
+Accepted, so that existing files keep working. In one file, or on one command line, give a setting under one
 name only. What has no effect any more is said once at the start of a run.
 
 | earlier name | now |
@@ -59,4 +59,4 @@ def _earlier() -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    print(describe_settings(), end="")  # noqa: T201  the page is this program's output
+    print(describe_settings(), end="")
