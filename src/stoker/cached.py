@@ -224,7 +224,7 @@ def _precompute_names() -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A folder for a cache in memory: in the system's memory file system, gone with whoever asked for it.
+# A folder for a cache in memory: in the system's memory file system, removed together with its user.
 #
 # Its files are the pages that are served, mapped as they are: nothing is on a disk, and nothing is there
 # twice. It counts against the limits of this process, which are asked before the first sample

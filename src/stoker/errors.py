@@ -28,7 +28,7 @@ StokerError
 ├── Conflict               what was asked of a job does not fit the state it is in
 ├── LostAttemptError            an attempt at a job is over; what its worker says of it no longer counts
 └── Degraded               the service's database does not answer, or cannot be written
-Interrupted                SIGINT or SIGTERM arrived; what was encoded is sealed  (a KeyboardInterrupt)
+Interrupted                SIGINT or SIGTERM arrived; what was encoded is committed  (a KeyboardInterrupt)
 
 Catch `StokerError` at the edge of a program. `Interrupted` is no `Exception`, so code that catches and
 retries every error lets it through, as any Ctrl-C. Errors of other libraries pass through unchanged,
@@ -332,6 +332,6 @@ class DegradedError(StokerError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; what was encoded is sealed. `exit_code` as in `StokerError`."""
+    """SIGINT or SIGTERM arrived; what was encoded is committed. `exit_code` as in `StokerError`."""
 
     exit_code = 130

@@ -87,7 +87,7 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["dance"], "is nothing to do with a job"),
+        (["dance"], "is not an action of a job"),
         (["show"], "takes one job, found 0"),
         (["show", "00000000-0000-4000-8000-000000000000"], "000000000000' does not exist"),
         (["submit", SETTING, "batch_size=9999"], "config.batch_size"),

@@ -438,7 +438,7 @@ def printing(stream: TextIO) -> Generator[None]:
     """Write to `stream` and flush it; a reader that went away (`| head`) is left to the caller.
 
     Raises:
-        BrokenPipeError: Nobody reads it any more.
+        BrokenPipeError: The reader has closed the pipe.
         ResourceError: It cannot be written. After either, what is written goes nowhere.
     """
     try:

@@ -209,7 +209,7 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     given = list(words or [])
     if verb not in VERBS:
-        raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
+        raise ConfigError(f"{verb!r} is not an action of a job. Expected {', '.join(VERBS)}")
     client = _client(server, state_dir, token_file)
     if verb in ("list", "login") and given:
         raise ConfigError(f"stoker job {verb} takes no {' '.join(given)!r}. Leave that out")

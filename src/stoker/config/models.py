@@ -140,7 +140,7 @@ Numbers: TypeAlias = Number | Annotated[tuple[Number, ...], Field(min_length=1)]
 
 
 class _TransformStep(BaseModel):
-    """What all kinds share: no unknown names, and the fields that are changed."""
+    """Base of all kinds: no unknown names, and the fields that are changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -206,7 +206,7 @@ def _long_dtype(value: object) -> object:
 
 
 def _of_percent(value: object) -> object:
-    """What `2%` stands for, as a number; anything else as it is."""
+    """Return the number that `2%` stands for; anything else as it is."""
     text = value.strip() if isinstance(value, str) else ""
     try:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else value

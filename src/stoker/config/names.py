@@ -27,10 +27,10 @@ class Setting:
 
     name: str
     expects: str
-    """What values it takes, in words."""
+    """The values it takes, in words."""
     default: Json
     text: str
-    """What it means."""
+    """Its meaning."""
     mapping: bool
     """True if its value is a mapping with names of the user's choice."""
 

@@ -1,4 +1,4 @@
-"""What all sections of settings share: number types, names, paths, and strictness."""
+"""Types that all sections of settings share: number types, names, paths, and strictness."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Place: TypeAlias = Annotated[str, AfterValidator(_expanded)]
 
 
 class SettingsSection(BaseModel):
-    """What all sections share: no unknown names, no change after loading, numbers may stand for text."""
+    """Base of all sections: no unknown names, no change after loading, numbers may stand for text."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -356,7 +356,7 @@ class LaunchConfig(SettingsSection):
     stall_minutes: PositiveFloat = 30.0
     """Minutes without a line in the log after which the run counts as stalled."""
     grace: PositiveInt = 120
-    """Seconds from a notice to the end: three quarters to seal and to save, the rest to upload."""
+    """Seconds from a notice to the end: three quarters to commit and to save, the rest to upload."""
     workdir: str = "/workspace/stoker"
     """Folder of code, data and logs on the machine."""
     image: str = "pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel"

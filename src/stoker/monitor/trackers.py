@@ -101,7 +101,7 @@ class WeightsAndBiases:
     """A run in the project `stoker` or `WANDB_PROJECT`; without credentials offline, in the run's folder."""
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with the one of this folder."""
+        """Begin a run, or continue the one of this folder."""
         import wandb
 
         settings: Any = wandb.setup().settings
@@ -134,7 +134,7 @@ class MLflow:
     """A run in the experiment `stoker` of `MLFLOW_TRACKING_URI`, else of `mlflow.db` in the run's folder."""
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with the one of this folder."""
+        """Begin a run, or continue the one of this folder."""
         import mlflow
         from mlflow import MlflowClient
         from mlflow.entities import Param

@@ -172,7 +172,7 @@ def _device_rates(device: str) -> tuple[float, float]:
 #
 # The loops hold nothing but the operation itself, on data of the user's own shape: rows of a record's size
 # are gathered, a cache's own shards are read (past the page cache, so nothing is written and no cache is
-# drained of what others need). `stoker bench` sets what the tiers reach beside them.
+# drained of what others need). `stoker bench` compares the tiers with them.
 
 
 Limit: TypeAlias = Callable[[float], float]

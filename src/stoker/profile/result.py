@@ -456,11 +456,8 @@ def gpus_for(demand: Demand) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The page of a profile: bars of a step, tables, where reading passes its time. It needs no other file.
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Calls below calls, as wide as they take time: a picture of plain HTML, which fits any width and theme.
+# The page of a profile: bars of a step, tables, and calls below calls, as wide as they take time. It is plain
+# HTML, fits any width and theme, and needs no other file.
 
 
 DEEPEST = 14
@@ -588,7 +585,7 @@ def tier_rows(profile: Profile) -> Rows:
 
 
 def stage_rows(profile: Profile) -> Rows:
-    """Return what one sample takes in each stage."""
+    """Return the time of one sample in each stage."""
     whole_s = sum(stage.seconds for stage in profile.stages) or 1.0
     return [
         (stage.name, format_seconds(stage.seconds), format_percent(stage.seconds / whole_s), stage.note)
@@ -651,7 +648,7 @@ def _bars(profile: Profile) -> str:
         f'<span class="key {kind}"></span>{words}'
         for kind, words in (
             ("compute", "compute"),
-            ("copy", "copy, and what loading costs the step beside it"),
+            ("copy", "copy, and what loading costs the step that runs meanwhile"),
             ("wait", "waiting for data"),
         )
     )

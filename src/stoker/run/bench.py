@@ -1,4 +1,4 @@
-"""What this machine can do at most, and what each tier reaches of it for one's own cache.
+"""Measure the limits of this machine, how much of them each tier reaches, and where training time goes.
 
 Two rounds over all contenders in turns, so that a machine that gets busy in between is seen by how far the
 two figures differ. Nothing is written but the picture; reads are of the cache's own shards.
@@ -71,7 +71,7 @@ class BenchFigure:
     """One limit or one tier, measured."""
 
     what: str
-    """What was done, in words."""
+    """The work that was timed, in words."""
     bytes_s: float
     """The better one of two rounds."""
     scatter: float
@@ -252,7 +252,7 @@ def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
 class _TierMeasurement:
     """Measures a tier by having batches served; the figure excludes the filling.
 
-    Each turn has a loader of its own, since what one holds in memory another could not read from the disk.
+    Each turn has a loader of its own: records that one holds in memory, another could not read from the disk.
     """
 
     def __init__(self, job: BenchJob, tier: str, *, cold: bool = False) -> None:
@@ -433,7 +433,7 @@ def _draw_tiers(axes: Any, result: BenchResult) -> None:
         said = "" if figure.fraction is None else f"{format_percent(figure.fraction)} of {figure.limit}, "
         batch = "" if figure.batch_s is None else f"{format_seconds(figure.batch_s)} a batch"
         _label(axes, top, place, f"{format_rate(figure.bytes_s)}   {said}{batch}", figure)
-    _finish(axes, names, "what each tier serves, beside its limit")
+    _finish(axes, names, "what each tier serves, next to its limit")
 
 
 def _draw_limits(axes: Any, result: BenchResult) -> None:
@@ -484,7 +484,7 @@ class EncodeBench(JsonResult):
 
     task: str
     settled: EncodeBatchChoice | None
-    """What is in force; None: `auto`, and nothing was encoded or measured before."""
+    """The setting in force; None: `auto`, and nothing was encoded or measured before."""
     fixed_rule: int
     """Samples in one call by the fixed rule."""
     found: EncodeBatch
@@ -533,10 +533,10 @@ SHOWN = 3
 
 @dataclass(slots=True, kw_only=True)
 class _TrialResult:
-    """What came of making a few records."""
+    """Result of making a few records."""
 
     cache: Cache | None
-    """What they went to; None: the raw data is gone."""
+    """Where they were written; None: the raw data is gone."""
     trial: Trial
     stacks: StackSamples
 

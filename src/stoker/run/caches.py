@@ -49,7 +49,7 @@ class CacheLocation:
     folder: Path
     """The recipe's folder, which need not exist."""
     cache: Cache | None
-    """What is stored so far, complete or not."""
+    """The records stored so far, complete or not."""
     source_gone: bool = False
 
     @property
@@ -230,7 +230,7 @@ def worst_error(cache: Cache) -> float | None:
 # ----------------------------------------------------------------------------------------------------------
 # Find the cache of a configuration whose raw data is not there any more.
 #
-# A cache outlives its source: raw files are deleted for space, or the cache alone was copied elsewhere.
+# A cache outlives its source: raw files are deleted for space, or the cache alone was copied.
 # The fingerprint cannot be made then, so the caches of the right name are compared entry by entry with what
 # the settings say: split rule, file names, declared layout, encoder with its weights, storage dtype. What
 # only the data could tell (its bytes, its grid) is taken from the recipe.

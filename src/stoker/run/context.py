@@ -1,4 +1,4 @@
-"""What a command works with: its settings and all that follows from them, found out once.
+"""Everything that a command works with: its settings and what follows from them, computed once.
 
 A command makes one `Run` and hands it on. `Run.for_task` is the same for one task of several: it has that
 task's own settings, and shares ranks, encoders and the run's folder.

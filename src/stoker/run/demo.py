@@ -169,7 +169,7 @@ SETTINGS = {
     "model.width": "64",
     "model.depth": "2",
 }
-"""What the demo sets; anything given on the command line wins."""
+"""Settings of the demo; the command line wins over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class DemoResult(JsonResult):
     data: str
     """The file."""
     data_line: str
-    """What was simulated, or that the file was there."""
+    """The simulated data in words, or that the file exists."""
     data_s: float
     plan: PlanResult
     train: TrainResult

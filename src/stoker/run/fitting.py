@@ -379,7 +379,7 @@ class ImageClassifier(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What is learned of images with a class, for `stoker.run.fitting`."""
+    """Learns the class of images, for `stoker.run.fitting`."""
 
     model: ImageClassifier
 

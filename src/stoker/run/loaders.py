@@ -242,7 +242,7 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLoaders:
-    """What the loop trains and validates on."""
+    """The loaders that the loop trains and validates on."""
 
     train: Loader | TaskMixture
     val: Loader | dict[str, TaskLoader | None] | None

@@ -46,7 +46,7 @@ from stoker.units import MIB, format_bytes, format_count
 
 
 DTYPES = ("float16", "int8", "float8_e4m3fn")
-"""What is tried, where it is smaller than what is stored."""
+"""Dtypes that are tried where they are smaller than the stored one."""
 SAMPLES = 8
 """Records whose error is measured."""
 PIECE_BYTES = 8 * MIB
@@ -385,11 +385,11 @@ class PlanResult(JsonResult):
     advice: str = ""
     """The best of those in words; empty without one."""
     gpus: tuple[GpuRow, ...] = ()
-    """What the memory of GPUs would hold, half of it left to the model."""
+    """Records that the memory of GPUs would hold, half of it left to the model."""
     on_gpus: str = ""
     """That in words."""
     together: str = ""
-    """How many devices together hold what one does not; empty if one does, or there is no device."""
+    """Return how many devices hold all records if one does not; empty if one does, or without a device."""
 
     @property
     def reason(self) -> str:
@@ -455,7 +455,7 @@ def left_by(plan: Plan, resources: Resources) -> Resources:
 
 
 def demand_of(run: Run, located: CacheLocation) -> Demand:
-    """Return what training would ask for: records, their size, and what one batch of windows takes."""
+    """Return what training would ask for: records, their size, and the bytes of one batch of windows."""
     schema, cache = located.recipe.schema, located.cache
     if is_fixed(schema):
         size = float(record_bytes(columns_of(schema)))

@@ -176,7 +176,7 @@ def engine_of(run: Run) -> Generator[Engine | None]:
 log = logging.getLogger("stoker")
 
 Training: TypeAlias = Literal["windows", "records"]
-"""What training reads of caches: windows of trajectories, or whole records."""
+"""The form in which training reads caches: windows of trajectories, or complete records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,7 +485,7 @@ def _fill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult(JsonResult):
-    """What a repair found and did."""
+    """Result of a repair."""
 
     json_within = "report"
     json_keys = ("ok", "encoded", "missing", "encode_again", "command")

@@ -77,7 +77,7 @@ class StartupPhase(JsonResult):
     name: str
     seconds: float
     note: str = ""
-    """What it did, in words."""
+    """Its work, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +354,7 @@ class TrainResult:
 
     report: TrainReport
     phases: tuple[StartupPhase, ...]
-    """What passed before the first step, in order."""
+    """Phases before the first step, in order."""
     metrics: Mapping[str, float]
     """The last figure of each name that was tracked."""
     gpu: str | None
@@ -440,7 +440,7 @@ class PreparedCaches:
     begun_s: float
     """When they were begun with, on the clock of `time.monotonic`."""
     seconds: float
-    """What it took to have them ready."""
+    """Seconds until they were ready."""
 
     @property
     def reused(self) -> bool:

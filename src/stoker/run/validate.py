@@ -57,9 +57,9 @@ class CheckRow(JsonResult):
     `tracker wandb`, `gpu`, `driver`, `shm`, `memory`, `disk`, `inodes`, `launch code`."""
     status: Status
     detail: str
-    """What was found, with figures; for warn and fail also what to do."""
+    """The finding, with figures; for warn and fail also the next step."""
     exit_code: int = 0
-    """What a `fail` of this row makes the command return."""
+    """Exit code of the command if this row is a `fail`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
         batches: A `Loader` or anything that gives batches: its first one is repeated or cut to size, along
             axis 0 of every tensor in it. Or a function that makes a batch of so many examples.
         step: One whole step of training, with `backward()` and `optimizer.step()`; its result is dropped.
-        optimizer: What the step changes besides the model: an optimizer, or several things with
+        optimizer: What the step changes in addition to the model: an optimizer, or several things with
             `state_dict` and `load_state_dict` (a schedule, a scaler). They are put back as they were too.
         initial, maximum: The first number that is tried, and the largest.
         precision: Bisection ends when the answer is known within this part of itself; 0: to the example.

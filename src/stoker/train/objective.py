@@ -473,7 +473,7 @@ class OperatorObjective:
         self._free()
 
     def begin_stage(self, number: int) -> None:
-        """Go on to stage `number`."""
+        """Continue with stage `number`."""
         progress = self.progress
         progress.stage, progress.stage_step, progress.stage_epoch = number, progress.step, progress.epoch
         progress.best, progress.best_epoch = None, progress.epoch

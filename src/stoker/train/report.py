@@ -345,8 +345,8 @@ def _alone(ceiling_s: float) -> str:
 
 
 def _error(error: float | None, persistence: float | None) -> str:
-    beside = "" if persistence is None else f" <small>persistence {_figure(persistence)}</small>"
-    return _or_dash(error, _figure) + beside
+    guess = "" if persistence is None else f" <small>persistence {_figure(persistence)}</small>"
+    return _or_dash(error, _figure) + guess
 
 
 def _folded(title: str, body: str) -> str:

@@ -238,7 +238,7 @@ def restore_optimizer(optimizer: Any, device: torch.device, tensors: Mapping[str
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What decides the last bits of a step besides the settings: kept with a run, compared on resume.
+# What decides the last bits of a step in addition to the settings: kept with a run, compared on resume.
 
 
 def numerics_of(device: torch.device, amp: bool) -> dict[str, Json]:

@@ -508,7 +508,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was exported."""
+    """Result of an export."""
 
     path: str
     to: str

@@ -72,7 +72,7 @@ class RefusedFileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtContent:
-    """What one file holds."""
+    """Contents of one file."""
 
     tensors: dict[str, Tensor]
     digest: str
@@ -383,7 +383,7 @@ class ImportSettings:
     count: int | None = None
     """Samples there should be; None: up to the highest number found."""
     nan: Literal["reject", "allow"] = "reject"
-    """What to do with a sample that holds NaN or infinities."""
+    """How to treat a sample that holds NaN or infinities."""
     file_bytes: int = MAX_FILE_BYTES
     """The largest file that is read."""
     deadline_s: float = 60.0
@@ -466,7 +466,7 @@ class PtFolder:
 
 @dataclass(slots=True, kw_only=True)
 class _FolderContents:
-    """What a folder holds."""
+    """Contents of a folder."""
 
     files: dict[int, Path] = field(default_factory=dict[int, Path])
     refused: dict[int, str] = field(default_factory=dict[int, str])
@@ -616,7 +616,7 @@ class _ImportRun:
         self._digests = dict(zip(sorted(found.files), (file.digest for file in files), strict=True))
 
     def run(self) -> Cache:
-        """Import what is missing, and write the index; sealed also when interrupted."""
+        """Import what is missing, and write the index; committed also when interrupted."""
         wanted = self._folder.missing().tolist()
         writer = self._folder.writer()
         said = time.monotonic()

@@ -24,7 +24,7 @@ from stoker.runtime.processes.program import run_program
 from stoker.schema import Json
 
 # ----------------------------------------------------------------------------------------------------------
-# What has to be right before a machine is paid for: the code where it will look, the secrets here.
+# Check what has to be right before a machine is paid for: the code where it will look, the secrets here.
 
 
 GIT_S = 30.0
@@ -179,7 +179,7 @@ class LaunchPlan:
     onstart: str
     """The script."""
     variables: Mapping[str, str]
-    """What the machine's environment gets; secrets, so shown by name alone."""
+    """Variables for the machine's environment; secrets, so only their names are shown."""
 
     @property
     def label(self) -> str:
@@ -327,7 +327,7 @@ IMAGE = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:\.[a-z0-9-]+)*(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?"
 )
-"""What a Docker registry takes: host and path in small letters, a tag, a digest."""
+"""Image names that a Docker registry takes: host and path in small letters, a tag, a digest."""
 
 
 def launch_rows(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> list[CheckRow]:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from stoker.errors import ConfigError
 
 ONSTART_BYTES = 4048
-"""What the provider takes; beyond that it cuts, or refuses."""
+"""The longest script that the provider takes; it cuts or refuses a longer one."""
 API = "https://console.vast.ai/api"
 
 
@@ -55,7 +55,7 @@ Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$")]
 
 
 class StartScript(BaseModel):
-    """What a machine does from its first second to its last."""
+    """Everything that a machine does, from its first second to its last."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -299,7 +299,7 @@ class Rental:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPreview:
-    """What would be sent."""
+    """The request that would be sent."""
 
     launch: LaunchPlan
 
@@ -316,19 +316,19 @@ class LaunchPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferList(JsonResult):
-    """What can be rented."""
+    """Offers that can be rented."""
 
     offers: tuple[Offer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineList(JsonResult):
-    """What is rented, of one run."""
+    """Rented machines of one run."""
 
     label: str
     instances: tuple[RentedMachine, ...]
     done: str = ""
-    """What was done to them."""
+    """Machines, and the action taken on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

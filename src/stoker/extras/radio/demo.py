@@ -70,13 +70,13 @@ _METRES_ABOVE_SEA = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadioSpec(JsonResult):
-    """What to make; equal values give equal rows."""
+    """Settings of the generated rows; equal values give equal rows."""
 
     rows: int = 4030
     """Accepted measurements."""
     seed: int = 0
     power_dbm: float = 37.0
-    """What transmitters send."""
+    """Kinds of signals that transmitters send."""
     present_snr_db: float = 3.0
     """From where on a receiver hears a signal."""
     least_receivers: int = 3
@@ -364,7 +364,7 @@ def position_errors(model: TriangulationModel, batches: Iterable[Batch]) -> Posi
 
 @dataclass(frozen=True, slots=True)
 class Triangulation:
-    """What is learnt of radio rows, for `stoker.run.fitting`."""
+    """Learns positions from radio rows, for `stoker.run.fitting`."""
 
     model: TriangulationModel
 
@@ -634,14 +634,14 @@ SETTINGS = {
     "training.batch_size": "256",
     "training.lr": "6e-3",
 }
-"""What the demo sets; anything given on the command line wins."""
+"""Settings of the demo; the command line wins over them."""
 COMPARED = 4
 """Batches whose loss is taken from the database as well as from the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadioResult:
-    """What came of it."""
+    """Result of the demo."""
 
     machine: str
     database: str

@@ -295,7 +295,7 @@ class RoundProgress:
         self._rate = Rate(self._begun)
         self._quarantined = len(share.folder.failures().keys() - set(share.missing.tolist()))
         self._record_bytes = 0.0
-        """About what one record takes on disk: of tasks that have ended only the records are known."""
+        """Bytes of one record on disk, roughly: of tasks that have ended only the records are known."""
         self.last_note = ""
         """The latest note of a task, as a sentence."""
 

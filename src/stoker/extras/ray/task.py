@@ -160,7 +160,7 @@ class TaskLoad:
 
 @dataclass(slots=True, kw_only=True)
 class _LoadedRun:
-    """What this process keeps from one task to the next: the last run's, as workers serve one."""
+    """State that this process keeps from one task to the next: the last run's, as workers serve one."""
 
     run: str
     load: TaskLoad
@@ -486,7 +486,7 @@ class Slices:
         """The samples that no worker has, in pieces of complete groups."""
         self._made = 0
         self._again: deque[Slice] = deque()
-        """What was lost with its worker."""
+        """Slices that were lost with their worker."""
 
     @property
     def empty(self) -> bool:

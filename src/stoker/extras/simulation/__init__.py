@@ -1,1 +1,1 @@
-"""What a run would take on machines that are not here: arithmetic, and queues where several wait."""
+"""Estimate what a run would take on other machines: arithmetic, and queues where several wait."""

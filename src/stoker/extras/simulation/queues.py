@@ -60,7 +60,7 @@ class RunTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueTimes:
-    """What came of it."""
+    """Its result."""
 
     first_s: float
     """Until the first batch was there on every rank."""
@@ -207,7 +207,7 @@ def simulate_queues(traffic: RunTraffic, steps: int) -> QueueTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """What one batch of one rank needs of shared resources. Seconds are those without a queue."""
+    """Load of one batch of one rank on shared resources. Seconds are those without a queue."""
 
     inline_s: float = 0.0
     """The step waits for these in any case."""
@@ -228,7 +228,7 @@ class BatchCost:
 
 
 def demand_of(scenario: Scenario, records: int) -> Demand:
-    """What one rank asks of its node, which serves it from so many records."""
+    """Load of one rank on its node, which serves it from so many records."""
     return Demand(
         records=records,
         record_bytes=scenario.record_bytes,

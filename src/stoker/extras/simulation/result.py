@@ -187,11 +187,11 @@ class Way:
     cost: float | None = None
     """Of that, and of a month of keeping the records; None: no price was given."""
     bottleneck: str = ""
-    """What sets the pace of a later epoch."""
+    """The resource that limits a later epoch."""
     cure: str = ""
-    """What would change it, with the figure."""
+    """A change that would lift the limit, with the figure."""
     remark: str = ""
-    """What else to know of it."""
+    """Further remarks."""
 
     @property
     def fits(self) -> bool:
@@ -218,7 +218,7 @@ class Simulation:
     reason: str
     """Both in words."""
     taken: tuple[str, ...]
-    """What was not given and what was taken in its place, in words."""
+    """Values that were not given, and those used instead, in words."""
 
     def way(self, name: str) -> Way:
         """Return the way of that name."""

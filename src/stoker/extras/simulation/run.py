@@ -485,4 +485,4 @@ WAYS: dict[str, tuple[str, Callable[[Scenario], _RecordPlacement | None]]] = {
     "static-host": ("each node keeps its ranks' parts in memory", _static_host),
     "static-disk": ("each node keeps its ranks' parts on its disk", _static_disk),
 }
-"""What each does, and what it keeps; None there: it means nothing here."""
+"""How each works, and what it keeps; None: not applicable."""

@@ -1,4 +1,4 @@
-"""What is to be simulated. Bytes, seconds, bytes a second; prices in any currency, but one."""
+"""The scenario to simulate. Bytes, seconds, bytes a second; prices in any currency, but one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TYPICAL = Rates()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What things cost; None: no price was given, and no cost is said."""
+    """Prices; None: no price was given, and no cost is said."""
 
     node_hour: float | None = None
     """One node, an hour."""
