@@ -25,7 +25,7 @@ from stoker.errors import Interrupted, StalledError
 from stoker.precompute.arena import Layout, LoadedBatch, ReadTask, private_arrays, time_length
 from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, TorchState
 from stoker.precompute.progress import WorkerView
-from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
 from stoker.precompute.worker import SampleFault, SampleFaultError, SampleReader, fill_group, pad_steps
 from stoker.runtime.guard import guard_page
 from stoker.runtime.signals import Interrupts
@@ -56,6 +56,8 @@ class ReadingPosition:
 
 class InProcessReader:
     """A `SampleFeed` that reads when it is polled."""
+
+    pool: WorkerPool | None = None
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from stoker.precompute.encode import (
 )
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
-from stoker.precompute.workers import Supervisor
 from stoker.runtime.signals import Interrupts
 
 if TYPE_CHECKING:
@@ -238,7 +237,7 @@ class PrecomputeLoop:
             while not self._stages.writer.offer(encoded, _OFFER_S):
                 # A slow disk has a timeout of its own, and must not keep us from noticing workers that hang.
                 self._alive()
-                if isinstance(self._stages.feed, Supervisor):
+                if self._stages.feed.pool is not None:
                     self._batches.extend(self._stages.feed.poll(0.0))
                 self._show()
             if encoded.copied is None:
@@ -251,42 +250,42 @@ class PrecomputeLoop:
         """Wait for batches, or for encoders where only these can continue."""
         feed = self._stages.feed
         # Reading in this process fills one buffer again and again; workers are looked after at all times.
-        if isinstance(feed, Supervisor) or not self._batches:
+        if feed.pool is not None or not self._batches:
             self._batches.extend(feed.poll(timeout_s))
-        if not isinstance(feed, Supervisor) and not self._batches:
+        if feed.pool is None and not self._batches:
             self._stages.encoding.wait(timeout_s)
 
     def _alive(self) -> None:
         """Say that the loop goes round; what is read in this process may take any time."""
-        self._stages.encoding.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
+        self._stages.encoding.clock.alive(bounded=self._stages.feed.pool is not None)
 
     def _adjust(self, waited_s: float, elapsed_s: float, groups: int) -> None:
-        feed, pacing = self._stages.feed, self._pacing
-        if pacing is None or not isinstance(feed, Supervisor):
+        pool, pacing = self._stages.feed.pool, self._pacing
+        if pacing is None or pool is None:
             return
-        if feed.given_up:
+        if pool.given_up:
             pacing.settle()
-        if not feed.all_delivering:
+        if not pool.all_delivering:
             pacing.restart()
             self._processor_s = None
             return
         if self._processor_s is None:
-            self._processor_s = self._used_s(feed)
-        pacing.step(waited_s, elapsed_s, groups, feed.idle)
-        if not pacing.full(feed.workers):
+            self._processor_s = self._used_s()
+        pacing.step(waited_s, elapsed_s, groups, pool.idle)
+        if not pacing.full(pool.workers):
             return
-        used = self._used_s(feed)
-        change = pacing.change(feed.workers, used - self._processor_s)
+        used = self._used_s()
+        change = pacing.change(pool.workers, used - self._processor_s)
         self._processor_s = used
         if change > 0:
-            feed.start(1)
+            pool.start(1)
         elif change < 0:
-            feed.park()
+            pool.park()
 
-    def _used_s(self, feed: Supervisor) -> float:
+    def _used_s(self) -> float:
         """Return the processor time that this process and those below it have used so far."""
-        others = sum(view.processor_s for view in feed.views()) + self._stages.encoding.processor_s()
-        return time.process_time() + others
+        workers = sum(view.processor_s for view in self._stages.feed.views())
+        return time.process_time() + workers + self._stages.encoding.processor_s()
 
     def _show(self, *, last: bool = False) -> None:
         now = time.monotonic()

@@ -247,8 +247,55 @@ class WorkQueue:
         return self._missing[self._part_of == part].tolist()
 
 
+class WorkerPool(Protocol):
+    """Worker processes of a feed: how many there are, and how to have more or fewer of them."""
+
+    given_up: bool
+    """A worker could not be started, and the run continues without it."""
+    wake_fd: int
+    """A descriptor whose readiness ends a poll early (signals)."""
+
+    @property
+    def workers(self) -> int:
+        """Number of workers to have; those that are starting count."""
+        ...
+
+    @property
+    def idle(self) -> int:
+        """Workers that cannot continue because the caller has not taken what they read."""
+        ...
+
+    @property
+    def losses(self) -> int:
+        """Workers that died or were killed."""
+        ...
+
+    @property
+    def abandoned(self) -> int:
+        """Workers that could not be killed in time."""
+        ...
+
+    @property
+    def all_delivering(self) -> bool:
+        """Every worker has delivered something, so that waiting is no longer for their start."""
+        ...
+
+    def start(self, workers: int) -> None:
+        """Put that many more workers to work."""
+        ...
+
+    def park(self) -> None:
+        """Give one worker no more work."""
+        ...
+
+
 class SampleFeed(Protocol):
     """Origin of batches: worker processes, or this process itself."""
+
+    @property
+    def pool(self) -> WorkerPool | None:
+        """The workers, which are looked after at every poll and have timeouts; None: this process reads."""
+        ...
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """Return the batches that are ready, after waiting at most `timeout_s` for the first."""

@@ -379,7 +379,7 @@ class StageBuilder:
             ledger=self.ledger,
             encoding=encoding,
             writer=writer,
-            in_process=not self._children or not isinstance(feed, Supervisor),
+            in_process=not self._children or feed.pool is None,
         )
 
     @staticmethod
@@ -467,7 +467,7 @@ def _encode(
     pacing.most = min(pacing.most, builder.most_workers)
     writer = encoding = None
     try:
-        if not isinstance(feed, Supervisor) and sink is not None:
+        if feed.pool is None and sink is not None:
             sink.note(f"{builder.name}: workers=0, reading in this process: in order and without timeouts")
         encoding = _encoding(builder, feed, share)  # the workers are starting meanwhile
         writer = builder.writer()
@@ -500,15 +500,15 @@ def _encode(
         if writer is not None:
             writer.abandon()
         raise
-    supervised = isinstance(feed, Supervisor)
+    pool = feed.pool
     return ShareOutcome(
         finished=finished,
         encoded=loop.encoded,
         adopted=writer.copied,
         encode_seconds=encoding.clock.seconds,
-        workers=feed.workers if supervised else 0,
-        lost_workers=feed.losses if supervised else 0,
-        abandoned_workers=feed.abandoned if supervised else 0,
+        workers=0 if pool is None else pool.workers,
+        lost_workers=0 if pool is None else pool.losses,
+        abandoned_workers=0 if pool is None else pool.abandoned,
         failures=tuple(builder.ledger.failures),
     )
 
@@ -519,8 +519,8 @@ def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> En
     children = isinstance(inner, EncoderProcesses)
     if children:
         inner.watch(share.interrupts.fd)
-    if isinstance(feed, Supervisor):
-        feed.wake_fd = inner.fd if children else share.interrupts.fd
+    if feed.pool is not None:
+        feed.pool.wake_fd = inner.fd if children else share.interrupts.fd
     return inner if share.encoder is None else builder.recognizing(inner, share.same)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from stoker.errors import ResourceError, SourceError, WorkerError, arg
 from stoker.precompute.arena import Arena, Layout, LoadedBatch, ReadTask, private_arrays
 from stoker.precompute.progress import WorkerView
-from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkQueue
+from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkerPool, WorkQueue
 from stoker.precompute.settings import PrecomputeSettings, Timeouts
 from stoker.precompute.worker import PartNames, SampleFault, passing_fault
 from stoker.runtime.processes.child import Drain, LoggedChild
@@ -54,7 +54,7 @@ class LossLimits:
         self._lost_often = max(_LOST_OFTEN, max_quarantined)
         self._in_a_row = 0
         self.losses = 0
-        """Workers that died or were killed."""
+        """See `WorkerPool.losses`."""
         self.read = 0
         """Samples read."""
 
@@ -575,7 +575,7 @@ class _PartialBatch:
 
 
 class Supervisor:
-    """A `SampleFeed` over worker processes."""
+    """A `SampleFeed`, and its `WorkerPool`, over worker processes."""
 
     def __init__(
         self,
@@ -597,28 +597,31 @@ class Supervisor:
         self._ready: list[LoadedBatch] = []
         self._start_failures = 0
         self.given_up = False
-        """A worker could not be started, and the run continues without it."""
         self.wake_fd = -1
-        """A descriptor whose readiness ends a poll early (signals)."""
+
+    @property
+    def pool(self) -> WorkerPool:
+        """See `SampleFeed.pool`."""
+        return self
 
     @property
     def workers(self) -> int:
-        """Workers that are wanted."""
+        """See `WorkerPool.workers`."""
         return self._roster.wanted
 
     @property
     def idle(self) -> int:
-        """Workers that cannot continue because the caller has not taken what they read."""
+        """See `WorkerPool.idle`."""
         return sum(worker.held >= self._layout.slots for worker in self._roster.working.values())
 
     @property
     def losses(self) -> int:
-        """Workers that died or were killed."""
+        """See `WorkerPool.losses`."""
         return self._limits.losses
 
     @property
     def abandoned(self) -> int:
-        """Workers that could not be killed in time."""
+        """See `WorkerPool.abandoned`."""
         return self._roster.abandoned_count
 
     @property
@@ -633,7 +636,7 @@ class Supervisor:
 
     @property
     def all_delivering(self) -> bool:
-        """Every worker has delivered something, so that waiting is no longer for their start."""
+        """See `WorkerPool.all_delivering`."""
         return self._roster.all_delivering
 
     def start(self, workers: int) -> None:
