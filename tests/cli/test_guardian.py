@@ -104,7 +104,7 @@ SLOW_DISK = """\
 
 if sys.argv[0] == "-m":
     import time
-    from stoker.precompute.writer import WriteThread
+    from stoker.precompute.loop import WriteThread
     from stoker.store.write import RecordWriter
     append = RecordWriter.append
 

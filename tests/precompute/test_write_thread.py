@@ -11,7 +11,7 @@ import pytest
 
 from stoker.errors import RecordError, ResourceError, StalledError
 from stoker.precompute.encode import EncodedRecords
-from stoker.precompute.writer import WriteThread
+from stoker.precompute.loop import WriteThread
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import assert_same, records, run

@@ -40,13 +40,12 @@ from stoker.precompute.in_process import (
     ask_encoder,
     call_encoder,
 )
-from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerPacing
+from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerPacing, WriteThread
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
 from stoker.precompute.workers import Supervisor, WorkerLaunch
-from stoker.precompute.writer import WriteThread
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, preload
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
