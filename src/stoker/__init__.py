@@ -6,7 +6,7 @@ precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
-transforms/   changes to a batch on its device, random by example
+transforms    changes to a batch on its device, random by example
 integrations  adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop

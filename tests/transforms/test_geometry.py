@@ -8,8 +8,7 @@ from stoker.config.names import in_settings
 from stoker.errors import ConfigError
 from stoker.loader import RecordBatch, WindowBatch
 from stoker.loader.order import child_keys, example_keys, integers, uniform
-from stoker.transforms import Crop, Flip, Roll, Take
-from stoker.transforms.geometry import padded
+from stoker.transforms import Crop, Flip, Roll, Take, padded
 
 KEYS = example_keys(0, 0, torch.arange(40))
 
