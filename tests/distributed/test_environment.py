@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.distributed.environment import find_rank_environment
+from stoker.distributed.ranks import find_rank_environment
 from stoker.errors import ConfigError
 
 TORCHRUN = {

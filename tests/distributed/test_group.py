@@ -14,9 +14,8 @@ import pytest
 from stoker.cli.command import joined
 from stoker.config import Config
 from stoker.distributed import group
-from stoker.distributed.environment import RankEnvironment
 from stoker.distributed.group import RankGroup
-from stoker.distributed.ranks import SINGLE_PROCESS
+from stoker.distributed.ranks import SINGLE_PROCESS, RankEnvironment
 from stoker.errors import ConfigError, Interrupted, StalledError
 
 

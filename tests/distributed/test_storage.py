@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from stoker.distributed.environment import RankEnvironment, find_rank_environment
 from stoker.distributed.group import RankGroup
-from stoker.distributed.ranks import SINGLE_PROCESS, Ranks, nodes_that_share
+from stoker.distributed.ranks import (
+    SINGLE_PROCESS,
+    RankEnvironment,
+    Ranks,
+    find_rank_environment,
+    nodes_that_share,
+)
 from stoker.errors import IncompleteError
 from stoker.run.precompute import CacheResult, agreed
 from tests.precompute.fake_encoders import FakeEncoder

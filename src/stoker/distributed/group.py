@@ -26,8 +26,7 @@ from torch.distributed import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.distributed.environment import RankEnvironment
-from stoker.distributed.ranks import Ranks
+from stoker.distributed.ranks import RankEnvironment, Ranks
 from stoker.errors import StalledError, StokerError
 from stoker.runtime.threads import start_thread
 
