@@ -60,8 +60,8 @@ NEVER_ENDS = """\
 
 if "stoker.cli.main" in sys.orig_argv:
     import atexit, time
-    from stoker.runtime import guard
-    guard.EXIT_S = 1.0
+    from stoker.runtime import signals
+    signals.EXIT_S = 1.0
     atexit.register(time.sleep, 600)
 """
 

@@ -18,8 +18,8 @@ from stoker.config.sections import FetchConfig
 from stoker.errors import ConfigError, ResourceError
 from stoker.extras.fetch.origins import WantedFile, parse_wanted, read_manifest
 from stoker.extras.fetch.run import LOCK, FetchReport, FileResult, fetch_files
+from stoker.runtime.files import BLOCK_BYTES, paths_of
 from stoker.runtime.locks import FileLock
-from stoker.runtime.partial import BLOCK_BYTES, paths_of
 from tests.fetch.servers import Files
 
 BODY = bytes(range(256)) * 64

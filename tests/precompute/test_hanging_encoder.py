@@ -17,7 +17,7 @@ from stoker.precompute import PrecomputeSettings, Timeouts, in_process, run_prec
 from stoker.precompute import run as run_module
 from stoker.precompute.background import recipe_of
 from stoker.precompute.encode import BatchEncoder
-from stoker.runtime import guard
+from stoker.runtime import signals
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -244,7 +244,7 @@ def test_a_guardian_is_told_the_deadline_of_an_encoder_that_is_tried_for_the_rec
             limits.append(page.look().limit_s)
             return super().schema(sample_schema)
 
-    monkeypatch.setattr(guard, "_page", page)
+    monkeypatch.setattr(signals, "_page", page)
 
     recipe_of(FakeSource(), Noting(), tmp_path, settings(encode=7.0))
 

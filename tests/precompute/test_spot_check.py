@@ -10,7 +10,7 @@ import torch
 from stoker.precompute import EncodeFiller, PrecomputeSettings, run_precompute
 from stoker.precompute.background import SpotChecks
 from stoker.precompute.encode import distance
-from stoker.runtime import guard
+from stoker.runtime import signals
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -104,7 +104,7 @@ def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.Monk
     page = HeartbeatPage.create()
     page.write("encode", 3, limit_s=9)
     before = page.look()
-    monkeypatch.setattr(guard, "_page", page)
+    monkeypatch.setattr(signals, "_page", page)
 
     report = checked(cache)
 

@@ -19,15 +19,15 @@ from stoker.run.build import build_source
 from stoker.run.context import Run
 from stoker.run.precompute import precompute_config
 from stoker.run.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
-from stoker.runtime import partial
-from stoker.runtime.partial import paths_of
+from stoker.runtime import files as runtime_files
+from stoker.runtime.files import paths_of
 
 LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(runtime_files, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(staging, "PIECE_BYTES", 1000)
     monkeypatch.setattr(staging, "RESERVE_BYTES", 0)
 
@@ -131,9 +131,9 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
     path, objects = tmp_path / "a.bin", tmp_path / "objects"
     path.write_bytes(os.urandom(3500))
     objects.mkdir()
-    original, real = look_at(path), partial.PartialFile.keep
+    original, real = look_at(path), runtime_files.PartialFile.keep
 
-    def keep(one: partial.PartialFile) -> None:
+    def keep(one: runtime_files.PartialFile) -> None:
         real(one)
         part, _ = paths_of(objects / original.object)
         if part.exists():
@@ -141,11 +141,11 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
                 file.seek(2500)
                 file.write(b"torn")
 
-    monkeypatch.setattr(partial.PartialFile, "keep", keep)
+    monkeypatch.setattr(runtime_files.PartialFile, "keep", keep)
     with pytest.raises(SourceError, match="does not read back"):
         stage_file(original, objects, deadline_s=20)
     assert not is_staged(original, objects)
-    monkeypatch.setattr(partial.PartialFile, "keep", real)
+    monkeypatch.setattr(runtime_files.PartialFile, "keep", real)
     assert stage_file(original, objects, deadline_s=20) == 1500
     assert (objects / original.object).read_bytes() == path.read_bytes()
 

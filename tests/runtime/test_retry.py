@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 
 from stoker.errors import StalledError, TransferError
-from stoker.runtime import retry as module
-from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
+from stoker.runtime import threads as module
+from stoker.runtime.threads import FailedAttempt, RetryPolicy, retry
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_an_error_that_was_raised_holds_nothing_once_it_is_gone(give_up: object)
 
 
 ENDS_WHILE_A_THREAD_PAUSES = """
-from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import RetryPolicy, retry
 from stoker.runtime.threads import Pool
 
 def fails():
@@ -141,5 +141,5 @@ def test_a_pause_in_a_thread_does_not_delay_the_exit() -> None:
         subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
         return time.monotonic() - began
 
-    idle = run("import stoker.runtime.retry")
+    idle = run("import stoker.runtime.threads")
     assert run(ENDS_WHILE_A_THREAD_PAUSES) < 3 * idle + 4, "the exit waits 5 s for a thread that is stuck"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import SourceError
-from stoker.runtime.retry import RetryPolicy
+from stoker.runtime.threads import RetryPolicy
 from stoker.sources import hdf5_open
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source

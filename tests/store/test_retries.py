@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from stoker.errors import StalledError
-from stoker.runtime import retry
+from stoker.runtime import threads
 from stoker.store.remote import Retries, TransientError
 
 
@@ -26,8 +26,8 @@ class Clock:
 
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(retry, "time", clock)
-    monkeypatch.setattr(retry, "pause", clock.sleep)
+    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(threads, "pause", clock.sleep)
 
 
 def test_who_waits_for_a_store_is_told_now_and_then_and_in_the_end(

@@ -44,7 +44,7 @@ from stoker.cli.command import (
 )
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.plugins import PACKAGE, Plugin, load_extension, plugins_of
-from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, attach
+from stoker.runtime.signals import GUARD_VARIABLE, Lifeline, attach
 
 ORDER = (
     *("demo", "fetch", "precompute", "plan", "train", "inspect", "verify", "compact", "gc", "export"),

@@ -27,11 +27,10 @@ from dataclasses import dataclass
 
 from stoker.cli.command import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
-from stoker.runtime.guard import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.runtime.processes.child import oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
 from stoker.runtime.processes.program import SpawnedProcess
-from stoker.runtime.signals import TOGETHER_S
+from stoker.runtime.signals import GUARD_VARIABLE, TOGETHER_S, Lifeline, started_ns
 
 # ----------------------------------------------------------------------------------------------------------
 # Which file a process is waiting for, seen from outside, whatever holds its interpreter's lock.

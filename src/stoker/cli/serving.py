@@ -19,7 +19,7 @@ from stoker.cli.command import CommandOutput, cli_command, duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
-from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from stoker.cli.command import (
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
 from stoker.plugins import load_extension
-from stoker.runtime.guard import started_ns
+from stoker.runtime.signals import started_ns
 from stoker.units import format_percent, format_rate, format_seconds
 
 if TYPE_CHECKING:

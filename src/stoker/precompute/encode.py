@@ -29,8 +29,8 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
 from stoker.precompute.arena import LoadedBatch
 from stoker.precompute.worker import SampleFault
-from stoker.runtime.guard import guard_page
 from stoker.runtime.processes.heartbeat import HeartbeatPage
+from stoker.runtime.signals import guard_page
 from stoker.schema import FLOATS, SHAPE_SUFFIX, Schema
 from stoker.store.cache import Cache
 from stoker.store.recipe import Recipe

@@ -37,12 +37,11 @@ from stoker.precompute.settings import (
 )
 from stoker.runtime.disk import FreeSpace, explain_disk_errors
 from stoker.runtime.files import sync_folder
-from stoker.runtime.guard import first_time
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, WorkerChannel
-from stoker.runtime.signals import Interrupts
+from stoker.runtime.signals import Interrupts, first_time
 from stoker.schema import Schema, columns_of
 from stoker.sources.arguments import check_source
 from stoker.sources.files import confine_sources

@@ -27,8 +27,7 @@ from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, 
 from stoker.precompute.progress import WorkerView
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
 from stoker.precompute.worker import SampleFault, SampleFaultError, SampleReader, fill_group, pad_steps
-from stoker.runtime.guard import guard_page
-from stoker.runtime.signals import Interrupts
+from stoker.runtime.signals import Interrupts, guard_page
 from stoker.runtime.threads import Pool
 from stoker.schema import Sample
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import SourceError, StokerError
-from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import RetryPolicy, retry
 from stoker.sources.files import (
     FOREIGN_ERRORS,
     OpenFiles,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError, FormatError, IncompleteError, ResourceError, StalledError
 from stoker.runtime.files import sync_folder
 from stoker.runtime.jsonio import as_object, canonical_json, is_count, read_strict
-from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
+from stoker.runtime.threads import FailedAttempt, RetryPolicy, retry
 from stoker.store.failures import Failure, failure_from_json, read_failures
 from stoker.store.format import (
     COMPRESSED_FORMAT,

@@ -23,8 +23,7 @@ from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explain_disk_errors
 from stoker.runtime.files import PendingFile, RegularFile, make_folder
 from stoker.runtime.locks import lock_folder
-from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
-from stoker.runtime.threads import Pool, is_exiting
+from stoker.runtime.threads import FailedAttempt, Pool, RetryPolicy, is_exiting, retry
 from stoker.units import MIB
 
 if TYPE_CHECKING:

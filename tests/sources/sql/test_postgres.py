@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, SourceError, StalledError
-from stoker.runtime import retry
+from stoker.runtime import threads
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
 from stoker.sources.sql.query import QueryTimeouts
@@ -197,7 +197,7 @@ def test_a_server_that_starts_again_is_waited_for(server: Server, monkeypatch: p
         write_postgres(opened, made())
     server.stop()
     pauses: list[float] = []
-    monkeypatch.setattr(retry, "pause", lambda seconds: pauses.append(seconds) or server.start())
+    monkeypatch.setattr(threads, "pause", lambda seconds: pauses.append(seconds) or server.start())
 
     assert len(source(server.url())) == 40
     assert pauses == [0.05]

@@ -30,8 +30,7 @@ from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream
 from stoker.runtime.jsonio import parse_json
 from stoker.runtime.partial import Algorithm
 from stoker.runtime.processes.program import OutputStream, run_program
-from stoker.runtime.retry import RetryPolicy, retry
-from stoker.runtime.threads import ItemClock, call_within
+from stoker.runtime.threads import ItemClock, RetryPolicy, call_within, retry
 from stoker.units import MIB
 
 ALGORITHMS: Mapping[Algorithm, int] = {"sha256": 64, "sha1": 40, "md5": 32}

@@ -41,11 +41,10 @@ from stoker.extras.fetch.origins import (
     wanted_files,
 )
 from stoker.runtime.disk import explain_disk_errors, free_space
-from stoker.runtime.files import make_folder, replace_atomically
+from stoker.runtime.files import PartialFile, make_folder, new_digest, replace_atomically
 from stoker.runtime.jsonio import as_object, read_object
 from stoker.runtime.locks import FileLock
-from stoker.runtime.partial import PartialFile, new_digest
-from stoker.runtime.retry import RetryPolicy
+from stoker.runtime.threads import RetryPolicy
 from stoker.schema import Json
 from stoker.units import MIB, format_seconds
 

@@ -35,7 +35,7 @@ from stoker.run.caches import IMPORTED, list_quarantined
 from stoker.runtime.locks import lock_holder
 from stoker.runtime.processes.child import Child
 from stoker.runtime.processes.entry import Connection, limit_memory
-from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import RetryPolicy, retry
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.store import Cache, Digests, Failure, Folder, make_recipe, open_folder

@@ -13,7 +13,7 @@ from stoker.errors import ConfigError, ServiceError, StalledError, StokerError
 from stoker.extras.launch.plan import LaunchPlan
 from stoker.extras.launch.script import API
 from stoker.runtime.http import Answer, FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
-from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import RetryPolicy, retry
 from stoker.schema import Json, JsonResult
 
 # ----------------------------------------------------------------------------------------------------------

@@ -586,7 +586,7 @@ def _spawn(fds: tuple[int, ...]) -> SpawnedProcess:
         for fd in fds:  # standard descriptors may be closed here: none of these may have such a number
             moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
             passed.callback(os.close, moved[-1])
-        words = ["stoker.runtime.processes.server", "run", str(os.getpid()), *map(str, moved)]
+        words = ["stoker.runtime.processes.preloaded", "run", str(os.getpid()), *map(str, moved)]
         return SpawnedProcess(
             [sys.executable, "-P", "-m", *words],
             stdin=subprocess.DEVNULL,

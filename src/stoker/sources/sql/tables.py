@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from stoker.errors import ConfigError, SourceError, StalledError
-from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
-from stoker.runtime.threads import ItemClock, call_within
+from stoker.runtime.threads import FailedAttempt, ItemClock, RetryPolicy, call_within, retry
 from stoker.schema import Sample, Schema, digest_json
 from stoker.sources.files import open_regular
 from stoker.sources.sql.databases import ConnectionLostError, PostgresSession, SqliteSession
