@@ -33,8 +33,7 @@ import torch
 import stoker
 from measure import publish
 from stoker.loader.loader import design_of
-from stoker.store.mirror.root import attach_mirror
-from stoker.store.storage import open_storage
+from stoker.store.storage import attach_mirror, open_storage
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -36,7 +36,7 @@ from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
-from stoker.store.mirror.root import resolve_local
+from stoker.store.storage import resolve_local
 
 if TYPE_CHECKING:
     import torch

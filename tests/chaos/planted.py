@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.runtime import files, locks
-from stoker.store import folder, load_recipe, use
+from stoker.store import folder, load_recipe, storage
 
 
 def none() -> None:
@@ -112,7 +112,7 @@ def lock_by_pid() -> None:
             file.unlink()
 
     assert folder.lock_folder is locks.lock_folder
-    folder.lock_folder = locks.lock_folder = use.lock_folder = lock_folder
+    folder.lock_folder = locks.lock_folder = storage.lock_folder = lock_folder
 
 
 def _alive(file: Path) -> bool:

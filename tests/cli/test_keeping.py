@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from stoker.cli.main import app
 from stoker.errors import ReadOnlyError
 from stoker.store import open_cache
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from tests.store.kill_points import make_old, prepare
 
 CACHE = "data/latent_cache/burgers1d_train"

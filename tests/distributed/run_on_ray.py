@@ -15,7 +15,7 @@ from pathlib import Path
 from stoker.errors import Interrupted, StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
 from stoker.precompute.settings import as_timeouts
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from stoker.store import open_cache
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from tests.store.s3_server import an_s3_server, missing
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'stoker[ray]'")

@@ -9,7 +9,7 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.extras.ray import task as ray_task
 from stoker.store import make_recipe, open_folder
-from stoker.store.mirror.root import attach_mirror, mirror_limit
+from stoker.store.storage import attach_mirror, mirror_limit
 from tests.store.fakes import FakeSource, fill
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import stoker
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from stoker.units import MIB
 from tests.cli.conftest import SETTINGS
 from tests.conftest import write_burgers

@@ -34,7 +34,7 @@ from stoker.sources.files import confine_sources
 from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
-from stoker.store.use import exclusive_use
+from stoker.store.storage import exclusive_use
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import (
     ConfinedSource,

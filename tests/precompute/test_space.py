@@ -17,7 +17,7 @@ from stoker.precompute import run as run_module
 from stoker.precompute.run import fit_copies
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.schema import Field
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from stoker.units import GIB, MIB
 
 

@@ -14,7 +14,7 @@ from stoker.run.caches import locate
 from stoker.run.context import Run
 from stoker.run.precompute import fill_caches
 from stoker.run.train import train_config
-from stoker.store.use import idle_seconds
+from stoker.store.storage import idle_seconds
 from tests.conftest import write_burgers
 from tests.run.conftest import Configure
 from tests.store.kill_points import make_old

@@ -14,7 +14,7 @@ import torch
 
 from stoker.schema import Field
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, expected, fill
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from stoker.errors import CorruptError
 from stoker.store.mirror.blocks import HERE, BlockMap, new_map
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import make_root
 from stoker.store.remote import FolderRemote
-from stoker.store.storage import open_storage
+from stoker.store.storage import make_root, open_storage
 
 NAME = "shard-00-000000.safetensors"
 BLOCK, BLOCKS = 4096, 40

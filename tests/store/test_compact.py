@@ -15,7 +15,7 @@ import torch
 from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
 from stoker.loader import Loader
 from stoker.schema import Field, Schema
-from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder, use
+from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder, storage
 from stoker.store.maintain import compact
 from stoker.store.write import OpenShard
 from tests.kit import forked as subprocess
@@ -195,10 +195,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 def test_one_compacts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_short(tmp_path, FakeSource())
-    monkeypatch.setattr(use, "INDEX_WAIT_S", 0.05)
+    monkeypatch.setattr(storage, "INDEX_WAIT_S", 0.05)
 
     with (
-        use.lock_maintenance(cache.path),
+        storage.lock_maintenance(cache.path),
         pytest.raises(StalledError, match=f"process {os.getpid()} on"),
     ):
         compact(cache.path)

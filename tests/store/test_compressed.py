@@ -23,7 +23,7 @@ from stoker.store import Cache, make_recipe, open_cache, open_folder, pull, push
 from stoker.store.compressed import MAX_BLOCK_BYTES, open_compressed
 from stoker.store.format import LocalFile, pack_header, read_header, read_tail
 from stoker.store.maintain import compact, repair
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from tests.loader.caches import Arrays
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, fill, make_cache
 

@@ -13,8 +13,7 @@ from stoker.errors import ConfigError, FormatError
 from stoker.store import Cache, Recipe, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.gc import GcPolicy, GcReport, collect
 from stoker.store.maintain import compact, repair
-from stoker.store.storage import Storage
-from stoker.store.use import UsageLock, exclusive_use, idle_seconds
+from stoker.store.storage import Storage, UsageLock, exclusive_use, idle_seconds
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 from tests.store.kill_points import make_old

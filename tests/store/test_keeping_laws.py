@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.gc import DAY_S, GcPolicy, collect
 from stoker.store.maintain import compact
-from stoker.store.use import idle_seconds
+from stoker.store.storage import idle_seconds
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, expected, fill, same_bits
 from tests.store.kill_points import make_old
 

@@ -33,9 +33,8 @@ from stoker.store.maintain import compact, repair
 from stoker.store.mirror import folder as folder_module
 from stoker.store.mirror.blocks import BlockFile, BlockMap
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import attach_mirror
 from stoker.store.remote import FolderRemote, Retries, TransientError
-from stoker.store.storage import open_storage
+from stoker.store.storage import attach_mirror, open_storage
 from stoker.units import MIB
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
 

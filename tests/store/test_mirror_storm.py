@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from stoker.units import MIB
 from tests.store.fakes import fill
 from tests.store.mirror_rounds import SOURCE, storm, write

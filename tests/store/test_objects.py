@@ -13,10 +13,9 @@ import pytest
 from stoker.errors import AccessError, ConfigError
 from stoker.store import index, make_recipe, open_cache, open_folder
 from stoker.store.mirror.folder import open_remote
-from stoker.store.mirror.root import attach_mirror
 from stoker.store.mirror.transfer import pull, push
 from stoker.store.remote import ReplacedError
-from stoker.store.storage import open_storage
+from stoker.store.storage import attach_mirror, open_storage
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, fill, make_cache
 from tests.store.faulty_s3 import Faults, a_wire

@@ -15,7 +15,7 @@ from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import rebuild_index
 from stoker.store.gc import collect
 from stoker.store.maintain import compact, folder_to_repair, repair
-from stoker.store.use import lock_index
+from stoker.store.storage import lock_index
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stoker.store.rows import choose_rows, numbers_of, runs_of, spread
+from stoker.store.index import choose_rows, numbers_of, runs_of, spread
 
 
 def served(chosen: list[NDArray[np.int64]]) -> list[dict[int, int]]:

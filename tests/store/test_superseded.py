@@ -11,7 +11,7 @@ import pytest
 from stoker.store import load_recipe, open_cache
 from stoker.store.gc import collect
 from stoker.store.index import dump_index, load_index
-from stoker.store.use import idle_seconds
+from stoker.store.storage import idle_seconds
 from tests.store.fakes import assert_whole
 from tests.store.kill_points import make_old
 from tests.store.test_gc import CURRENT, gone, make_fingerprints, make_superseded

@@ -12,11 +12,11 @@ import pytest
 
 from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
 from stoker.runtime.locks import lock_folder
-from stoker.store import make_recipe, open_cache, open_folder, use
+from stoker.store import make_recipe, open_cache, open_folder, storage
 from stoker.store.maintain import repair
-from stoker.store.mirror.root import attach_mirror
 from stoker.store.mirror.transfer import RecordSelection, TransferProgress, pull, push
 from stoker.store.remote import FolderRemote
+from stoker.store.storage import attach_mirror
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.test_mirror import check, damage
 
@@ -238,7 +238,7 @@ def test_no_index_is_written_while_another_process_writes_it(
         "finish": lambda: open_folder(tmp_path / "b", "x", make_recipe(source, None)).finish(),
         "repair": lambda: repair(folder),
     }
-    monkeypatch.setattr(use, "INDEX_WAIT_S", 0.05)
+    monkeypatch.setattr(storage, "INDEX_WAIT_S", 0.05)
 
     with lock_folder(folder, "index"), pytest.raises(StalledError):
         doing[way]()

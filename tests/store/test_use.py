@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import StalledError
 from stoker.store import open_cache
-from stoker.store.use import UsageLock, idle_seconds
+from stoker.store.storage import UsageLock, idle_seconds
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.kill_points import make_old
 

@@ -151,8 +151,8 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     from stoker.cli import output
     from stoker.store.gc import GcPolicy, clean, collect
-    from stoker.store.mirror.root import MARKER, resolve_local
     from stoker.store.remote import is_url
+    from stoker.store.storage import MARKER, resolve_local
 
     policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
     # Mirrors of a URL may be kept anywhere, and be named by their folder.

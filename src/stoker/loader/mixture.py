@@ -28,7 +28,7 @@ from stoker.loader.turns import (
 )
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
-from stoker.store.joint import JointCache, same_fields
+from stoker.store.cache import JointCache, same_fields
 from stoker.units import format_count
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
 from stoker.loader.chunks import RECORD
 from stoker.loader.design import Design
 from stoker.loader.outputs import OutputSpec
-from stoker.store.joint import JointCache, served_schema
+from stoker.store.cache import JointCache, served_schema
 
 OURS = ("task", "tasks", "mask")
 """What a mixture adds to a batch of whole records."""

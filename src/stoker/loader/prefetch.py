@@ -26,8 +26,8 @@ from stoker.loader.chunks import RECORD
 from stoker.loader.outputs import OutputSpec, plan_runs
 from stoker.plan import RemoteDemand
 from stoker.runtime.threads import Pool, Ticket, is_exiting
+from stoker.store.cache import JointCache
 from stoker.store.format import axis_length, rows_per_block
-from stoker.store.joint import JointCache
 from stoker.store.mirror.blocks import BLOCK_BYTES
 from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB

@@ -37,7 +37,7 @@ from stoker.loader.prefetch import (
 from stoker.loader.transform import NO_CUTS
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
-from stoker.store.joint import JointCache, reopen
+from stoker.store.cache import JointCache, reopen
 from stoker.store.maintain import repair
 
 if TYPE_CHECKING:

@@ -49,9 +49,7 @@ from stoker.sources.protocol import Source
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
-from stoker.store.mirror.root import mirror_limit, resolve_local
-from stoker.store.storage import open_storage
-from stoker.store.use import INDEX_WAIT_S
+from stoker.store.storage import INDEX_WAIT_S, mirror_limit, open_storage, resolve_local
 from stoker.store.write import OPEN_PARTS
 from stoker.units import MIB, format_count, format_percent
 

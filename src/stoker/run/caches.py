@@ -33,10 +33,9 @@ from stoker.store import (
 )
 from stoker.store.cache import peek_cache
 from stoker.store.format import RECIPE_FILE
-from stoker.store.mirror.root import display_path, mirror_url, resolve_local
 from stoker.store.recipe import stored_schema
 from stoker.store.remote import is_url
-from stoker.store.use import note_use
+from stoker.store.storage import display_path, mirror_url, note_use, resolve_local
 
 log = logging.getLogger("stoker")
 

@@ -37,7 +37,6 @@ from stoker.runtime.jsonio import read_strict
 from stoker.runtime.threads import call_within
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
-from stoker.store.mirror.root import attach_mirror
 from stoker.store.remote import is_url, local_path
 from stoker.store.storage import open_storage
 from stoker.train.config import StageName, TrainStage

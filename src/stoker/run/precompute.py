@@ -54,8 +54,7 @@ from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
-from stoker.store.mirror.root import display_path, mirror_url
-from stoker.store.storage import open_storage
+from stoker.store.storage import display_path, mirror_url, open_storage
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------

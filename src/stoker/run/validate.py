@@ -36,7 +36,7 @@ from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
 from stoker.schema import JsonResult
 from stoker.store import Difference
-from stoker.store.mirror.root import display_path
+from stoker.store.storage import display_path
 from stoker.units import GIB, format_bytes, format_count, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------

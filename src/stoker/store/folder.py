@@ -36,8 +36,7 @@ from stoker.store.index import (
     read_info,
 )
 from stoker.store.recipe import FileDigest, Recipe
-from stoker.store.storage import Storage, open_storage, sweep
-from stoker.store.use import UsageLock, lock_index, note_use
+from stoker.store.storage import Storage, UsageLock, lock_index, note_use, open_storage, sweep
 from stoker.store.write import RecordWriter, WriterSettings
 from stoker.units import GIB, format_count
 

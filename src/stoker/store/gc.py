@@ -53,8 +53,15 @@ from stoker.store.mirror.folder import MARKER, MirrorRoot
 from stoker.store.recipe import Recipe
 from stoker.store.remote import ReplacedError
 from stoker.store.shard import Shard
-from stoker.store.storage import Storage, open_storage
-from stoker.store.use import INDEX_WAIT_S, UsageLock, exclusive_use, idle_seconds, preserve_times
+from stoker.store.storage import (
+    INDEX_WAIT_S,
+    Storage,
+    UsageLock,
+    exclusive_use,
+    idle_seconds,
+    open_storage,
+    preserve_times,
+)
 from stoker.units import format_bytes, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------

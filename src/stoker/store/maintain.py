@@ -32,11 +32,18 @@ from stoker.store.index import (
     part_of,
     write_index,
 )
-from stoker.store.mirror.root import mirror_url, resolve_local
 from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard
-from stoker.store.storage import open_storage, sweep
-from stoker.store.use import UsageLock, lock_index, lock_maintenance, note_use
+from stoker.store.storage import (
+    UsageLock,
+    lock_index,
+    lock_maintenance,
+    mirror_url,
+    note_use,
+    open_storage,
+    resolve_local,
+    sweep,
+)
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
 from stoker.units import MIB
 

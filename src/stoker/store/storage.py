@@ -1,8 +1,8 @@
-"""The files of one cache folder: on this machine, or at a URL of which a mirror keeps what was read.
+"""The files of a cache folder, on this machine or mirrored from a URL, and which processes use the folder.
 
-`open_storage` gives the one that a path needs. Both write files so that they appear complete or not at all.
-A temporary that no process holds was left by one that died, and is swept. Opening never follows a link and
-never waits on a pipe or device.
+`open_storage` gives the storage that a path needs: `Storage`, or `MirrorStorage` below a mirror. Both write
+files so that they appear complete or not at all. A temporary that no process holds was left by one that died,
+and is swept. Opening never follows a link and never waits on a pipe or device.
 """
 
 from __future__ import annotations
@@ -12,23 +12,34 @@ import hashlib
 import logging
 import os
 import re
-from contextlib import suppress
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
-from stoker.errors import FormatError, StokerError
+from stoker.errors import ConfigError, FormatError, StalledError, StokerError
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import (
     PendingFile,
     RegularFile,
     dead_temporaries,
     link_file,
+    make_folder,
     rename,
     sync_folder,
     write_file,
 )
+from stoker.runtime.jsonio import canonical_json
+from stoker.runtime.locks import LAST_POLL_S, lock_folder, lock_holder, try_lock
+from stoker.runtime.threads import map_in_order
 from stoker.store.format import (
+    FINGERPRINT,
+    INDEX_FILE,
     RECIPE_FILE,
     SOURCES_FILE,
+    WEIGHTS_FOLDER,
     LocalFile,
     OpenFile,
     PendingWrite,
@@ -36,10 +47,27 @@ from stoker.store.format import (
     is_shard_name,
     places_name,
 )
-from stoker.store.mirror.blocks import BLOCK_BYTES, mark_complete, remove_block_file
-from stoker.store.mirror.folder import MirrorFolder, mirror_of
+from stoker.store.mirror.blocks import BLOCK_BYTES, USED_FILE, mark_complete, remove_block_file, require_holes
+from stoker.store.mirror.folder import (
+    MARKER,
+    MirrorFolder,
+    mirror_of,
+    open_remote,
+    opened_root,
+    read_marker,
+    root_of,
+)
 from stoker.store.places import open_placed
-from stoker.store.remote import Expected, ReplacedError
+from stoker.store.remote import (
+    Expected,
+    Remote,
+    RemoteObject,
+    ReplacedError,
+    Retries,
+    is_url,
+    local_path,
+    parse_url,
+)
 from stoker.units import KIB, MIB, format_bytes
 
 log = logging.getLogger("stoker")
@@ -326,3 +354,324 @@ def open_storage(path: Path) -> Storage:
 def sweep(folder: Path) -> int:
     """Remove temporaries whose writers are dead from a folder; return how many."""
     return sum(1 for _ in dead_temporaries(folder, remove=True))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Which processes use a folder, so that it is not removed meanwhile, and which one changes it.
+#
+# A process that has a folder open holds a shared flock on its recipe, through a descriptor that only
+# reads. That works on read-only mounts, needs no file of its own, and ends with its holder, however that
+# ends. A process that removes anything takes the exclusive lock first. The modification time of the recipe
+# says when the folder was last opened.
+#
+# What only one process may do in a folder at a time, it does under `runtime.locks.lock_folder`. Records
+# stay right without those locks: the same ones may be encoded twice, and an index may know less than one
+# before it until it is made again. That one run trains in a folder, and one gc or repair works there,
+# needs them.
+
+
+WAIT_S = 10.0
+"""How long opening waits for a clean-up, which holds the folder for as long as it unlinks files."""
+NOTED_EVERY_S = 3600.0
+"""Opening notes the time of use at most this often."""
+INDEX_WAIT_S = 60.0
+"""How long a process that writes an index or rearranges shards waits for the one before."""
+
+
+class UsageLock:
+    """Holds a folder open until nothing refers to this any more.
+
+    Raises:
+        FormatError: The folder has no recipe, or was removed meanwhile.
+        StalledError: It could not be held for `WAIT_S` seconds; says why.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = _shared(folder)
+
+
+def note_use(folder: Path) -> None:
+    """Note that a folder was opened now. A process that only maintains it, or skips it, does not."""
+    recipe = folder / RECIPE_FILE
+    with suppress(OSError):  # a folder that we may only read, or that went meanwhile
+        if abs(time.time() - recipe.lstat().st_mtime) > NOTED_EVERY_S:
+            os.utime(recipe, follow_symlinks=False)
+
+
+@contextmanager
+def exclusive_use(folder: Path) -> Generator[bool]:
+    """Keep all processes from opening a folder; yield True if none has it open.
+
+    Where the file system has no locks this is unknown, which counts as open.
+    """
+    try:
+        file = RegularFile(folder / RECIPE_FILE)
+    except (OSError, FormatError):
+        yield False
+        return
+    try:
+        # Between `open` and the lock another process may have renamed the folder away, or replaced the
+        # recipe. Then the lock is on a file that no other process opens.
+        yield _lock_alone(file) and _is_current(file, folder)
+    finally:
+        file.close()
+
+
+def _lock_alone(file: RegularFile) -> bool:
+    with suppress(OSError):
+        return try_lock(file.fileno(), without_locks=False)
+    return False
+
+
+@contextmanager
+def preserve_times(folder: Path) -> Generator[None]:
+    """Remove things from a folder without making it look used."""
+    before = folder.stat()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not ours, or read-only
+            os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def idle_seconds(folder: Path) -> float:
+    """Return the seconds since a folder was last opened or written to; 0 when its times are in the future."""
+    times = [folder.stat().st_mtime]
+    with suppress(FileNotFoundError):
+        times.append((folder / RECIPE_FILE).lstat().st_mtime)
+    return max(0.0, time.time() - max(times))
+
+
+def _shared(folder: Path) -> RegularFile:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            file = RegularFile(folder / RECIPE_FILE)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FormatError(f"{folder} holds no {RECIPE_FILE}: it is no cache, or was removed") from error
+        why = _lock_shared(file, folder)
+        if why is None:
+            return file
+        file.close()
+        if time.monotonic() >= until:
+            raise StalledError(f"{folder} could not be opened for {WAIT_S:g} s: {why}")
+        time.sleep(LAST_POLL_S)
+
+
+def _lock_shared(file: RegularFile, folder: Path) -> str | None:
+    """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
+    if not try_lock(file.fileno(), shared=True):
+        return "a clean-up holds it. See whether `stoker gc` hangs"
+    # The lock counts only if it is on the file that others will open (see `exclusive_use`).
+    if _is_current(file, folder):
+        return None
+    # It was moved away, or its recipe repaired, while we waited; a file system may say so each time.
+    return f"its {RECIPE_FILE} is another file each time it is looked at. See what keeps replacing it"
+
+
+def _is_current(file: RegularFile, folder: Path) -> bool:
+    """Return True if what is open is what the folder holds now."""
+    try:
+        there = (folder / RECIPE_FILE).lstat()
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(file.fileno()), there)
+
+
+def lock_maintenance(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the process that rearranges a folder's shards: one at a time.
+
+    Raises:
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    return _only(folder, "compact", "is being compacted or repaired")
+
+
+def lock_index(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the process that writes a folder's index; read the shards under it too.
+
+    Raises:
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    return _only(folder, "index", "has its index written")
+
+
+@contextmanager
+def _only(folder: Path, purpose: str, doing: str) -> Generator[None]:
+    with lock_folder(folder, purpose, timeout_s=INDEX_WAIT_S) as got:
+        if not got:
+            raise StalledError(
+                f"{folder} {doing} by {lock_holder(folder, purpose)}, which took longer than "
+                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+            )
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------
+# From a URL to the local folder that stands for it.
+
+
+MIRROR_DIR = Path(".stoker/mirror")
+Limit: TypeAlias = "int | Literal['as it is'] | None"
+
+
+def mirror_limit(folder: Path) -> int | None:
+    """Return how many bytes are kept here of what is put into a folder, or below it; None: all."""
+    found = root_of(folder) or root_of(folder / "name" / "fingerprint")
+    return None if found is None else found[0].space.limit_bytes
+
+
+def mirror_url(folder: Path) -> str | None:
+    """Return the URL that a mirror, or a folder in one, stands for; None: it is a plain folder."""
+    folder = folder.absolute()
+    if (folder / MARKER).exists():
+        return read_marker(folder)[0]
+    found = root_of(folder)
+    return None if found is None else f"{found[0].url}/{found[1]}"
+
+
+def display_path(folder: Path) -> str:
+    """Return a folder for messages: its URL where it has one, else its path."""
+    return mirror_url(folder) or str(folder)
+
+
+def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
+    """Make a folder stand for a URL, or change its limit.
+
+    Raises:
+        FormatError: It stands for another URL.
+        ConfigError: A limit cannot be kept there.
+        ReadOnlyError: The folder cannot be made.
+    """
+    known = read_marker(path) if (path / MARKER).exists() else None
+    if known == (url, limit_bytes):
+        return
+    if known is not None and known[0] != url:
+        raise FormatError(f"{path} stands for {known[0]}, not for {url}. Choose another mirror_dir")
+    make_folder(path, 0o700)
+    if limit_bytes is not None:
+        require_holes(path)
+    (path / USED_FILE).touch(mode=0o600)
+    text = canonical_json({"format": 1, "limit_bytes": limit_bytes, "url": url})
+    write_file(path / MARKER, text.encode())
+    if (root := opened_root(path)) is not None:
+        root.space.limit_bytes = limit_bytes
+
+
+def resolve_local(place: str | Path, *, must_exist: bool = True) -> Path:
+    """Return the local path of a place: of a URL that of its mirror, of a path itself.
+
+    Raises:
+        ConfigError: It is no place at all: empty, or not text.
+        FormatError: There is nothing at the URL, and `must_exist`.
+        StokerError: As `attach_mirror`.
+    """
+    text = str(place) if isinstance(cast("object", place), str | Path) else ""
+    if not text or "\0" in text:
+        raise ConfigError(f"the path of the cache is {place!r}. Expected a path, as 'data/latent_cache'")
+    return attach_mirror(place, must_exist=must_exist) if is_url(place) else Path(place)
+
+
+def attach_mirror(
+    url: str | Path,
+    mirror_dir: str | Path = MIRROR_DIR,
+    limit_bytes: Limit = "as it is",
+    *,
+    must_exist: bool = False,
+) -> Path:
+    """Return the local folder that stands for a URL, with recipes and indexes as they are there now.
+
+    Args:
+        url: Of a folder of caches, of one cache (its folders by fingerprint), or of one fingerprint.
+        mirror_dir: Where mirrors are kept, each in a folder of its own.
+        limit_bytes: Bytes of shards that are kept here; None: as many as fit; by default as it was, and at
+            first None.
+        must_exist: Refuse a URL at which there is nothing.
+    Raises:
+        ConfigError: It is not a URL, or a package is missing; or the limit cannot be kept there.
+        FormatError: There is nothing.
+        ServiceError, StalledError: The place refuses, or does not answer.
+    """
+    url = parse_url(url)
+    folders, objects = _list(open_remote(url), "")
+    if must_exist and not folders and not objects:
+        raise FormatError(f"there is no cache at {url}. Check the address, or run precompute")
+    depth = _depth(folders, objects)
+    top, inside = _split(url, depth)
+    root = local_path(mirror_dir, "mirror_dir").absolute() / _folder_name(top)
+    if limit_bytes == "as it is":
+        limit_bytes = read_marker(root)[1] if (root / MARKER).exists() else None
+    make_root(root, top, limit_bytes)
+    remote = open_remote(top)
+    if depth == 2:
+        names = [inside]
+    elif depth == 1:
+        names = [f"{inside}/{folder}" for folder in folders]
+    else:
+        below = map_in_order(lambda name: (name, _list(remote, name)[0]), folders, what=f"listing {url}")
+        names = [f"{name}/{folder}" for name, found in below for folder in found]
+    names = [name for name in names if FINGERPRINT.fullmatch(name.rpartition("/")[2])]
+    for _ in map_in_order(lambda name: _bring(root / name), names, what=f"reading what is at {url}"):
+        pass
+    _remove_gone(root, inside, {*names}, remote)
+    (root / inside).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return root / inside
+
+
+def _list(remote: Remote, folder: str) -> tuple[list[str], list[RemoteObject]]:
+    folders, objects = Retries().run(lambda: remote.list(folder), f"list {remote.url}/{folder}".rstrip("/"))
+    return [name for name in folders if not name.startswith(".") and name != WEIGHTS_FOLDER], objects
+
+
+def _depth(folders: list[str], objects: list[RemoteObject]) -> int:
+    """Return how many folders below the one that holds caches by name."""
+    if any(one.name == RECIPE_FILE for one in objects):
+        return 2
+    return 1 if any(map(FINGERPRINT.fullmatch, folders)) else 0
+
+
+def _split(url: str, depth: int) -> tuple[str, str]:
+    """Return the URL of the folder that holds caches by name, and what is below it."""
+    top, inside = url, ""
+    for _ in range(depth):
+        top, _, last = top.rpartition("/")
+        inside = f"{last}/{inside}" if inside else last
+    if depth and (top.endswith((":/", "//"))):
+        raise ConfigError(f"{url}: caches lie in <folder>/<name>/<fingerprint>, and here a folder is missing")
+    return top, inside
+
+
+def _folder_name(url: str) -> str:
+    """Return a folder's name that says which URL it stands for, and differs for each."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-60:].strip("-")
+    return f"{plain}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def _bring(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    storage = open_storage(folder)
+    for name in (RECIPE_FILE, INDEX_FILE):
+        storage.version(name)  # fetches it, unless the cache was begun and has none yet
+
+
+def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> None:
+    """Remove what stands for a folder that is not there any more, unless a process has it open."""
+    for recipe in root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}"):
+        name = str(recipe.parent.relative_to(root))
+        if name in names or not (name == inside or name.startswith(inside and f"{inside}/")):
+            continue
+        if _is_there(remote, f"{name}/{RECIPE_FILE}"):
+            continue  # begun since the list was made
+        with exclusive_use(recipe.parent) as nobody:
+            if nobody:
+                shutil.rmtree(recipe.parent, ignore_errors=True)
+
+
+def _is_there(remote: Remote, name: str) -> bool:
+    try:
+        Retries().run(lambda: remote.head(name), f"head {remote.url}/{name}")
+    except FileNotFoundError:
+        return False
+    return True

@@ -10,7 +10,7 @@ import torch
 
 from stoker.loader import Loader, Mixture
 from stoker.store import Cache, open_cache
-from stoker.store.joint import JointCache, reopen
+from stoker.store.cache import JointCache, reopen
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.mixture.three import same
 from tests.loader.test_filling import Steps

@@ -17,7 +17,7 @@ from stoker.loader import Loader, Mixture, RecordBatch, WindowBatch, Windows
 from stoker.monitor.meter import StallMeter
 from stoker.sources.arrays import ArraySource
 from stoker.store import Cache
-from stoker.store.mirror.root import attach_mirror
+from stoker.store.storage import attach_mirror
 from tests.loader.caches import write_cache
 from tests.loader.mixture.three import MODES, WINDOWS, same, values_of
 

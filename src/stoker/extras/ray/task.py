@@ -40,8 +40,8 @@ from stoker.runtime.signals import Interrupts
 from stoker.sources.files import confine_sources, confined_sources, stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
-from stoker.store.mirror.root import attach_mirror, root_of
 from stoker.store.remote import FolderRemote, Remote, Retries
+from stoker.store.storage import attach_mirror, root_of
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------

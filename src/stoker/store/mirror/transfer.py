@@ -40,12 +40,19 @@ from stoker.store.index import (
 )
 from stoker.store.mirror.blocks import MAP_PREFIX
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import MIRROR_DIR, attach_mirror, display_path
 from stoker.store.recipe import Recipe
 from stoker.store.remote import local_path
 from stoker.store.shard import Shard
-from stoker.store.storage import MirrorStorage, open_storage
-from stoker.store.use import INDEX_WAIT_S, lock_index, lock_maintenance
+from stoker.store.storage import (
+    INDEX_WAIT_S,
+    MIRROR_DIR,
+    MirrorStorage,
+    attach_mirror,
+    display_path,
+    lock_index,
+    lock_maintenance,
+    open_storage,
+)
 
 AT_ONCE = 4
 """Shards on their way at a time; each in several parts."""
