@@ -28,9 +28,9 @@ from torch import Tensor
 
 import stoker
 from stoker.loader import Loader, Normalise, Windows
-from stoker.loader.conversion import Conversion, find_conversion
 from stoker.loader.gather import ConvertingGather
 from stoker.loader.order import permutation_on
+from stoker.loader.outputs import Conversion, find_conversion
 from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
 from stoker.train.loop import FiniteGuard

@@ -43,7 +43,6 @@ from gpu_models import (
 from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
-from stoker.loader.conversion import find_conversion
 from stoker.loader.gather import ConvertingGather, make_converting_gather
 from stoker.monitor.meter import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field

@@ -46,9 +46,9 @@ print(json.dumps({"open_ms": (opened - begin) * 1e3, "first_record_ms": (time.pe
 
 def chunks(count: int) -> Any:
     """What a loader makes batches from, over `count` examples of no cache."""
+    from stoker.loader.batch import Examples
     from stoker.loader.chunks import Chunks, Locator
     from stoker.loader.order import Order, OrderKind, RankShare
-    from stoker.loader.windows import Examples
 
     per_record = min(WINDOWS, count // 10)
     examples = Examples(count=count, per_record=per_record, first=np.empty(0, np.int64))

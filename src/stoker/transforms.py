@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import RecordBatch, Role, WindowBatch, to_device
+from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import ImageCut, run
-from stoker.loader.windows import time_field
 from stoker.runtime.threads import Pool
 from stoker.schema import FLOATS
 from stoker.sources.images.geometry import Rules

@@ -9,7 +9,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Normalise, Windows
-from stoker.loader.conversion import find_conversion
+from stoker.loader.outputs import find_conversion
 from stoker.schema import Field
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache

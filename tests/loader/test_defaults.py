@@ -19,7 +19,7 @@ import torch
 import stoker
 from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder
 from stoker.loader import Loader, Mixture, Normalise, Windows
-from stoker.loader.conversion import find_conversion
+from stoker.loader.outputs import find_conversion
 from stoker.schema import Field
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll

@@ -19,7 +19,7 @@ from stoker.errors import (
     StalledError,
 )
 from stoker.loader import Loader, Windows
-from stoker.loader.conversion import Normalise
+from stoker.loader.outputs import Normalise
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import GrowingCache, fill_blocks
 from stoker.store.failures import Failure

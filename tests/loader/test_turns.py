@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.loader import turns as module
+from stoker.loader.mixture import MemberPass, TurnSchedule, make_turns, normalize_shares
 from stoker.loader.order import apportion
-from stoker.loader.turns import MemberPass, TurnSchedule, make_turns, normalize_shares
 
 laps = st.lists(
     st.builds(MemberPass, whole=st.integers(1, 9), tail=st.integers(0, 3), step=st.just(4)),

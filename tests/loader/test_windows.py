@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import ConfigError
-from stoker.loader.windows import Windows, number_examples, time_field
+from stoker.loader.batch import Windows, number_examples, time_field
 from stoker.schema import Field
 
 LATENT = Field(shape=(9, 4), dtype="float32", time=True)

@@ -6,11 +6,10 @@ README.md has the map of this folder.
 from typing import TYPE_CHECKING
 
 from stoker.loader.assembly import Pad
-from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch
-from stoker.loader.conversion import Normalise
+from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch, Windows
 from stoker.loader.loader import Loader
 from stoker.loader.order import Weights, subset
-from stoker.loader.windows import Windows
+from stoker.loader.outputs import Normalise
 
 if TYPE_CHECKING:
     from stoker.loader.mixture import Mixture

@@ -32,20 +32,20 @@ from stoker.loader.batch import (
     Role,
     WindowBatch,
     allocate,
+    time_field,
     to_device,
 )
 from stoker.loader.gather import RowConverter, make_converter
 from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
-from stoker.loader.windows import time_field
 from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
 
 if TYPE_CHECKING:
+    from stoker.loader.batch import Windows
     from stoker.loader.options import Options
     from stoker.loader.records import RecordTable
-    from stoker.loader.windows import Windows
     from stoker.store import Cache
 
 # ----------------------------------------------------------------------------------------------------------

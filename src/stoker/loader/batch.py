@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, cast
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.errors import ConfigError, arg
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.schema import Field, Schema
 
 
 class Role(Enum):
@@ -196,3 +205,245 @@ class PointBatch(NamedTuple):
     """Sample index and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Cut trajectories into training examples: a start, a stride, a horizon.
+#
+# Trajectories are stored once, unstrided; stride and horizon are settings of the loader alone. An example
+# is `(record, start)`, and takes rows `start + k * stride` for `k` in `0 .. horizon`. Of a range of
+# strides or horizons each example draws its own in each epoch (`assembly.py`).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Rules by which a trajectory becomes examples `(z0, z1, future)`.
+
+    Example:
+        >>> windows = Windows(stride=(1, 4), horizon=2)
+        >>> windows.span, windows.count(101)
+        (8, 93)
+
+    Raises:
+        ConfigError: A number is below 1, a range is empty, or fields are named twice.
+    """
+
+    stride: int | tuple[int, int] = 1
+    """Stored steps between one state and the next. A range `(1, 4)`, both ends included: each example draws
+    its own stride in each epoch, and `cond["stride"]` `(B, 1)` int64 says which. Every window fits at the
+    largest stride."""
+    horizon: int | tuple[int, int] = 1
+    """States after `z0`: `z1` is the first, `future` the `horizon - 1` others. A range: each example draws
+    its own. `future` then has the states of the largest, zeros behind the example's own, and
+    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there."""
+    start_every: int = 1
+    """Stored steps between the starts of consecutive windows of one trajectory."""
+    field: str | tuple[str, ...] | None = None
+    """The field that has time; None: the only one, or `latent`, or `data`. Several: `z0`, `z1` and `future`
+    are dicts by field."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers below one and empty ranges."""
+        for name in ("stride", "horizon"):
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                ends = tuple(cast("Sequence[object]", value))
+                _check_range(name, ends)
+                object.__setattr__(self, name, ends)
+            else:
+                _check_count(name, value)
+        _check_count("start_every", self.start_every)
+        if isinstance(self.field, list | tuple):
+            names = tuple(self.field)
+            if not names or len({*names}) < len(names):
+                raise ConfigError(f"windows.field is {list(names)}. Expected one or more names, each once")
+            object.__setattr__(self, "field", names)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """The smallest and the largest stride."""
+        return self.stride if isinstance(self.stride, tuple) else (self.stride, self.stride)
+
+    @property
+    def horizons(self) -> tuple[int, int]:
+        """The smallest and the largest horizon."""
+        return self.horizon if isinstance(self.horizon, tuple) else (self.horizon, self.horizon)
+
+    @property
+    def draws(self) -> bool:
+        """True if each example has a stride or a horizon of its own."""
+        return isinstance(self.stride, tuple) or isinstance(self.horizon, tuple)
+
+    @property
+    def span(self) -> int:
+        """Steps from the first row of a window to its last, at the largest stride and horizon."""
+        return self.horizons[1] * self.strides[1]
+
+    def count(self, length: int) -> int:
+        """Return the windows in a trajectory of `length` steps; one that is too short has none.
+
+        >>> Windows(stride=2, horizon=3).count(101), Windows(start_every=10).count(101), Windows().count(1)
+        (95, 10, 0)
+        """
+        return max(0, -(-(length - self.span) // self.start_every))
+
+    def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `count` for many trajectories at once."""
+        return np.maximum(0, -(-(lengths - self.span) // self.start_every))
+
+    def text(self) -> str:
+        """Return what the loader's state keeps of it."""
+        stride, horizon = (
+            f"{value[0]}..{value[1]}" if isinstance(value, tuple) else str(value)
+            for value in (self.stride, self.horizon)
+        )
+        fields = f" field={'+'.join(self.field)}" if isinstance(self.field, tuple) else ""
+        return f"stride={stride} horizon={horizon} start_every={self.start_every}{fields}"
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or value < 1:
+        raise ConfigError(f"windows.{name} is {value!r}. Expected a whole number of at least 1")
+
+
+def _check_range(name: str, ends: tuple[object, ...]) -> None:
+    whole = [int(end) for end in ends if isinstance(end, Integral)]
+    if len(ends) != 2 or len(whole) != 2 or not 1 <= whole[0] <= whole[1]:
+        raise ConfigError(
+            f"windows.{name} is {list(ends)}. Expected a whole number of at least 1, or a range of two, the "
+            "smaller first, as (1, 4)"
+        )
+
+
+_KEEP_TIME = (
+    "Leave windows= out to serve whole records, or keep the time axis: for a Dataset give cached or "
+    "TorchSource time=['data'], the field whose axis 0 is time, and as encoder "
+    'stoker.ModuleEncoder(module, time="steps")'
+)
+
+
+def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
+    """Return the field that windows are cut from, the first of several.
+
+    Raises:
+        ConfigError: No field has time, `wanted` is not one, or there are several and none is called
+            `latent` or `data`.
+    """
+    timed = [name for name, field in schema.items() if field.evolves and not field.kept]
+    if isinstance(wanted, tuple):
+        first, *_ = [time_field(schema, name) for name in wanted]
+        return first
+    if wanted is not None:
+        if wanted not in timed:
+            raise ConfigError(
+                f"{arg('windows.field', wanted, setting='training.state_fields')} is not a field with time. "
+                f"Fields with time: {', '.join(timed) or 'none'}"
+            )
+        return wanted
+    if len(timed) == 1:
+        return timed[0]
+    for name in ("latent", "data"):
+        if name in timed:
+            return name
+    if len(points := [name for name in timed if schema[name].folded]) == 1:
+        return points[0]
+    raise ConfigError(
+        f"windows need one field with time; this cache has {', '.join(timed) or 'none'}. "
+        + ("Name one with Windows(field=...)" if timed else _KEEP_TIME)
+    )
+
+
+def check_conditions(schema: Schema, main: str) -> None:
+    """Refuse what cannot be a condition of the windows of field `main`.
+
+    Raises:
+        ConfigError: A field has neither time nor a fixed shape, or another number of steps than `main`.
+    """
+    steps = (schema[main].ragged, schema[main].shape[0])
+    for name, field in schema.items():
+        if field.axes:  # of particles and meshes: see assembly.py
+            continue
+        if field.time and (field.ragged, field.shape[0]) != steps:
+            raise ConfigError(
+                f"fields {main!r} {schema[main].shape} and {name!r} {field.shape} have time axes of "
+                "different lengths, so no window of one matches the other. Store them in caches of their own"
+            )
+        if field.ragged and not field.time:
+            raise ConfigError(
+                f"field {name!r} has another length in every record and no time, so it cannot be given "
+                "with windows. Serve whole records (no windows=), or store the cache without that field"
+            )
+
+
+def state_fields(schema: Schema, windows: Windows) -> tuple[str, ...]:
+    """Return the fields that become `z0`, `z1` and `future`, in the order in which they were named."""
+    first = time_field(schema, windows.field)
+    return windows.field if isinstance(windows.field, tuple) else (first,)
+
+
+def condition_width(field: Field) -> int:
+    """Return the numbers per example that a condition has: a scalar gives one."""
+    sizes = field.shape[1:] if field.time else field.shape
+    return int(np.prod(sizes, dtype=np.int64)) if sizes else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Numbering of examples: record after record, inside a record by start."""
+
+    count: int
+    """Examples in all."""
+    per_record: int
+    """Examples of every record, or 0 where records differ."""
+    first: NDArray[np.int64]
+    """First example of each record and the total, `(records + 1,)`; empty when all records have the same
+    number."""
+    start_every: int = 1
+
+    def locate(self, ids: Any, first: Any) -> tuple[Any, Any]:
+        """Record and start of each example.
+
+        Args:
+            ids: Example numbers, `(n,)`, int64, numpy or torch.
+            first: `self.first` in the same library, on the same device.
+
+        Returns:
+            Places of records in number order, and starts in steps; both `(n,)`.
+        """
+        if self.per_record == 1:
+            return ids, ids * 0
+        if self.per_record:
+            record = ids // self.per_record
+            return record, (ids - record * self.per_record) * self.start_every
+        if isinstance(ids, torch.Tensor):
+            record = cast(Any, torch.searchsorted(first, ids, right=True) - 1)
+        else:
+            record = cast(Any, np.searchsorted(first, ids, side="right") - 1)
+        return record, (ids - first[record]) * self.start_every
+
+
+def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Windows | None) -> Examples:
+    """Count the examples of every record.
+
+    Args:
+        lengths: Steps of each record, `(records,)`; None without windows.
+
+    Raises:
+        ConfigError: Every trajectory is too short for one window.
+    """
+    none = np.empty(0, dtype=np.int64)
+    if windows is None or lengths is None:
+        return Examples(count=records, per_record=1, first=none)
+    counts = windows.counts(lengths)
+    total = int(counts.sum())
+    if records and not total:
+        raise ConfigError(
+            f"the longest trajectory has {int(lengths.max())} steps, but a window of stride "
+            f"{windows.strides[1]} and horizon {windows.horizons[1]} spans {windows.span + 1}. "
+            f"Choose a smaller {arg('stride')} or {arg('horizon')}"
+        )
+    if records and int(counts.min()) == int(counts.max()):
+        return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)
+    first = np.zeros(records + 1, dtype=np.int64)
+    np.cumsum(counts, out=first[1:])
+    return Examples(count=total, per_record=0, first=first, start_every=windows.start_every)

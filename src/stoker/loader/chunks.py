@@ -24,10 +24,10 @@ from torch import Tensor
 from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
+    from stoker.loader.batch import Examples
     from stoker.loader.order import Ids, Order, RankShare
     from stoker.loader.records import Cuts, RecordTable
     from stoker.loader.tiers import Memory
-    from stoker.loader.windows import Examples
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 

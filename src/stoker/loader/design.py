@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
-from stoker.loader.batch import STATES
+from stoker.loader.batch import STATES, Examples, Windows, number_examples, time_field
 from stoker.loader.options import Options, check_share, check_static
 from stoker.loader.order import (
     Draws,
@@ -44,7 +44,6 @@ from stoker.loader.records import (
     trajectory_lengths,
 )
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
-from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
 from stoker.store.joins import rename_hint

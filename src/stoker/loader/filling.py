@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, StalledError, arg
+from stoker.loader.batch import Examples, Windows, number_examples, time_field
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.order import Draws, Order, OrderKind, apportion, make_draws
 from stoker.loader.records import RecordTable, as_indices, find_records, trajectory_lengths
-from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.cache import BLOCKS, fill_blocks
 from stoker.units import format_count

@@ -28,8 +28,7 @@ from stoker.runtime.threads import Pool
 from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from stoker.loader.conversion import Conversion
-    from stoker.loader.outputs import OutputSpec
+    from stoker.loader.outputs import Conversion, OutputSpec
     from stoker.loader.tiers import Memory
     from stoker.schema import Field, Schema
 

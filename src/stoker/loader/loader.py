@@ -21,10 +21,10 @@ from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
-    from stoker.loader.conversion import Normalise
+    from stoker.loader.batch import Windows
     from stoker.loader.design import Design
     from stoker.loader.order import Weights
-    from stoker.loader.windows import Windows
+    from stoker.loader.outputs import Normalise
     from stoker.monitor.meter import StallMeter
     from stoker.plan import Plan
     from stoker.schema import Json

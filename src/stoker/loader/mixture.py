@@ -5,35 +5,448 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from difflib import get_close_matches
+from functools import cache, cached_property, partial, reduce
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
 
 from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
+from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
+from stoker.loader.chunks import RECORD
 from stoker.loader.design import Design, complete_cache
 from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
-from stoker.loader.mixture_batches import MixtureBatches
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
+from stoker.loader.order import Ids, Order, OrderKind, apportion
+from stoker.loader.outputs import OutputSpec
 from stoker.loader.state import VERSION, EpochIterable, EpochPlace
-from stoker.loader.turns import (
-    Exhausted,
-    MemberPass,
-    Mode,
-    TurnSchedule,
-    check_mode,
-    make_turns,
-    member_seed,
-    normalize_shares,
-)
 from stoker.sources.arguments import format_value
+from stoker.splitmix import Salt, stream
 from stoker.store import Cache
-from stoker.store.cache import JointCache, same_fields
+from stoker.store.cache import JointCache, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.schema import Json
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Make batches of a mixture: those of its loaders, with the conditions of all caches under the same names.
+#
+# Every batch has the same names, widths and dtypes. A name that a cache lacks is given as zeros with a
+# mask that says so; a condition that is narrower there is filled up with zeros. Names come sorted, so the
+# order of the caches decides nothing.
+
+
+OURS = ("task", "tasks", "mask")
+"""What a mixture adds to a batch of whole records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """One condition as batches of a mixture have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of one example: that of every cache that has it, or the widest one's `(C,)`."""
+    dtype: torch.dtype
+    """The narrowest that holds the values of all caches."""
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Its shape in each cache; None where a cache lacks it."""
+    same_dtype: bool
+    """True if all caches that have it have it in this dtype."""
+
+    def fit(self, member: int, values: Mapping[str, Tensor], index: Tensor) -> Tensor:
+        """Return the values of a cache in the shape and dtype of all; zeros where it has none."""
+        shape = self.shapes[member]
+        if shape == self.shape and self.same_dtype:
+            return values[self.name]
+        if shape is None:
+            return torch.zeros((len(index), *self.shape), dtype=self.dtype, device=index.device)
+        value = values[self.name].to(self.dtype)
+        if shape == self.shape:
+            return value
+        value = value.reshape(len(index), -1)
+        return F.pad(value, (0, self.shape[0] - value.shape[1]))
+
+    def mask(self, member: int, index: Tensor) -> Tensor:
+        """Return which numbers a cache has, as `(B, *shape)` bool without memory for each example."""
+        shape, row = self.shapes[member], torch.zeros(self.shape, dtype=torch.bool, device="cpu")
+        if shape == self.shape:
+            row.fill_(True)
+        elif shape is not None:
+            row[: _width(shape)] = True
+        return row.to(index.device).expand(len(index), *self.shape)
+
+
+class MixtureBatches:
+    """Makes the batches of a mixture out of those of its loaders."""
+
+    def __init__(self, designs: Mapping[str, Design], names: Sequence[str], joint: JointCache | None) -> None:
+        """Find the conditions of the caches.
+
+        With windows these are all fields but the one they are cut from. Of whole records they are the fields
+        without time that hold one number or a row of numbers: only these fit next to those of another cache.
+
+        Args:
+            designs: Of each cache, by its name.
+            names: Of the caches, in the order in which `task` refers to them.
+            joint: The caches as one, where batches hold examples of several.
+
+        Raises:
+            ConfigError: Windows have several state fields, or a field of whole records has a name that
+                batches of a mixture give to something else.
+        """
+        self._names, self._joint = tuple(names), joint
+        for name, design in designs.items():
+            _check_names(name, design)
+        found = [_outputs_of(design) for design in designs.values()]
+        self._conditions = [_condition(n, found) for n in sorted({n for outputs in found for n in outputs})]
+        # Under these names batches of windows give what is not a condition: kept raw fields, a mask.
+        self._raw = [
+            [output.name for output in design.outputs if output.role in (Role.RAW, Role.MASK)]
+            for design in designs.values()
+        ]
+        self._kept: dict[tuple[int, int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def make(self, batch: Any, member: int, position: tuple[int, int]) -> Any:
+        """Return a loader's batch with the conditions of all caches, and the cache of each example.
+
+        Masks and tasks are the same for every batch of a size and cache, so they are given without memory of
+        their own: writing to one is an error.
+
+        Args:
+            batch: Of the loader of `member`.
+            member: Place of the loader among those of the mixture.
+            position: Where the mixture resumes after this batch.
+
+        Raises:
+            ConfigError: Transforms left out something that a mixture needs.
+        """
+        windowed = isinstance(batch, WindowBatch)
+        values = batch.cond if windowed else batch
+        task = self._names[member] if self._joint is None else None
+        try:
+            index: Tensor = batch.index if windowed else batch["index"]
+            tasks, mask = self._tasks_and_masks(member, index)
+            if self._joint is not None:
+                tasks, index = _split_joint(self._joint, index)
+            cond = {one.name: one.fit(member, values, index) for one in self._conditions}
+            cond |= {name: values[name] for name in self._raw[member]}
+        except KeyError as error:  # loaders give all of them; only transforms leave one out
+            raise self._lacking(error.args[0], member, values) from error
+        if windowed:
+            states = (batch.z0, batch.z1, batch.future)
+            return TaskBatch(*states, cond, index, position, task, tasks, mask.copy())
+        made = RecordBatch(
+            {**batch, **cond, "index": index, "task": task, "tasks": tasks, "mask": mask.copy()}
+        )
+        made.position = position
+        return made
+
+    def _tasks_and_masks(self, member: int, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        key = (member, len(index), index.device)
+        if key not in self._kept:
+            with torch.inference_mode(False):  # they outlive the caller's mode
+                tasks = torch.tensor(member, device=index.device).expand(len(index))
+                self._kept[key] = (tasks, {one.name: one.mask(member, index) for one in self._conditions})
+        return self._kept[key]
+
+    def _lacking(self, name: str, member: int, values: Mapping[str, Any]) -> ConfigError:
+        whose = self._names[member] if self._joint is None else "+".join(self._names)
+        return ConfigError(
+            f"what {arg('transforms')} of {whose!r} returned lacks {name!r} and has "
+            f"{', '.join(map(str, values))}. A mixture needs `index`, which says which cache each example is "
+            "from, and every condition. Return them too, as in {**batch, ...} of a batch of records"
+        )
+
+
+def _split_joint(joint: JointCache, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of the cache of each example of a joint batch, and its `index` in that cache."""
+    offsets = _offsets(index.device, joint.offsets)
+    own = index.clone()
+    numbers = own.view(len(own), -1)[:, 0]
+    tasks = torch.bucketize(numbers.contiguous(), offsets, right=True).sub_(1)
+    numbers.sub_(offsets[tasks])
+    return tasks, own
+
+
+@cache
+def _offsets(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
+    """Return the numbers as int64 on a device."""
+    return torch.tensor(offsets, dtype=torch.int64, device=device)
+
+
+def _check_names(name: str, design: Design) -> None:
+    windows = design.options.windows
+    if windows is not None and isinstance(windows.field, tuple):
+        raise ConfigError(
+            f"windows of {name!r} have several state fields, {', '.join(windows.field)}, which a mixture "
+            "cannot line up with those of other caches. Name one field in Windows(field=...)"
+        )
+    taken = [own for own in OURS if windows is None and own in served_schema(design.cache)]
+    if taken:
+        raise ConfigError(
+            f"records of {name!r} have a field {taken[0]!r}, a name that batches of a mixture give to "
+            "something else. Give the field another name in its source"
+        )
+
+
+def _outputs_of(design: Design) -> dict[str, OutputSpec]:
+    outputs = (*design.outputs, *_column_outputs(design))
+    return {output.name: output for output in outputs if output.role in (Role.CONDITION, Role.SIZES)}
+
+
+def _column_outputs(design: Design) -> list[OutputSpec]:
+    """Return the columns of a table as batches have them: with windows as `(B, C)`."""
+    joined = design.cache.joined
+    found = {} if joined is None else joined.values
+    return [
+        OutputSpec(
+            name=name,
+            field=name,
+            index=RECORD,
+            shape=(int(np.prod(values.shape[1:])),) if design.options.windowed else tuple(values.shape[1:]),
+            dtype=values.dtype,
+            role=Role.CONDITION if design.options.windowed or values.ndim < 3 else Role.FIELD,
+        )
+        for name, values in found.items()
+    ]
+
+
+def _condition(name: str, found: Sequence[Mapping[str, OutputSpec]]) -> Condition:
+    own = [outputs[name] for outputs in found if name in outputs]
+    shapes, dtypes = {output.shape for output in own}, {output.cast or output.dtype for output in own}
+    return Condition(
+        name=name,
+        shape=shapes.pop() if len(shapes) == 1 else (max(map(_width, shapes)),),
+        dtype=reduce(torch.promote_types, dtypes),
+        shapes=tuple(outputs[name].shape if name in outputs else None for outputs in found),
+        same_dtype=len(dtypes) == 1,
+    )
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Decide which loader of a mixture gives the batch of each step, and which batch of its own.
+#
+# This is arithmetic on counts, a pure function of seed, epoch and step. Every rank computes the same at
+# any tier, so a step is of one cache on all of them, and a saved place holds at another world size.
+
+
+Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
+Exhausted: TypeAlias = Literal["first", "longest"]
+PIECE = 1 << 16
+"""Steps whose turns are made in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberPass:
+    """One pass over one member of a mixture, in steps over all ranks."""
+
+    whole: int
+    """Steps with a full global batch."""
+    tail: int
+    """Examples of the short step that ends a pass; 0: a pass ends with a full one."""
+    step: int
+    """Examples of a full step: the global batch."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of a pass, the short one included."""
+        return self.whole + (self.tail > 0)
+
+    @property
+    def examples(self) -> int:
+        """Examples of a pass."""
+        return self.whole * self.step + self.tail
+
+    @property
+    def full(self) -> int:
+        """Steps of a pass without the short one, or that one if a pass has no other."""
+        return self.whole or self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSchedule:
+    """Order of turns: the member of a mixture that gives the batch of each step."""
+
+    counts: tuple[int, ...]
+    """Steps of each member in one epoch."""
+    passes: tuple[int, ...]
+    """Steps of one pass over each member."""
+    restarts: bool
+    """True: each epoch begins new passes over all members. False: a pass continues in the next epoch."""
+    arranged: Literal["shuffled", "in turn", "one after another"]
+    seed: int
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return sum(self.counts)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(np.array(self.counts, dtype=np.int64))
+
+    def members(self, epoch: int, start: int) -> Iterator[NDArray[np.int64]]:
+        """Yield, in pieces, which member gives each step from `start` on, by its place among the members."""
+        ids = self._ids(epoch)
+        for begin in range(start, self.steps, PIECE):
+            stop = min(self.steps, begin + PIECE)
+            if self.arranged == "in turn":
+                yield np.arange(begin, stop, dtype=np.int64) % len(self.counts)
+            else:
+                yield np.searchsorted(self._ends, ids(begin, stop), side="right")
+
+    def before(self, epoch: int, step: int) -> list[int]:
+        """Return how many turns each member has had in `epoch` before `step`."""
+        had, left = np.zeros(len(self.counts), dtype=np.int64), step
+        for piece in self.members(epoch, 0):
+            had += np.bincount(piece[:left], minlength=len(had))
+            left -= len(piece)
+            if left <= 0:
+                break
+        return had.tolist()
+
+    def place(self, epoch: int, member: int, turn: int) -> tuple[int, int]:
+        """Return which pass over a member, and which step of that pass, is its `turn`-th of `epoch`."""
+        count, one = self.counts[member], self.passes[member]
+        if self.restarts:
+            return epoch * -(-count // one) + turn // one, turn % one
+        return divmod(epoch * count + turn, one)
+
+    def _ids(self, epoch: int) -> Ids:
+        kind: Literal["full", "sequential"] = "full" if self.arranged == "shuffled" else "sequential"
+        order = Order(kind=OrderKind(kind=kind), count=self.steps, seed=self.seed, global_batch=1)
+        return order.epoch(epoch)
+
+
+def member_seed(seed: int, place: int) -> int:
+    """Return the seed of the loader at `place` in a mixture: no two shuffle alike."""
+    return stream(seed, place, Salt.TURNS)
+
+
+def make_turns(
+    passes: Mapping[str, MemberPass],
+    *,
+    mode: Mode,
+    seed: int,
+    shares: Sequence[float],
+    epoch_examples: int | None,
+    exhausted: Exhausted | None = None,
+) -> TurnSchedule:
+    """Return the turns of a mode.
+
+    Args:
+        passes: One pass over each member, by name.
+        shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
+        epoch_examples: Examples of an epoch in mode `weighted`; None: those of all members.
+        exhausted: When an epoch ends in mode `round_robin`; None: with the `first`.
+
+    Raises:
+        ConfigError: A member would get no turn at all.
+    """
+    own = list(passes.values())
+    restarts = mode == "concat" or exhausted == "longest"
+    lengths = tuple(one.steps if restarts else one.full for one in own)
+    counts = lengths
+    if mode == "round_robin":
+        counts = ((max if restarts else min)(lengths),) * len(own)
+    elif mode == "weighted":
+        wanted = epoch_examples or sum(one.examples for one in own)
+        quotas = [share * wanted / one.step for share, one in zip(shares, own, strict=True)]
+        counts = tuple(apportion(quotas))
+        for name, count, quota in zip(passes, counts, quotas, strict=True):
+            if not count:
+                raise ConfigError(
+                    f"weights give {name!r} {quota:.3g} of the batches of an epoch of {wanted} examples, so "
+                    "it would never be served. Give a larger epoch_examples=, or leave it out"
+                )
+    return TurnSchedule(
+        counts=counts,
+        passes=lengths,
+        restarts=restarts,
+        arranged="in turn" if mode == "round_robin" else "shuffled",
+        seed=seed,
+    )
+
+
+OF_MODE: Mapping[str, Mode] = {
+    "weights": "weighted",
+    "epoch_examples": "weighted",
+    "exhausted": "round_robin",
+}
+"""Settings that have a meaning in one mode alone."""
+
+
+def check_mode(mode: str, **settings: object) -> None:
+    """Refuse an unknown mode, and settings (None: not given) that mean nothing in it.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
+    for name, value in settings.items():
+        if value is not None and OF_MODE[name] != mode:
+            raise ConfigError(
+                f"{name}= belongs to mode {OF_MODE[name]!r}, and mode is {mode!r}. Leave it out, or give "
+                "that mode"
+            )
+    if settings.get("exhausted") not in (None, *get_args(Exhausted)):
+        raise ConfigError(
+            f"exhausted is {settings['exhausted']!r}. Expected {', '.join(get_args(Exhausted))}"
+        )
+
+
+def normalize_shares(weights: object, names: Sequence[str]) -> list[float]:
+    """Return the weights as parts of 1, in the order of `names`; None: equal ones.
+
+    >>> normalize_shares({"b": 3, "a": 1}, ["a", "b"])
+    [0.25, 0.75]
+
+    Raises:
+        ConfigError: A name is unknown or lacks its weight, or a weight is not a number above 0.
+    """
+    if weights is None:
+        return [1 / len(names)] * len(names)
+    if isinstance(weights, Mapping):
+        _check_named(cast("Mapping[str, object]", weights), names)
+        values = [weights[name] for name in names]
+    else:
+        values = np.asarray(weights, dtype=object).reshape(-1).tolist()
+    if len(values) != len(names) or not all(_is_weight(value) for value in values):
+        raise ConfigError(
+            f"weights are {weights!r}. Expected a number above 0 for each of {', '.join(names)}"
+        )
+    total = sum(map(float, values))
+    return [float(value) / total for value in values]
+
+
+def _check_named(weights: Mapping[str, object], names: Sequence[str]) -> None:
+    unknown = [str(name) for name in weights if name not in names]
+    lacking = [name for name in names if name not in weights]
+    if unknown:
+        near = get_close_matches(unknown[0], lacking or names, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+        raise ConfigError(f"weights names {unknown[0]!r}, which is none of {', '.join(names)}. {hint}")
+    if lacking:
+        raise ConfigError(f"weights has nothing for {', '.join(lacking)}. Give each a number above 0")
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(np.isfinite(value)) and float(value) > 0
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
+from stoker.loader.batch import Windows
 from stoker.loader.order import RankShare, Weights, check_ranks
-from stoker.loader.windows import Windows
 from stoker.plan.resources import resolve_device
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
@@ -24,7 +24,7 @@ from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
-    from stoker.loader.conversion import Normalise
+    from stoker.loader.outputs import Normalise
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
 

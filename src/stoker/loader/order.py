@@ -45,8 +45,8 @@ from stoker.splitmix import (
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.loader.batch import Examples
     from stoker.loader.records import RecordTable
-    from stoker.loader.windows import Examples
     from stoker.store import Cache
 
 

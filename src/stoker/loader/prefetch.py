@@ -33,9 +33,9 @@ from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from stoker.loader.batch import Examples
     from stoker.loader.order import Ids, OrderKind, RankShare
     from stoker.loader.records import RecordTable
-    from stoker.loader.windows import Examples
     from stoker.schema import Field
     from stoker.store import Cache
     from stoker.store.mirror.folder import MirrorFolder

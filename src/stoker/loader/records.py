@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
+from stoker.loader.batch import Windows, time_field
 from stoker.loader.tiers import MemorySink, read_column
-from stoker.loader.windows import Windows, time_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.store.index import spread
 from stoker.store.shard import offsets_in

@@ -19,8 +19,8 @@ from torch import Tensor
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import PointBatch, RecordBatch, WindowBatch, allocate, to_device
 from stoker.loader.chunks import RECORD
-from stoker.loader.conversion import Conversion
 from stoker.loader.order import child_keys, example_keys
+from stoker.loader.outputs import Conversion
 
 if TYPE_CHECKING:
     from stoker.loader.gather import ImageViews

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # Triton is optional and has no types; what its compiler reads are not Python functions.
-"""Provide one kernel that gathers rows by index and converts them on the way, by the rule of `conversion.py`.
+"""Provide one kernel that gathers rows by index and converts them on the way, by the rule of `Conversion`.
 
 A program copies `tiles` runs of `block` values of one row. Everything but the rows is known when the kernel
 is compiled, once per output, so what an output does not need costs nothing. Product and sum must not be
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from stoker.loader.conversion import Conversion
     from stoker.loader.gather import ImageViews, OutputMemory
+    from stoker.loader.outputs import Conversion
 
 LONGEST_BLOCK = 2048
 """Values that one program has in flight."""

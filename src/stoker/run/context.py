@@ -27,8 +27,8 @@ from stoker.encoders.protocol import Encoder
 from stoker.encoders.wrappers import field_names, is_steady
 from stoker.errors import ConfigError, FormatError
 from stoker.loader import Windows
+from stoker.loader.batch import number_examples, state_fields, time_field
 from stoker.loader.outputs import make_outputs
-from stoker.loader.windows import number_examples, state_fields, time_field
 from stoker.monitor import MissingGpu, open_gpu
 from stoker.plan import probe
 from stoker.plan.resources import DISK_DEADLINE_S, automatic_device, encode_on, require_devices, use_device

@@ -16,8 +16,8 @@ from stoker.config.models import CropStep, NormalizeStep
 from stoker.distributed.ranks import Ranks
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
+from stoker.loader.batch import time_field
 from stoker.loader.transform import Transform
-from stoker.loader.windows import time_field
 from stoker.monitor import StallMeter
 from stoker.run.build import build_source
 from stoker.run.context import Run, batch_examples, horizon_of, unfinished

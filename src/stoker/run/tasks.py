@@ -18,8 +18,8 @@ from stoker.config import Config
 from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, TaskBatch
+from stoker.loader.batch import time_field
 from stoker.loader.mixture import Mixture
-from stoker.loader.windows import time_field
 from stoker.schema import Json, Schema
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.loader.conversion import Conversion, Normalise, find_conversion
 from stoker.loader.gather import ConvertingGather, view_for
-from stoker.loader.outputs import OutputSpec
+from stoker.loader.outputs import Conversion, Normalise, OutputSpec, find_conversion
 from stoker.loader.triton_gather import TritonGather
 from stoker.schema import Field
 

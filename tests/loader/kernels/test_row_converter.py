@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stoker.loader import Normalise
-from stoker.loader.conversion import Conversion, find_conversion
 from stoker.loader.gather import ConvertingGather, RowConverter, cut_images
+from stoker.loader.outputs import Conversion, find_conversion
 from stoker.runtime.threads import Pool
 from stoker.schema import Field
 

@@ -23,7 +23,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.extras.compat.settings import device_or_cpu
 from stoker.loader import Loader
-from stoker.loader.conversion import Normalise
+from stoker.loader.outputs import Normalise
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource

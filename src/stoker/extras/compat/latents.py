@@ -32,7 +32,7 @@ from stoker.extras.compat.encoder import EarlierCall, EarlierGridEncoder, grid_c
 from stoker.extras.compat.settings import available_device, config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
-from stoker.loader.windows import time_field
+from stoker.loader.batch import time_field
 from stoker.precompute import precompute
 from stoker.run.context import Run, batch_examples, trajectory_steps
 from stoker.run.precompute import fill_caches
