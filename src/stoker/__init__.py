@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stoker.precompute import precompute
     from stoker.profile.run import profile
     from stoker.sources.hdf5 import HDF5Source
-    from stoker.sources.images.source import ImageSource
+    from stoker.sources.images import ImageSource
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
@@ -70,7 +70,7 @@ _HOMES = {
     "FeatureEncoder": "stoker.encoders.features",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
-    "ImageSource": "stoker.sources.images.source",
+    "ImageSource": "stoker.sources.images",
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",

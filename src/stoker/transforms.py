@@ -23,7 +23,7 @@ from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import ImageCut, run
 from stoker.runtime.threads import Pool
 from stoker.schema import FLOATS
-from stoker.sources.images.geometry import Rules
+from stoker.sources.image_geometry import Rules
 
 if TYPE_CHECKING:
     from stoker.store import Cache
@@ -591,7 +591,7 @@ class Decode:
         size: (height, width).
         field: The field with the encoded images.
         threads: How many decode; None: one for each processor of this process.
-        **rules: See `stoker.sources.images.geometry.Rules`.
+        **rules: See `stoker.sources.image_geometry.Rules`.
 
     Raises:
         ConfigError: `fit="short"`, which gives images of various sizes.
@@ -635,7 +635,7 @@ class Decode:
         return {**self.__dict__, "_pool": None}
 
     def _one(self, encoded: Tensor) -> np.ndarray:  # pyright: ignore[reportMissingTypeArgument]
-        from stoker.sources.images.decode import decode
+        from stoker.sources.image_decoding import decode
 
         return decode(encoded.numpy().tobytes(), self._rules, where="a stored image")[0]
 

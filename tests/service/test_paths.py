@@ -29,7 +29,7 @@ from stoker.service.security import DataAccess, Roots
 from stoker.sources.files import confine_sources, find_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_open import open_file
-from stoker.sources.images.folders import images_below, read_file
+from stoker.sources.images import images_below, read_file
 from stoker.sources.sql.databases import connect_read_only
 from tests.service.job_folders import (
     burgers_dataset,

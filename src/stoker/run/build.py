@@ -81,7 +81,7 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
 
 def images_source(data: DataConfig, task: str, split: str) -> Source:
     """Images and their labels."""
-    from stoker.sources.images.source import ImageSource, Labels
+    from stoker.sources.images import ImageSource, Labels
 
     own = data.images.model_dump()
     labels = Labels(**{name: own.pop(name) for name in Labels.__dataclass_fields__})

@@ -385,7 +385,7 @@ PROBES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def _source(kind: str, spec: Spec) -> Source:
     if kind == "images":
-        from stoker.sources.images.source import ImageSource
+        from stoker.sources.images import ImageSource
 
         return ImageSource(spec["path"], "folder", (64, 64))
     from stoker.sources.hdf5 import HDF5Source
@@ -396,7 +396,7 @@ def _source(kind: str, spec: Spec) -> Source:
 def _named_splits(kind: str, spec: Spec) -> bool:
     """Return True if the data names its training and validation parts."""
     if kind == "images":
-        from stoker.sources.images.folders import split_folders
+        from stoker.sources.images import split_folders
 
         return bool(split_folders(Path(str(spec["path"]))))
     root, paths = find_files(str(spec["path"]))

@@ -15,17 +15,18 @@ from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.containers import Container, ContainerReader, find_containers, open_container
 from stoker.sources.files import FoundT, OpenFiles, Paths, describe_each, require_listable, source_errors
 from stoker.sources.hdf5_declared import declared_fields, say_left_out
-from stoker.sources.hdf5_fields import Piece, arrange, piece_field
-from stoker.sources.in_place import (
+from stoker.sources.hdf5_fields import (
     FieldLocations,
     PartLocations,
+    Piece,
+    arrange,
     check_order,
     offset_of,
+    piece_field,
     plain_dtype,
     row_places,
 )
-from stoker.sources.parts import PartedSource, PartT
-from stoker.sources.protocol import Part, SourceIdentity, read_as, read_dtype
+from stoker.sources.protocol import Part, PartedSource, PartT, SourceIdentity, read_as, read_dtype
 from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------

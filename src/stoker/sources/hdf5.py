@@ -35,17 +35,23 @@ from stoker.sources.hdf5_declared import contents, declared_layout
 from stoker.sources.hdf5_fields import (
     SPACE,
     FieldLayout,
+    FieldLocations,
     FieldRole,
     FileLayout,
+    PartLocations,
     Piece,
     arrange,
     channel_names,
+    check_order,
     layout_to_json,
+    offset_of,
     piece_field,
+    plain_dtype,
+    row_places,
     sample_axes,
     stacked_field,
 )
-from stoker.sources.hdf5_include import INCLUDABLE, finish, with_included
+from stoker.sources.hdf5_formats import INCLUDABLE, finish, with_included
 from stoker.sources.hdf5_open import (
     BLOCK_LIMIT_BYTES,
     Block,
@@ -60,16 +66,7 @@ from stoker.sources.hdf5_open import (
     run_length,
     unwritten_rows,
 )
-from stoker.sources.in_place import (
-    FieldLocations,
-    PartLocations,
-    check_order,
-    offset_of,
-    plain_dtype,
-    row_places,
-)
-from stoker.sources.parts import check_index
-from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as
+from stoker.sources.protocol import FileRef, Part, SourceIdentity, check_index, read_as
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes, format_count
 
@@ -106,7 +103,7 @@ class HDF5Options:
     strides: Mapping[str, int]
     """Subsampling by axis word; steps of 1 left out."""
     include: tuple[str, ...]
-    """Further fields to serve, see `stoker.sources.hdf5_include`."""
+    """Further fields to serve, see `stoker.sources.hdf5_formats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,16 @@ from stoker.errors import ConfigError, SourceError, SplitError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.arguments import check_splits
 from stoker.sources.files import absent_split, canonical_split, split_of, split_rank
-from stoker.sources.in_place import InPlaceSource, PartLocations
-from stoker.sources.parts import PartT, check_index
-from stoker.sources.protocol import Part, SelfCheckingSource, Source, SourceIdentity, locate
+from stoker.sources.hdf5_fields import InPlaceSource, PartLocations
+from stoker.sources.protocol import (
+    Part,
+    PartT,
+    SelfCheckingSource,
+    Source,
+    SourceIdentity,
+    check_index,
+    locate,
+)
 
 DEFAULT_SPLITS: Mapping[str, float] = {"train": 0.8, "val": 0.1, "test": 0.1}
 """Cut when a split is asked for, no file is named after one, and no fractions were given."""

@@ -19,8 +19,16 @@ from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.arguments import check_texts, listed
 from stoker.sources.files import Paths, find_keyed_files, source_errors
-from stoker.sources.parts import PartedSource, check_index, even_runs
-from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
+from stoker.sources.protocol import (
+    FileRef,
+    Part,
+    PartedSource,
+    SourceIdentity,
+    check_index,
+    even_runs,
+    read_as,
+    read_dtype,
+)
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------

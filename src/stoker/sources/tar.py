@@ -23,8 +23,7 @@ from stoker.runtime.jsonio import parse_json
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.arguments import parse_names
 from stoker.sources.files import OpenFiles, Paths, find_keyed_files, open_regular
-from stoker.sources.parts import PartedSource
-from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
+from stoker.sources.protocol import FileRef, Part, PartedSource, SourceIdentity, read_as, read_dtype
 from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count
 

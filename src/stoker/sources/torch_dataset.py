@@ -9,25 +9,32 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
 import random
+import select
+import socket
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, DecodeError, SourceError, arg
+from stoker.errors import ConfigError, DecodeError, SourceError, StalledError, arg
+from stoker.runtime.processes.child import LIGHT, TORCH, Child
+from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.arguments import check_dataset
-from stoker.sources.parts import check_index, even_runs
-from stoker.sources.pickling import estimate_pickle_bytes
-from stoker.sources.protocol import Part, SourceIdentity
-from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
+from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
+from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
 from stoker.sources.torch_identity import Description, describe, obstacles, random_members, uses_module
 from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.units import MIB, format_count
@@ -591,3 +598,128 @@ class TorchSource:
         unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
         if unknown:
             raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The probed items of a Dataset, read once more in a process of their own.
+#
+# A difference there would be one in every worker. Its causes: items drawn from the state of a process (its
+# number, a seed of its own, the order of a set), a value set in this process alone, or a module that only
+# this process finds. Each item has a timeout, after which the child is killed.
+
+
+START_S = 120.0
+"""Seconds for the child to start and to import what the Dataset needs."""
+_END_S = 5.0
+_TAIL = 600
+
+
+def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int, dict[str, str] | str]:
+    """Return digests by field of each probed sample as another process reads it; text where it failed there.
+
+    Raises:
+        SourceError: The source cannot go there, or ended the process.
+        StalledError: Starting, or one item, took too long.
+    """
+    with tempfile.TemporaryFile() as output:
+        child = Child(
+            "stoker.sources.torch_dataset:answer",
+            what="a second process to read in",
+            payload=pickle_for_process(source),
+            output=output.fileno(),
+            modules=TORCH if "torch" in sys.modules else LIGHT,
+        )
+        try:
+            return _collect(child, output, name, deadline_s)
+        finally:
+            child.stop(0.0, _END_S)  # one that waits for storage ends when that answers: nothing waits for it
+            child.close()
+
+
+def _collect(
+    child: Child, output: IO[bytes], name: str, deadline_s: float
+) -> dict[int, dict[str, str] | str]:
+    found: dict[int, dict[str, str] | str] = {}
+    text, number, until = b"", -1, time.monotonic() + START_S
+    while True:
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([child.socket], [], [], left)[0]:
+            where = "starting it" if number < 0 else f"item {number}"
+            raise StalledError(
+                f"{name}: read in a second process, {where} took more than "
+                f"{START_S if number < 0 else deadline_s:g} s. Fix what it waits for, give it more time "
+                f"(source.probe_deadline_s = 300), or read in this process with {arg('workers', 0)}"
+            )
+        data = child.socket.recv(1 << 16)
+        if not data:
+            break
+        *lines, text = (text + data).split(b"\n")
+        for line in lines:
+            message: dict[str, Any] = json.loads(line)
+            if message["kind"] == "done":
+                return found
+            if message["kind"] == "refused":
+                raise SourceError(
+                    f"{name} cannot be loaded in a second process, as workers are:\n{message['error']}\n"
+                    f"Fix that, or read in this process with {arg('workers', 0)}"
+                )
+            number, until = int(message["number"]), time.monotonic() + deadline_s
+            if message["kind"] == "item":
+                found[number] = message["found"]
+    child.wait(10)
+    output.seek(0)
+    tail = output.read().decode(errors="replace").strip()[-_TAIL:]
+    raise SourceError(
+        f"{name}: a second process that read item {number} {child.exit}. Workers would do the same: fix the "
+        f"Dataset, or read in this process with {arg('workers', 0)}" + (f". It said: {tail}" if tail else "")
+    )
+
+
+def check_alike(
+    here: Mapping[int, Mapping[str, str]], there: Mapping[int, Mapping[str, str] | str], name: str
+) -> None:
+    """Refuse what is not the same in both processes.
+
+    Raises:
+        SourceError: Names sample and field.
+    """
+    for number, fields in here.items():
+        other = there.get(number, "it was not read")
+        if isinstance(other, str):
+            raise SourceError(
+                f"{name}: sample {number} can be read in this process and not in a second one: {other}. "
+                "What it needs exists in this process alone: pass it to the Dataset in __init__, or read "
+                f"in this process with {arg('workers', 0)}"
+            )
+        for field, digest in fields.items():
+            if other.get(field) != digest:
+                raise SourceError(
+                    f"{name}: sample {number}, field {field!r} is another in a second process, so each "
+                    "reader would give its own. Fix what depends on the process (its number, hash() of "
+                    "text, the order of a set, a value set after import): hand it to the Dataset in "
+                    "__init__. If it is drawn at random, seed it by the sample number, or store one draw "
+                    f"with {arg('random', 'freeze')}"
+                )
+
+
+def answer(connection: Connection) -> int:
+    """Read, in the child, what was probed of the source in the payload; say digests, a line of JSON each."""
+    use_one_thread()  # as in a reader
+    try:
+        source: TorchSource = cloudpickle.loads(connection.payload)
+    except Exception:  # noqa: BLE001 - a process edge: the parent raises this with the traceback
+        _say(connection.socket, {"kind": "refused", "error": traceback.format_exc().rstrip()})
+        return 1
+    for number in source.probed_indices():
+        _say(connection.socket, {"kind": "begin", "number": number})
+        try:
+            found: Any = source.probe_again(number)
+        except Exception as error:  # noqa: BLE001 - a process edge, and a Dataset may raise anything
+            found = f"{type(error).__name__}: {error}"
+        _say(connection.socket, {"kind": "item", "number": number, "found": found})
+    _say(connection.socket, {"kind": "done"})
+    return 0
+
+
+def _say(sock: socket.socket, message: dict[str, Any]) -> None:
+    sock.sendall(json.dumps(message).encode() + b"\n")

@@ -18,7 +18,7 @@ from stoker.errors import ConfigError, FormatError, SourceError, StalledError
 from stoker.runtime.files import RegularFile
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Schema, numpy_dtype, schema_to_json
-from stoker.sources.in_place import InPlaceSource, PartLocations
+from stoker.sources.hdf5_fields import InPlaceSource, PartLocations
 from stoker.sources.protocol import Source
 from stoker.store import format
 from stoker.store.cache import Cache

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from stoker.errors import DecodeError
-from stoker.sources.images.decode import decode, decode_map
-from stoker.sources.images.geometry import Rules, fit_image
+from stoker.sources.image_decoding import decode, decode_map
+from stoker.sources.image_geometry import Rules, fit_image
 from tests.sources.images.pictures import encoded, square
 
 RULES = Rules(size=(24, 32))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stoker.sources.images.geometry import FitRule, fit_image
+from stoker.sources.image_geometry import FitRule, fit_image
 
 
 @pytest.mark.parametrize(

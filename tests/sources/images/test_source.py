@@ -318,7 +318,7 @@ def test_an_empty_folder_says_what_images_end_in(tmp_path: Path) -> None:
 
 
 def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.sources.images.source.find_spec", lambda name: None)
+    monkeypatch.setattr("stoker.sources.images.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match=r"stoker\[images\]"):
         source(tmp_path)

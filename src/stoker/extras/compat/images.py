@@ -403,7 +403,7 @@ def _source(
             f"{named} is {folder}, which is not a folder. Expected one in DexYCB's layout, with "
             "calibration and 20200709-subject-01 in it"
         )
-    from stoker.sources.images.source import ImageSource
+    from stoker.sources.images import ImageSource
 
     return ImageSource(folder, "dexycb", size=(size[0], size[1]), split=split, max_samples=max_samples)
 

@@ -18,8 +18,8 @@ from stoker.errors import DecodeError, SourceError, arg
 from stoker.runtime.jsonio import parse_json
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split, natural_key
-from stoker.sources.images.folders import Entry, Listing, read_file, require_folder
-from stoker.sources.images.geometry import Fit, ObjectRules, Objects, object_fields, object_schema
+from stoker.sources.image_geometry import Fit, ObjectRules, Objects, object_fields, object_schema
+from stoker.sources.images import Entry, Listing, read_file, require_folder
 from stoker.sources.splits import DEFAULT_SPLITS
 
 MAX_JSON_BYTES = 1 << 32

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import natural_key
-from stoker.sources.images.folders import Entry, Listing, read_file, require_folder
-from stoker.sources.images.geometry import Fit
+from stoker.sources.image_geometry import Fit
+from stoker.sources.images import Entry, Listing, read_file, require_folder
 
 Setup: TypeAlias = Literal["s0", "s1", "s2", "s3"]
 Extra: TypeAlias = Literal["depth", "segmentation"]
@@ -159,7 +159,7 @@ class DexYcb:
         return np.array([[fx, 0, x], [0, fy, y], [0, 0, 1]])
 
     def _maps(self, entry: Entry, found: Mapping[str, NDArray[Any]], fit: Fit, where: str) -> Sample:
-        from stoker.sources.images.decode import decode_map, nearest_map
+        from stoker.sources.image_decoding import decode_map, nearest_map
 
         maps: Sample = {}
         if "depth" in self._extras:

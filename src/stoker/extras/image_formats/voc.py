@@ -16,8 +16,8 @@ import numpy as np
 from stoker.errors import DecodeError, SourceError, arg
 from stoker.schema import Json, Sample, Schema
 from stoker.sources.files import canonical_split, natural_key, open_regular
-from stoker.sources.images.folders import Entry, Listing, images_below, read_file, require_folder
-from stoker.sources.images.geometry import Fit, ObjectRules, Objects, inside, object_fields, object_schema
+from stoker.sources.image_geometry import Fit, ObjectRules, Objects, inside, object_fields, object_schema
+from stoker.sources.images import Entry, Listing, images_below, read_file, require_folder
 
 IMAGES, ANNOTATIONS, LISTS = "JPEGImages", "Annotations", "ImageSets/Main"
 MAX_XML_BYTES = 1 << 24

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, arg
 from stoker.sources.files import check_opened_since, confined_sources, descriptors
-from stoker.sources.sql.query import Request, decode_picked, quoted
-from stoker.sources.sql.rows import (
+from stoker.sources.sql.query import (
     BOOL,
     FLOAT,
     FOREVER_US,
@@ -32,9 +31,12 @@ from stoker.sources.sql.rows import (
     Micros,
     NumberColumn,
     Packed,
+    Request,
     Text,
     as_list,
+    decode_picked,
     pack_columns,
+    quoted,
 )
 from stoker.units import KIB, MIB
 

@@ -21,8 +21,7 @@ from stoker.runtime.threads import FailedAttempt, ItemClock, RetryPolicy, call_w
 from stoker.schema import Sample, Schema, digest_json
 from stoker.sources.files import open_regular
 from stoker.sources.sql.databases import ConnectionLostError, PostgresSession, SqliteSession
-from stoker.sources.sql.query import Request, parse_database_url, relation_of
-from stoker.sources.sql.rows import (
+from stoker.sources.sql.query import (
     FLOAT,
     INT,
     KEYS,
@@ -31,10 +30,13 @@ from stoker.sources.sql.rows import (
     REAL,
     TEXT,
     Packed,
+    Request,
     Spill,
     Text,
     Value,
     pack_rows,
+    parse_database_url,
+    relation_of,
     shown_key,
     unpack_row,
 )

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.schema import FLOATS, Field, Json, Sample, Schema
-from stoker.sources.sql.query import Pick
-from stoker.sources.sql.rows import (
+from stoker.sources.sql.query import (
     BOOL,
     BYTES,
     FLOAT,
@@ -29,6 +28,7 @@ from stoker.sources.sql.rows import (
     PICKED,
     TEXT,
     TIME,
+    Pick,
     Value,
     Values,
     micros_of,

@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError, features
 from PIL import __version__ as pillow_version
 
 from stoker.errors import DecodeError
-from stoker.sources.images.geometry import Colour, Fit, Rules, fit_image
+from stoker.sources.image_geometry import Colour, Fit, Rules, fit_image
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 """Formats that are opened; others (some of which run programs) are taken as not an image."""
