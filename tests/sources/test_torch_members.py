@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import Subset
 
 from stoker.errors import SourceError
-from stoker.sources.pickling import pickle_for_process
+from stoker.sources.pickling import obstacles, pickle_for_process, random_members
 from stoker.sources.torch_dataset import TorchSource
-from stoker.sources.torch_identity import obstacles, random_members
 
 
 class Holds:

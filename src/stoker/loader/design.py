@@ -46,7 +46,6 @@ from stoker.loader.records import (
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
 from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
-from stoker.store.joins import rename_hint
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -198,6 +197,8 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
     columns = () if cache.joined is None else cache.joined.schema
     if taken := [name for name in named if name in columns]:
+        from stoker.store.joins import rename_hint
+
         raise ConfigError(
             f"a batch of {cache.name} has a tensor {taken[0]!r}, and a joined column has the same name. Name "
             f"the column otherwise: {rename_hint(taken[0])}"

@@ -38,7 +38,6 @@ from stoker.loader.transform import NO_CUTS
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
 from stoker.store.cache import JointCache, reopen
-from stoker.store.maintain import repair
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
@@ -95,6 +94,8 @@ class Repairer:
         return repaired
 
     def _encode_again(self, cache: Cache, error: CorruptError, filler: Filler) -> Cache:
+        from stoker.store.maintain import repair  # few runs meet a damaged record
+
         until = time.monotonic() + REPAIR_TIMEOUT_S
         with lock_folder(cache.path, LOCK_NAME, timeout_s=REPAIR_TIMEOUT_S) as got:
             if not got:

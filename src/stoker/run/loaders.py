@@ -23,7 +23,6 @@ from stoker.run.build import build_source
 from stoker.run.context import Run, batch_examples, horizon_of, unfinished
 from stoker.schema import Schema
 from stoker.store import Cache
-from stoker.store.joins import join_table
 from stoker.train.config import TrainStage
 
 if TYPE_CHECKING:
@@ -351,6 +350,8 @@ def joined(run: Run, cache: Cache, split: str) -> Cache:
     join = run.config.data.join
     if join.table is None:
         return cache
+    from stoker.store.joins import join_table  # few runs have a table
+
     if join.columns is None:
         raise ConfigError(f"data.join.table is {join.table}, and data.join.columns names none of its columns")
     rules = {name: getattr(join, name) for name in ("key", "columns", "name", "missing", "repeated")}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import xxhash
 
@@ -53,9 +53,11 @@ from stoker.run.loaders import check_beside
 from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
-from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.storage import display_path, mirror_url, open_storage
 from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.store.maintain import RepairReport
 
 # ----------------------------------------------------------------------------------------------------------
 # What ranks say of the caches that they filled: the work of all, and that all see the same records.
@@ -545,6 +547,8 @@ def repair_cache(path: str | Path, run: Run | None = None) -> RepairResult:
         ConfigError: The settings make another cache.
         StokerError: As `repair` and `run_precompute`.
     """
+    from stoker.store.maintain import folder_to_repair, repair  # as most runs repair nothing
+
     folder = folder_to_repair(path)
     cache_dir, name = _place_of(folder)
     made = None if run is None else _job_of(run, folder)
@@ -569,6 +573,8 @@ def _nothing_to_repair(folder: Path, error: ReadOnlyError) -> RepairReport:
     Raises:
         ReadOnlyError: `error`, where something is damaged or missing.
     """
+    from stoker.store.maintain import RepairReport
+
     cache = open_cache(folder, require_complete=False)
     found = cache.verify()
     if not (found.ok and cache.complete):

@@ -276,12 +276,12 @@ def _is_as_likely(
 # ----------------------------------------------------------------------------------------------------------
 # The layouts of PDEBench files, raw and converted, read by the names of their datasets.
 #
-#     1D          tensor (N,T,X)[,C]        x-coordinate, t-coordinate      -> data (T,1,X,C)
-#     converted   data (N,T,...)            rank from coordinates or file name -> data (T,H,W,C)
-#     Darcy       tensor (N,1,X,Y), nu (N,X,Y)                              -> data (H,W,1), nu (H,W,1)
-#     CFD         density, pressure, Vx[, Vy, Vz] (N,T,X[,Y,Z])             -> data, channels in this order
-#     2D NS       velocity, particles (N,T,X,Y,V) [, force]                 -> data; force a field of its own
-#     2D groups   0000/data (T,X,Y,C), 0000/grid/{t,x,y}                    -> data, one sample per group
+#   1D          tensor (N,T,X)[,C]        x-coordinate, t-coordinate     -> data (T,1,X,C)
+#   converted   data (N,T,...)            rank from coordinates or file name -> data (T,H,W,C)
+#   Darcy       tensor (N,1,X,Y), nu (N,X,Y)                             -> data (H,W,1), nu (H,W,1)
+#   CFD         density, pressure, Vx[, Vy, Vz] (N,T,X[,Y,Z])            -> data, channels in this order
+#   2D NS       velocity, particles (N,T,X,Y,V) [, force]                -> data; force a field of its own
+#   2D groups   0000/data (T,X,Y,C), 0000/grid/{t,x,y}                   -> data, one sample per group
 #
 # Other orders (channels before space, time last, one trajectory a file) are read where coordinates state
 # them; see `read_axes`. Coordinates may have one entry more than the data (cell edges).

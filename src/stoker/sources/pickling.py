@@ -5,26 +5,21 @@ from __future__ import annotations
 import functools
 import io
 import marshal
+import pickle
 import re
 import sys
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from stoker.errors import SourceError, StokerError, arg
-from stoker.sources.torch_identity import (
-    MOST_MEMBERS,
-    MOST_OF_ONE,
-    HeldObject,
-    PicklingObstacle,
-    members,
-    obstacles,
-    state_of,
-)
+from stoker.used_code import functions_in, is_library, qualified_name
 
 _HERE = f"Or read in this process alone: {arg('workers', 0)} (cached: precompute={{'workers': 0}})"
 _MOST_NAMED = 5
@@ -51,7 +46,7 @@ def pickle_for_process(thing: object, name: str = "source", *, otherwise: str = 
         raise
     except Exception as error:
         culprit = _culprit(thing, name)
-        path = name if culprit is None else _plain(culprit.path)
+        path = name if culprit is None else _shown_path(culprit.path)
         kind = "" if culprit is None else f" ({type(culprit.value).__name__})"
         raise SourceError(
             f"{path}{kind} cannot be sent to another process: {type(error).__name__}: {error}. Make it on "
@@ -103,7 +98,7 @@ def dumps(thing: object) -> bytes:
 
 
 def _refuse(found: list[PicklingObstacle], otherwise: str) -> None:
-    shown = [PicklingObstacle(_plain(one.path), one.what, one.cure) for one in found[:_MOST_NAMED]]
+    shown = [PicklingObstacle(_shown_path(one.path), one.what, one.cure) for one in found[:_MOST_NAMED]]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     cures = ". ".join(dict.fromkeys(one.cure for one in shown))
     raise SourceError(
@@ -131,10 +126,10 @@ def _picklable(value: Any) -> bool:
     return True
 
 
-def _plain(path: str) -> str:
+def _shown_path(path: str) -> str:
     """Return a path as the user knows it: their Dataset, not what it is wrapped in.
 
-    >>> _plain("source._source._dataset.file"), _plain("source.path")
+    >>> _shown_path("source._source._dataset.file"), _shown_path("source.path")
     ('dataset.file', 'source.path')
     """
     return _INNER.sub("dataset", path)
@@ -219,3 +214,250 @@ def _storage(value: Any) -> Any:
     if torch is None or not isinstance(value, torch.Tensor):
         return None
     return value.untyped_storage()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What an object holds, member by member: which of it cannot go to another process, or should not.
+#
+# Nothing of it is called but what pickling calls (`__getstate__`): an object that leaves its handle out of
+# its state travels, and is not an obstacle. Members are named as one would write them:
+# `dataset.files[0].handle`.
+
+
+MOST_MEMBERS = 100_000
+"""Objects looked at; beyond that pickling itself has the last word."""
+MOST_OF_ONE = 1_000
+"""Members of one list or dictionary."""
+
+_PLAIN_MEMBERS = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    bytearray,
+    type(None),
+    range,
+    slice,
+    type,
+    types.ModuleType,
+)
+_USED = "; if it does so already, an item was read from it: make a new object and give that"
+_LAZY = f"Keep its path, and open it on first use in __getitem__{_USED}"
+_CONNECT = f"Keep its address, and connect on first use in __getitem__{_USED}"
+_LOCK = "A reader has no other thread: leave it out of the state (__getstate__), or make it on first use"
+_KINDS = {
+    "h5py.": ("an open HDF5 file", _LAZY),
+    "sqlite3.": ("an open database", _CONNECT),
+    "psycopg.": ("an open database connection", _CONNECT),
+    "psycopg2.": ("an open database connection", _CONNECT),
+    "pymysql.": ("an open database connection", _CONNECT),
+    "duckdb.": ("an open database connection", _CONNECT),
+    "_duckdb.": ("an open database connection", _CONNECT),
+    "redis.": ("an open connection", _CONNECT),
+    "pymongo.": ("an open connection", _CONNECT),
+    "sqlalchemy.engine.": ("a database engine or connection", _CONNECT),
+    "sqlalchemy.orm.session.": ("a database session", _CONNECT),
+    "socket.": ("an open socket", _CONNECT),
+    "_socket.": ("an open socket", _CONNECT),
+    "ssl.": ("an open socket", _CONNECT),
+    "zipfile.": ("an open archive", _LAZY),
+    "tarfile.": ("an open archive", _LAZY),
+    "mmap.": ("a mapped file", _LAZY),
+    "lmdb.": ("an open database", _CONNECT),
+    "builtins.Environment": ("an open database", _CONNECT),
+    "builtins.generator": ("a generator, which runs once", "Make it in __getitem__, or keep a list"),
+    "subprocess.": ("a running process", "Start it on first use in __getitem__"),
+    "_thread.": ("", _LOCK),
+    "threading.": ("", _LOCK),
+    "multiprocessing.": ("", _LOCK),
+    "queue.": ("", _LOCK),
+    "_queue.": ("", _LOCK),
+    "concurrent.": ("", _LOCK),
+}
+"""Beginning of a type's qualified name to what it is (nothing: that name), and to the cure."""
+_DRAWS = ("numpy.random.", "random.Random", "torch._C.Generator")
+_RANDOM = ("random", "jitter", "noise", "dropout", "augment", "mixup", "cutmix")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldObject:
+    """Something that an object holds."""
+
+    path: str
+    """As one would write it, `dataset.file`."""
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PicklingObstacle:
+    """A member that cannot, or should not, go to another process."""
+
+    path: str
+    what: str
+    """Its kind, in words."""
+    cure: str
+
+    def __str__(self) -> str:
+        """Return path and kind."""
+        return f"{self.path} is {self.what}"
+
+
+def members(value: object, path: str) -> Iterator[HeldObject]:
+    """Yield the object and what it holds, each once, the nearest first."""
+    seen: set[int] = set()
+    waiting = deque([HeldObject(path, value)])
+    kept: list[Any] = []  # an id must not be given again while it is known
+    while waiting and len(seen) < MOST_MEMBERS:
+        member = waiting.popleft()
+        if id(member.value) in seen:
+            continue
+        seen.add(id(member.value))
+        kept.append(member.value)
+        yield member
+        waiting.extend(_held(member))
+
+
+def obstacles(value: object, path: str) -> list[PicklingObstacle]:
+    """Return what keeps `value` from going to another process, as far as it can be seen without trying."""
+    return [found for member in members(value, path) if (found := _obstacle(member)) is not None]
+
+
+def uses_module(value: object, module: str) -> bool:
+    """Return True if a function of an object's class, or of what the object holds, names a module."""
+    kinds = {type(member.value) for member in members(value, "")}
+    classes = {one for kind in kinds if not is_library(kind) for one in kind.__mro__}
+    functions = [f for one in classes for member in vars(one).values() for f in functions_in(member)]
+    return any(_comes_from(module, f.__globals__.get(n), n) for f in functions for n in _names(f.__code__))
+
+
+def _comes_from(module: str, value: object, name: str) -> bool:
+    place = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return name == module or (isinstance(place, str) and place.split(".")[0] == module)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Global names, attributes and imports in a function and in those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def random_members(value: object, path: str) -> list[str]:
+    """Return what draws random numbers, judged by the names of classes and functions; at most three."""
+    found: list[str] = []
+    for member in members(value, path):
+        kind: type[Any] = type(member.value)
+        name = qualified_name(member.value if isinstance(member.value, types.FunctionType) else kind)
+        short = name.rpartition(".")[2].lower()
+        draws = name.startswith(_DRAWS) or any(word in short for word in _RANDOM)
+        if draws and member.path != path and not isinstance(member.value, _PLAIN_MEMBERS):
+            found.append(f"{member.path}, a {name}")
+        if len(found) == 3:
+            break
+    return found
+
+
+def _held(member: HeldObject) -> Iterator[HeldObject]:
+    value, path = member.value, member.path
+    if isinstance(value, (*_PLAIN_MEMBERS, np.ndarray, np.generic)) or _tensor_device(value):
+        return
+    kind: type[Any] = type(value)
+    if issubclass(kind, dict):
+        items = list(dict.items(cast("dict[Any, Any]", value)))[:MOST_OF_ONE]
+        yield from (HeldObject(f"{path}[{key!r:.40}]", held) for key, held in items if not _plain(held))
+    elif issubclass(kind, list | tuple | set | frozenset | deque):
+        held = [item for item, _ in zip(value, range(MOST_OF_ONE), strict=False)]
+        yield from (
+            HeldObject(f"{path}[{place}]", item) for place, item in enumerate(held) if not _plain(item)
+        )
+    elif isinstance(value, functools.partial):
+        yield HeldObject(f"{path}.func", value.func)
+        yield from (HeldObject(f"{path}.args[{n}]", arg) for n, arg in enumerate(value.args))
+        yield from (HeldObject(f"{path}.keywords[{n!r}]", arg) for n, arg in value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield HeldObject(f"{path}.__self__", value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from _closure(value, path)
+    if _obstacle(member) is None:
+        for name, held in state_of(value).items():
+            if not _plain(held):
+                yield HeldObject(f"{path}.{name}", held)
+
+
+def _plain(value: object) -> bool:
+    return type(value) in _PLAIN_MEMBERS
+
+
+def _closure(function: types.FunctionType, path: str) -> Iterator[HeldObject]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield HeldObject(f"{path}.<closure>.{name}", cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+
+
+def state_of(value: object) -> dict[str, Any]:
+    """Return what pickling would take along, by name."""
+    kind = type(value)
+    own = getattr(kind, "__getstate__", None)
+    if own is not None and own is not getattr(object, "__getstate__", None):
+        try:
+            state = own(value)
+        except Exception:  # noqa: BLE001 - foreign code; pickling will meet the same and say so
+            return {}
+        return {str(k): v for k, v in state.items()} if isinstance(state, dict) else {}
+    reduces = any(getattr(kind, n) is not getattr(object, n) for n in ("__reduce__", "__reduce_ex__"))
+    if reduces:
+        return {}
+    return attributes_of(value)
+
+
+def _obstacle(member: HeldObject) -> PicklingObstacle | None:
+    value = member.value
+    name = qualified_name(type(value))
+    device = _tensor_device(value)
+    if device and device not in ("cpu", "meta"):
+        cure = "Each reader would hold a copy there: keep it on the CPU (`.cpu()`); batches go there later"
+        return PicklingObstacle(member.path, f"a tensor on {device}", cure)
+    if any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return None  # each process has its own, and cloudpickle knows
+    if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
+        of = getattr(value, "name", None)
+        return PicklingObstacle(
+            member.path, "an open file" + (f" ({of})" if isinstance(of, str) else ""), _LAZY
+        )
+    for beginning, (what, cure) in _KINDS.items():
+        if name.startswith(beginning) and not _travels(value):
+            return PicklingObstacle(member.path, what or f"a {name}", cure)
+    return None
+
+
+def _travels(value: object) -> bool:
+    """Return True if a handle can be pickled after all; there is little in it to be pickled."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - foreign code may raise anything
+        return False
+    return True
+
+
+def _tensor_device(value: Any) -> str:
+    torch = sys.modules.get("torch")
+    return str(value.device) if torch is not None and isinstance(value, torch.Tensor) else ""
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return what an object holds by name, slots included; nothing is computed."""
+    try:
+        found = dict(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")))
+    except (AttributeError, TypeError):
+        found = {}
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    found[name] = member.__get__(value)
+    return found

@@ -33,9 +33,15 @@ from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.arguments import check_dataset
-from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
+from stoker.sources.pickling import (
+    estimate_pickle_bytes,
+    obstacles,
+    pickle_for_process,
+    random_members,
+    uses_module,
+)
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
-from stoker.sources.torch_identity import Description, describe, obstacles, random_members, uses_module
+from stoker.sources.torch_identity import Description, describe
 from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name

@@ -9,13 +9,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
@@ -50,12 +49,14 @@ from stoker.store.index import (
     without_lost,
     write_index,
 )
-from stoker.store.joins import JoinedColumns, JoinReport, join_table
 from stoker.store.recipe import Recipe
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
 from stoker.store.storage import UsageLock, display_path, lock_index, note_use, open_storage, resolve_local
 from stoker.store.values import read_field
 from stoker.units import MIB, format_count
+
+if TYPE_CHECKING:
+    from stoker.store.joins import JoinedColumns
 
 log = logging.getLogger("stoker")
 MOST_NAMED = 20
@@ -340,7 +341,11 @@ def open_cache(
     """
     cache = peek_cache(path, require_complete=require_complete)
     note_use(cache.path)
-    return cache if join is None else join_table(cache, **join)
+    if join is None:
+        return cache
+    from stoker.store.joins import join_table  # few caches have a table next to them
+
+    return join_table(cache, **join)
 
 
 def peek_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
@@ -663,7 +668,10 @@ class JointCache(Cache):
         self._first_shard = np.cumsum([0, *(len(member.index.shards) for member in members)])
         path = Path(os.path.commonpath([member.path for member in members]))
         super().__init__(path, recipe, _joint_index(members, recipe), use=UsageLock(members[0].path))
-        self.joined = joint_columns(members)
+        if any(member.joined is not None for member in members):
+            from stoker.store.joins import joint_columns
+
+            self.joined = joint_columns(members)
         if any(member.filler is not None for member in members):
             self.filler = _JointFiller(self.members)
 
@@ -790,22 +798,3 @@ def _joint_index(members: Sequence[Cache], recipe: Recipe) -> Index:
 def served_schema(cache: Cache) -> Schema:
     """Return the fields of the records, and of the columns joined to them."""
     return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
-
-
-def joint_columns(members: Sequence[Cache]) -> JoinedColumns | None:
-    """Return the joined columns of several caches, by the numbers that their samples have together."""
-    found = [member.joined for member in members if member.joined is not None]
-    if not found:
-        return None
-    first = np.cumsum([0, *(member.recipe.count for member in members)])
-    numbers = [
-        begin + (member.numbers if joined.numbers is None else joined.numbers)
-        for begin, member, joined in zip(first, members, found, strict=False)
-    ]
-    reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
-    return JoinedColumns(
-        schema=found[0].schema,
-        values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
-        numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),
-        report=JoinReport(**{name: sum(one[name] for one in reports) for name in reports[0]}),
-    )

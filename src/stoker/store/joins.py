@@ -280,3 +280,20 @@ def _said(report: JoinReport) -> str:
         if count := getattr(report, name):
             parts.append(f"{format_count(count)} {name}")
     return ", ".join(parts)
+
+
+def joint_columns(members: Sequence[Cache]) -> JoinedColumns:
+    """Return the joined columns of several caches, by the numbers that their samples have together."""
+    found = [member.joined for member in members if member.joined is not None]
+    first = np.cumsum([0, *(member.recipe.count for member in members)])
+    numbers = [
+        begin + (member.numbers if joined.numbers is None else joined.numbers)
+        for begin, member, joined in zip(first, members, found, strict=False)
+    ]
+    reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
+    return JoinedColumns(
+        schema=found[0].schema,
+        values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
+        numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),
+        report=JoinReport(**{name: sum(one[name] for one in reports) for name in reports[0]}),
+    )
