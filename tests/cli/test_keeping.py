@@ -69,7 +69,7 @@ def test_repair_of_a_folder_that_cannot_be_written_asks_for_nothing_where_it_is_
     def refuse(*_: object, **__: object) -> None:
         raise ReadOnlyError(f"{cache} cannot be written: Read-only file system")
 
-    monkeypatch.setattr("stoker.run.precompute.repair", refuse)
+    monkeypatch.setattr("stoker.store.maintain.repair", refuse)
 
     found = run_json("verify", CACHE, "--repair")
 

@@ -173,7 +173,7 @@ def test_another_content_is_not_added_to_the_first(files: Files, tmp_path: Path,
 def test_a_damaged_partial_file_is_kept_up_to_the_damage(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.runtime.partial.BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr("stoker.runtime.files.BLOCK_BYTES", 64 * 1024)
     monkeypatch.setattr("stoker.extras.fetch.origins.PIECE_BYTES", 16 * 1024)
     body = os.urandom(1024 * 1024)
     files.content["/a"], files.faults["/a"] = body, ["cut", "404"]

@@ -265,7 +265,7 @@ def test_nobody_opens_a_folder_while_things_are_removed_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = make_fingerprints(tmp_path, 1)
-    monkeypatch.setattr("stoker.store.use.WAIT_S", 0.05)
+    monkeypatch.setattr("stoker.store.storage.WAIT_S", 0.05)
 
     with exclusive_use(path) as nobody:
         assert nobody

@@ -68,7 +68,7 @@ def test_numbers_come_back_from_their_runs() -> None:
 
 
 def test_runs_are_spread_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.store.rows.BLOCK", 10)
+    monkeypatch.setattr("stoker.store.index.BLOCK", 10)
     rng = np.random.default_rng(0)
     first, count = rng.integers(0, 1000, 50), rng.choice([0, 1, 3, 40], 50)
 

@@ -43,7 +43,7 @@ def test_a_recipe_that_never_looks_the_same_twice_ends_in_an_error(
         assert len(looks) < 1000, "it looks again without a pause"
         return False
 
-    monkeypatch.setattr("stoker.store.use.WAIT_S", 0.05)
+    monkeypatch.setattr("stoker.store.storage.WAIT_S", 0.05)
     monkeypatch.setattr(os.path, "samestat", never_the_same)
 
     with pytest.raises(StalledError, match=r"0\.05 s: its recipe\.json is another file each time"):
