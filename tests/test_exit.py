@@ -49,7 +49,7 @@ WORK = {
     rates.random_limit([big], 4096)
 """,
     "mirror": """
-    from stoker.store.mirror.folder import MirrorRoot
+    from stoker.store.mirror import MirrorRoot
     root = MirrorRoot.__new__(MirrorRoot)
     root.space = type("Space", (), {"limit_bytes": None})()
     for pool in (root.pool, root.ahead_pool):

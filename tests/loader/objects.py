@@ -12,7 +12,7 @@ import torch
 
 from stoker.loader import Loader
 from stoker.store import Cache, open_cache
-from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror import MirrorFolder
 from stoker.store.storage import attach_mirror, open_storage
 from tests.loader.caches import write_cache
 from tests.loader.layouts import same

@@ -11,8 +11,8 @@ from stoker.loader import Loader, prefetch
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
 from stoker.loader.prefetch import BlockLocator
+from stoker.store import mirror as folder
 from stoker.store import storage
-from stoker.store.mirror import folder
 from stoker.units import KIB
 from tests.loader.objects import opened, settings, size_of, stored
 

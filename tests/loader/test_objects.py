@@ -19,7 +19,7 @@ from stoker.loader import Loader, prefetch
 from stoker.loader.loader import design_of
 from stoker.monitor import StallMeter
 from stoker.store import Cache, storage
-from stoker.store.mirror import folder
+from stoker.store import mirror as folder
 from stoker.units import KIB
 from tests.kit import forked as subprocess
 from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables

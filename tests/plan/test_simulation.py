@@ -243,8 +243,8 @@ def test_costs_are_hours_bytes_and_a_month() -> None:
 
 
 def test_reads_of_a_store_are_those_of_a_mirror() -> None:
-    from stoker.store.mirror.blocks import BLOCK_BYTES
-    from stoker.store.mirror.folder import AT_ONCE
+    from stoker.store.mirror import AT_ONCE
+    from stoker.store.mirror_blocks import BLOCK_BYTES
 
     assert (SMALL.fetch_bytes, SMALL.requests) == (BLOCK_BYTES, AT_ONCE)
 

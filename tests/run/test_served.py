@@ -11,8 +11,8 @@ from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
 from stoker.run.plan import TimedStep, _apart, served_loads
 from stoker.store import Cache, open_cache
-from stoker.store.mirror.transfer import push
 from stoker.store.storage import attach_mirror
+from stoker.store.transfer import push
 from tests.loader.caches import trajectories, write_cache
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError
-from stoker.store.mirror.blocks import HERE, BlockMap, new_map
-from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror import MirrorFolder
+from stoker.store.mirror_blocks import HERE, BlockMap, new_map
 from stoker.store.remote import FolderRemote
 from stoker.store.storage import make_root, open_storage
 
@@ -68,7 +68,7 @@ def test_a_map_never_says_that_bytes_are_here_that_are_not(
 
         whole(self, name, begin, end, sink=some, **how)
 
-    with tempfile.TemporaryDirectory() as folder, patch("stoker.store.mirror.folder.BLOCK_BYTES", BLOCK):
+    with tempfile.TemporaryDirectory() as folder, patch("stoker.store.mirror.BLOCK_BYTES", BLOCK):
         mirror = mirrored(Path(folder), truth, limit)
         for step, at, count in steps:
             begin, end = at * BLOCK, min(len(truth), (at + count) * BLOCK)

@@ -26,13 +26,13 @@ from stoker.errors import (
 from stoker.runtime.locks import lock_range
 from stoker.schema import Field, Schema
 from stoker.store import make_recipe, open_cache, open_folder
+from stoker.store import mirror as folder_module
 from stoker.store import remote as remote_module
 from stoker.store.cache import Cache
 from stoker.store.gc import GcPolicy, clean, collect
 from stoker.store.maintain import compact, repair
-from stoker.store.mirror import folder as folder_module
-from stoker.store.mirror.blocks import BlockFile, BlockMap
-from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror import MirrorFolder
+from stoker.store.mirror_blocks import BlockFile, BlockMap
 from stoker.store.remote import FolderRemote, Retries, TransientError
 from stoker.store.storage import attach_mirror, open_storage
 from stoker.units import MIB

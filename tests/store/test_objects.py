@@ -12,10 +12,10 @@ import pytest
 
 from stoker.errors import AccessError, ConfigError
 from stoker.store import index, make_recipe, open_cache, open_folder
-from stoker.store.mirror.folder import open_remote
-from stoker.store.mirror.transfer import pull, push
+from stoker.store.mirror import open_remote
 from stoker.store.remote import ReplacedError
 from stoker.store.storage import attach_mirror, open_storage
+from stoker.store.transfer import pull, push
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, fill, make_cache
 from tests.store.faulty_s3 import Faults, a_wire
@@ -163,7 +163,7 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(variables: S3Serve
     code = (
         "import os, sys\n"
         "from stoker.errors import ConfigError\n"
-        "from stoker.store.mirror.folder import open_remote\n"
+        "from stoker.store.mirror import open_remote\n"
         "remote = open_remote('s3://bucket/x')\n"
         "remote.list()\n"
         "child = os.fork()\n"

@@ -14,9 +14,9 @@ from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteErro
 from stoker.runtime.locks import lock_folder
 from stoker.store import make_recipe, open_cache, open_folder, storage
 from stoker.store.maintain import repair
-from stoker.store.mirror.transfer import RecordSelection, TransferProgress, pull, push
 from stoker.store.remote import FolderRemote
 from stoker.store.storage import attach_mirror
+from stoker.store.transfer import RecordSelection, TransferProgress, pull, push
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.test_mirror import check, damage
 

@@ -24,7 +24,7 @@ from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.store.mirror.transfer import TransferProgress, TransferReport
+    from stoker.store.transfer import TransferProgress, TransferReport
 
 
 @cli_command
@@ -225,7 +225,7 @@ def push(out: CommandOutput, path: CachePath, url: Address) -> None:
     Example:
       stoker push data/latent_cache/burgers1d_train s3://bucket/caches
     """
-    from stoker.store.mirror.transfer import push as run
+    from stoker.store.transfer import push as run
 
     with ProgressLine(out) as progress:
         report = run(path, url, listen=partial(_listen, progress))
@@ -257,8 +257,8 @@ def pull(
       stoker pull s3://bucket/caches/burgers1d_train
       stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world-size 8
     """
-    from stoker.store.mirror.transfer import RecordSelection
-    from stoker.store.mirror.transfer import pull as run
+    from stoker.store.transfer import RecordSelection
+    from stoker.store.transfer import pull as run
 
     wanted = RecordSelection(rank=rank, world_size=world_size, records=_range(records))
     with ProgressLine(out) as progress:

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 
 from stoker.cli.command import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
-from stoker.runtime.processes.child import oom_kills
+from stoker.runtime.processes.child import SpawnedProcess, oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
-from stoker.runtime.processes.program import SpawnedProcess
 from stoker.runtime.signals import GUARD_VARIABLE, TOGETHER_S, Lifeline, started_ns
 
 # ----------------------------------------------------------------------------------------------------------

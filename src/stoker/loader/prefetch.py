@@ -28,7 +28,7 @@ from stoker.plan import RemoteDemand
 from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.store.cache import JointCache
 from stoker.store.format import axis_length, rows_per_block
-from stoker.store.mirror.blocks import BLOCK_BYTES
+from stoker.store.mirror_blocks import BLOCK_BYTES
 from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from stoker.loader.records import RecordTable
     from stoker.schema import Field
     from stoker.store import Cache
-    from stoker.store.mirror.folder import MirrorFolder
+    from stoker.store.mirror import MirrorFolder
 
 T = TypeVar("T")
 

@@ -22,7 +22,6 @@ from stoker.loader.assembly import BatchAssembly
 from stoker.loader.chunks import Chunk, Chunks, ColumnStrip, Locator
 from stoker.loader.design import check_filling, complete_cache, decide, decide_filling
 from stoker.loader.disk import DiskBatches, PartialBatches
-from stoker.loader.filling import LOOK_S, FillChunks, FillOrder
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
 from stoker.loader.order import drop_quarantined
 from stoker.loader.outputs import OutputSpec, step_lengths
@@ -41,6 +40,7 @@ from stoker.store.cache import JointCache, reopen
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
+    from stoker.loader.filling import FillChunks
     from stoker.loader.options import Options
     from stoker.loader.tiers import Memory
     from stoker.plan import Plan
@@ -510,6 +510,8 @@ class FillServing(Serving):
         Raises:
             ConfigError: Something was asked for that needs a complete cache.
         """
+        from stoker.loader.filling import FillChunks  # most caches are complete
+
         check_filling(cache, options)
         super().__init__(cache, options, repairer)
         assert self.design.fill is not None
@@ -518,6 +520,8 @@ class FillServing(Serving):
         self.fill_chunks = self._fill_chunks = FillChunks(cache, options, self._fill, self._changed)
 
     def _begin(self, cache: Cache) -> Design:
+        from stoker.loader.filling import FillOrder
+
         options = self._options
         return decide_filling(cache, options, FillOrder(cache.recipe, options))
 
@@ -549,6 +553,8 @@ class FillServing(Serving):
         filling = cache.filling
         if filling is None:
             return cache
+        from stoker.loader.filling import LOOK_S
+
         settled = filling.look()[1]
         while not filling.done():
             if not wait and not settled.all():

@@ -18,7 +18,7 @@ from stoker.store.write import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:
     from stoker.store.joins import Join, JoinedColumns, JoinReport, join_table
-    from stoker.store.mirror.transfer import RecordSelection, TransferReport, pull, push
+    from stoker.store.transfer import RecordSelection, TransferReport, pull, push
 
 __all__ = [
     "BadRecord",
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name in _OF_JOINS:
         from stoker.store import joins as home
     elif name in _OF_TRANSFER:
-        from stoker.store.mirror import transfer as home
+        from stoker.store import transfer as home
     else:
         raise AttributeError(f"module 'stoker.store' has no attribute {name!r}")
     return getattr(home, name)

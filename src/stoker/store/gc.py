@@ -49,7 +49,7 @@ from stoker.store.index import (
     load_recipe,
     without_lost,
 )
-from stoker.store.mirror.folder import MARKER, MirrorRoot
+from stoker.store.mirror import MARKER, MirrorRoot
 from stoker.store.recipe import Recipe
 from stoker.store.remote import ReplacedError
 from stoker.store.shard import Shard

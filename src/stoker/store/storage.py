@@ -47,8 +47,7 @@ from stoker.store.format import (
     is_shard_name,
     places_name,
 )
-from stoker.store.mirror.blocks import BLOCK_BYTES, USED_FILE, mark_complete, remove_block_file, require_holes
-from stoker.store.mirror.folder import (
+from stoker.store.mirror import (
     MARKER,
     MirrorFolder,
     mirror_of,
@@ -57,6 +56,7 @@ from stoker.store.mirror.folder import (
     read_marker,
     root_of,
 )
+from stoker.store.mirror_blocks import BLOCK_BYTES, USED_FILE, mark_complete, remove_block_file, require_holes
 from stoker.store.remote import (
     Expected,
     Remote,

@@ -20,7 +20,7 @@ from stoker.extras.fetch.origins import wanted_files
 from stoker.extras.launch.script import API, StartScript, shown_in
 from stoker.run.context import Run
 from stoker.run.validate import CheckRow, failed
-from stoker.runtime.processes.program import run_program
+from stoker.runtime.processes.child import run_program
 from stoker.schema import Json
 
 # ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LOCAL = "local"
 REQUESTS, FETCH_BYTES = 16, 1 << 20
 """Of a mirror of an address.
 
-Source: `store/mirror/root.py` and `store/mirror/blocks.py`, whose import costs torch; a test compares.
+Source: `store/storage.py` and `store/mirror_blocks.py`, whose import costs torch; a test compares.
 """
 COUNTS = ("records", "batch", "nodes", "gpus", "epochs", "depth", "requests", "fetch_bytes")
 """Of which there is at least one."""

@@ -30,7 +30,7 @@ from stoker.runtime.files import RegularFile
 from stoker.runtime.jsonio import is_count, read_strict
 from stoker.runtime.locks import lock_range
 from stoker.runtime.threads import Pool, Ticket, is_exiting
-from stoker.store.mirror.blocks import (
+from stoker.store.mirror_blocks import (
     BLOCK_BYTES,
     MAP_PREFIX,
     BlockFile,

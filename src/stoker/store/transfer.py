@@ -1,4 +1,4 @@
-"""What pushing and pulling share: what is asked for, how far it is, and what came of it."""
+"""Push a cache to a URL and pull one: what is asked for, how far it is, and what came of it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from stoker.store.index import (
     noted_damage,
     write_index,
 )
-from stoker.store.mirror.blocks import MAP_PREFIX
-from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror import MirrorFolder
+from stoker.store.mirror_blocks import MAP_PREFIX
 from stoker.store.recipe import Recipe
 from stoker.store.remote import local_path
 from stoker.store.shard import Shard
