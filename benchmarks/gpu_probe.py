@@ -267,7 +267,9 @@ def out_of_memory(probe: Probe) -> None:
             return {"latent": batch["data"].clone()}
 
     field = Field(shape=(4,), dtype="float32")
-    recipe: Any = SimpleNamespace(encoded={"latent": field}, group=SimpleNamespace(samples=8, steps=None))
+    recipe: Any = SimpleNamespace(
+        encoded={"latent": field}, encode_batch=SimpleNamespace(samples=8, steps=None)
+    )
     encoder: Any = BatchEncoder(Hungry(), recipe, {"data": field}, device="cuda", nan="allow")  # type: ignore[arg-type]
     made, halved = encoder._call_with_halving({"data": torch.ones(8, 4)})
     right = halved and torch.equal(made["latent"], torch.ones(8, 4)) and max(part for _, part in calls) < 0.05

@@ -111,7 +111,7 @@ def real_cache(folder: Path, shards: int) -> Any:
 
     values = torch.arange(shards * 2 * 256, dtype=torch.float32).reshape(-1, 256)
     work = open_folder(folder, "real", make_recipe(Records({"x": values}), None))
-    writer = work.writer(WriterSettings(shard_bytes=2048, seal_after_s=1e9))
+    writer = work.writer(WriterSettings(shard_bytes=2048, commit_after_s=1e9))
     sync, os.fsync = os.fsync, lambda fd: None  # the disk is not what is measured
     try:
         for first in range(0, len(values), 1000):

@@ -72,8 +72,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-PACKED_DTYPES = ("int8", "float8_e4m3fn")
-"""What floats may be packed to: one byte each, times a scale that a block of them shares."""
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+"""What floats may be quantized to: one byte each, times a scale that a block of them shares."""
 SCALE_BLOCK = 128
 """Elements of the last axis that share one scale."""
 SCALE_SUFFIX = ".scale"
@@ -97,7 +97,7 @@ class Field:
     """Axis 0 is time, so that windows and pieces may be cut from it."""
     ragged: bool = False
     """The length of axis 0 differs from sample to sample."""
-    packed: bool = False
+    quantized: bool = False
     """Floats, stored as `dtype` times a float32 scale for each block of 128 on the last axis."""
     kept: bool = False
     """Of the raw sample, kept next to what was encoded: neither a state nor a condition of a window."""
@@ -116,9 +116,9 @@ class Field:
             raise RecordError("a scalar field has no axis 0, so it cannot be ragged or have time")
         if any(size < 0 for size in self.shape[1 if self.ragged else 0 :]):
             raise RecordError(f"shape {self.shape} has a negative size")
-        if self.packed and (self.dtype not in PACKED_DTYPES or not self.step_shape):
-            raise RecordError(f"{self.dtype} of shape {self.shape} cannot be packed with scales")
-        if self.dtype == "float8_e4m3fn" and not self.packed:
+        if self.quantized and (self.dtype not in QUANTIZED_DTYPES or not self.step_shape):
+            raise RecordError(f"{self.dtype} of shape {self.shape} cannot be quantized with scales")
+        if self.dtype == "float8_e4m3fn" and not self.quantized:
             raise RecordError("float8_e4m3fn is stored with scales only")
         known = len(set(self.axes)) == len(self.axes) and set(self.axes) <= {*AXIS_WORDS}
         if self.axes and not (known and self.ragged and not (self.folded and self.time)):
@@ -142,7 +142,7 @@ class Field:
     @property
     def floating(self) -> bool:
         """True if the values are floats, however they are stored."""
-        return self.packed or self.dtype in FLOATS
+        return self.quantized or self.dtype in FLOATS
 
     @property
     def step_shape(self) -> tuple[int, ...]:
@@ -172,7 +172,8 @@ class Field:
 
         So that schemas without them read as they did before there were such fields.
         """
-        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept", "exact") if getattr(self, mark)}
+        marked = {"packed": self.quantized, "kept": self.kept, "exact": self.exact}
+        marks: dict[str, Json] = {mark: True for mark, is_set in marked.items() if is_set}
         if self.axes:
             marks["axes"] = list(self.axes)
         return {
@@ -185,9 +186,9 @@ Schema: TypeAlias = "dict[str, Field]"
 
 
 def scale_field(field: Field) -> Field:
-    """Return the scales of a packed field, one for each block of the last axis.
+    """Return the scales of a quantized field, one for each block of the last axis.
 
-    >>> scale_field(Field(shape=(101, 16, 300), dtype="int8", time=True, packed=True)).shape
+    >>> scale_field(Field(shape=(101, 16, 300), dtype="int8", time=True, quantized=True)).shape
     (101, 16, 3)
     """
     shape = (*field.shape[:-1], -(-field.shape[-1] // SCALE_BLOCK))
@@ -195,11 +196,11 @@ def scale_field(field: Field) -> Field:
 
 
 def columns_of(schema: Schema) -> Schema:
-    """Return the columns that hold the fields of a schema: each packed field is followed by its scales."""
+    """Return the columns that hold the fields of a schema: each quantized field is followed by its scales."""
     columns: Schema = {}
     for name, field in schema.items():
         columns[name] = field
-        if field.packed:
+        if field.quantized:
             columns[name + SCALE_SUFFIX] = scale_field(field)
     return columns
 
@@ -267,7 +268,7 @@ def schema_from_json(data: Mapping[str, Any]) -> Schema:
                 dtype=str(f["dtype"]),
                 time=bool(f["time"]),
                 ragged=bool(f["ragged"]),
-                packed=bool(f.get("packed", False)),
+                quantized=bool(f.get("packed", False)),
                 kept=bool(f.get("kept", False)),
                 axes=tuple(str(word) for word in f.get("axes", ())),
                 exact=bool(f.get("exact", False)),

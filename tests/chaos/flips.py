@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import FormatError, StokerError
-from stoker.schema import PACKED_DTYPES
+from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache, open_cache
 from tests.chaos import program
 from tests.chaos.scenarios import MIXED
@@ -161,7 +161,7 @@ def run(argv: Sequence[str]) -> program.Figures:
     parser.add_argument(
         "--count", type=int, default=10_000, help="bits; a twentieth as many shards are changed"
     )
-    parser.add_argument("--dtype", choices=PACKED_DTYPES, help="of storage; default: as the source has it")
+    parser.add_argument("--dtype", choices=QUANTIZED_DTYPES, help="of storage; default: as the source has it")
     parser.add_argument("--seed", type=int, default=0)
     arguments, begun = parser.parse_args(argv), time.monotonic()
     logging.getLogger("stoker").setLevel(logging.CRITICAL)

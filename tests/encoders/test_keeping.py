@@ -105,7 +105,7 @@ def test_the_states_are_cut_from_the_encoded_field_whatever_it_is_called(tmp_pat
 def test_it_is_stored_packed_like_any_other_field(source: HDF5Source, tmp_path: Path) -> None:
     cache = make(source, tmp_path, keep="data", dtype={"data": "int8"})
 
-    assert cache.schema["data"].packed
+    assert cache.schema["data"].quantized
     assert cache.schema["data"].kept
     batch = next(iter(Loader(cache, batch_size=3, windows=Windows(), order="sequential")))
     assert torch.equal(batch.cond["data1"][2], cache[0]["data"][3])

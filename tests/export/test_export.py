@@ -165,7 +165,7 @@ def test_nested_records_in_several_files_have_offsets_of_their_own(tmp_path: Pat
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_packed_fields_become_what_was_chosen(dtype: str, tmp_path: Path) -> None:
     cache = make_cache(tmp_path, FakeSource(PACKED, parts=[("a", 5)]), dtype=dtype)
-    assert all(field.packed for field in cache.schema.values())
+    assert all(field.quantized for field in cache.schema.values())
 
     export(cache, tmp_path / "full", ragged="pad")
     export(cache, tmp_path / "brain", ragged="nested", packed="bfloat16")

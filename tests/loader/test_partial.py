@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stoker.loader import Loader, Normalise, Windows, disk
 from stoker.loader.disk import PieceReader
 from stoker.loader.placement import replan
-from stoker.schema import PACKED_DTYPES
+from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import same, values_of
@@ -260,7 +260,7 @@ def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
     assert replan(on_disk, design.measure()).tier == "disk"
 
 
-@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("windows", [None, Windows(field="latent", horizon=2)])
 def test_packed_fields_are_moved_packed(tmp_path: Path, dtype: str, windows: Windows | None) -> None:
     fields = trajectories(COUNT, 9, (4, 40), torch.float32)

@@ -13,7 +13,7 @@ from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows, assembly
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.outputs import make_outputs
-from stoker.schema import PACKED_DTYPES
+from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache, open_cache
 from stoker.store.values import unpack
 from tests.loader.caches import trajectories, write_cache
@@ -32,7 +32,7 @@ def fields_of(count: int = 24) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(params=PACKED_DTYPES)
+@pytest.fixture(params=QUANTIZED_DTYPES)
 def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Cache:
     return write_cache(tmp_path, fields_of(), timed=TIMED, shards=(5, 7, 1), dtype=request.param)
 

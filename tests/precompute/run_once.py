@@ -20,7 +20,7 @@ from tests.precompute.fake_sources import FakeSource
 def seal_early():
     whole = Folder.writer
     Folder.writer = lambda folder, settings=None: whole(
-        folder, replace(settings or WriterSettings(), seal_after_s=0.2)
+        folder, replace(settings or WriterSettings(), commit_after_s=0.2)
     )
 
 

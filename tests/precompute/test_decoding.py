@@ -33,7 +33,7 @@ def test_each_chunk_is_decoded_at_most_1_1_times_in_all_workers_together(tmp_pat
     settings = PrecomputeSettings(workers=workers, progress=None)
 
     report = run_precompute(source, None, tmp_path / "cache", name="c", settings=settings)
-    assert report.cache.recipe.group.samples == 6
+    assert report.cache.recipe.encode_batch.samples == 6
 
     rows = decoded_rows(log)
     assert 1 <= len(rows) <= workers

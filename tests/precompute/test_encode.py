@@ -82,7 +82,7 @@ def test_an_encoder_is_called_with_its_gpu_as_the_current_one(monkeypatch):
             return super().encode({name: value.cpu() for name, value in batch.items()})
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    recipe = SimpleNamespace(encoded={}, group=SimpleNamespace(samples=4, steps=None))
+    recipe = SimpleNamespace(encoded={}, encode_batch=SimpleNamespace(samples=4, steps=None))
     encoder = BatchEncoder(Encoder(), recipe, {}, device="cpu", nan="reject")
     encoder._device = GPU = SimpleNamespace(type="cuda")
     batch = {"data": Moving(torch.ones(4, 6, 5)), "nu": Moving(torch.ones(4))}

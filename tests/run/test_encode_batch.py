@@ -27,7 +27,7 @@ AUTO = "precompute.encode_batch=auto"
 
 
 def groups(config: Config) -> list[int]:
-    return [result.cache.recipe.group.samples for result in precompute_config(Run(config)).caches]
+    return [result.cache.recipe.encode_batch.samples for result in precompute_config(Run(config)).caches]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_number_of_a_cache_that_is_there_is_kept(configure: Configure, measu
 
     again = precompute_config(Run(configure(AUTO)))
 
-    assert [result.cache.recipe.group.samples for result in again.caches] == [5, 5]
+    assert [result.cache.recipe.encode_batch.samples for result in again.caches] == [5, 5]
     assert [result.encoded for result in again.caches] == [0, 0]
     assert (by_rule != [5], measured) == (True, [])
 

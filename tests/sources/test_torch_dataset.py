@@ -398,20 +398,20 @@ def test_an_item_that_never_comes_is_named_while_probing() -> None:
     """It runs in the caller's process, where nobody else could end it."""
     never = threading.Event()
     source = TorchSource(Items(lambda i: never.wait() if i == 9 else torch.ones(2)))
-    source.probe_deadline_s = 0.5
+    source.probe_timeout_s = 0.5
 
     with pytest.raises(StalledError, match=r"probing .*Items: item 9 did not arrive within 0\.5 s") as caught:
         source.schema()
 
     assert "threading.py" in str(caught.value)
     assert "test_torch_dataset.py" in str(caught.value)
-    assert "source.probe_deadline_s = 300" in str(caught.value)
+    assert "source.probe_timeout_s = 300" in str(caught.value)
     never.set()
 
 
 def test_slow_items_are_not_late() -> None:
     source = TorchSource(Items(lambda i: threading.Event().wait(0.03) or torch.ones(2)))
-    source.probe_deadline_s = 0.5
+    source.probe_timeout_s = 0.5
 
     assert source.schema() == {"data": field(2)}
 
@@ -420,7 +420,7 @@ def test_a_hanging_item_does_not_hold_up_the_end_of_the_program() -> None:
     code = (
         "import time\nfrom stoker.sources.torch_dataset import TorchSource\n"
         "class Hangs:\n    def __len__(self): return 3\n    def __getitem__(self, i): time.sleep(3600)\n"
-        "source = TorchSource(Hangs())\nsource.probe_deadline_s = 0.3\nsource.schema()\n"
+        "source = TorchSource(Hangs())\nsource.probe_timeout_s = 0.3\nsource.schema()\n"
     )
 
     done = subprocess.run(
@@ -477,7 +477,7 @@ def test_a_connection_opened_on_first_use_stays_in_the_thread_that_reads(tmp_pat
     eager = Rows()
     eager.opened = sqlite3.connect(path)
     source = TorchSource(eager)
-    source.probe_deadline_s = None
+    source.probe_timeout_s = None
     assert source.read(7)["data"].tolist() == [7]
     eager.opened.close()
 

@@ -51,7 +51,7 @@ def test_what_another_process_would_not_give_alike_is_refused(make, message: str
 
 def test_an_item_that_does_not_come_there_is_named() -> None:
     source = TorchSource(Items(lambda i, h=HERE: 1 if os.getpid() == h else time.sleep(3600)))
-    source.probe_deadline_s = 0.5
+    source.probe_timeout_s = 0.5
 
     with pytest.raises(StalledError, match=r"in a second process, item 0 took more than 0\.5 s"):
         source.check_in_child()
@@ -244,7 +244,7 @@ class Stored:
         return {"u": ctypes.PyDLL(None).sleep(3600)}
 
 source = TorchSource(Stored())
-source.probe_deadline_s = 1.0
+source.probe_timeout_s = 1.0
 try:
     source.schema()
 except StalledError as error:

@@ -133,7 +133,7 @@ def expected(source: FakeSource, recipe: Recipe, number: int) -> dict[str, Tenso
     """A record as it should come back."""
     return {
         name: rounded(value, recipe.schema[name].dtype)
-        if recipe.schema[name].packed
+        if recipe.schema[name].quantized
         else value.to(torch_dtype(recipe.schema[name].dtype))
         for name, value in source.record(number).items()
     }

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
 from stoker.errors import CorruptError, FormatError, RecordError
-from stoker.schema import PACKED_DTYPES, Field, canonical_json, columns_of
+from stoker.schema import QUANTIZED_DTYPES, Field, canonical_json, columns_of
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store import index as index_module
 from stoker.store import recipe as recipe_module
@@ -28,7 +28,7 @@ FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subno
 
 
 def packed(shape: tuple[int, ...], dtype: str, **axes: bool) -> Field:
-    return Field(shape=shape, dtype=dtype, packed=True, **axes)
+    return Field(shape=shape, dtype=dtype, quantized=True, **axes)
 
 
 def decoded(field: Field, columns: Any, name: str = "z") -> torch.Tensor:
@@ -36,7 +36,7 @@ def decoded(field: Field, columns: Any, name: str = "z") -> torch.Tensor:
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from(PACKED_DTYPES))
+@given(data=st.data(), dtype=st.sampled_from(QUANTIZED_DTYPES))
 def test_no_value_is_further_off_than_half_a_step_of_its_block(data: st.DataObject, dtype: str) -> None:
     """From denormals to the largest float32, zeros, and axes that are no multiple of a block."""
     lines, width = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([1, 2, 5, 127, 128, 129, 300]))
@@ -62,7 +62,7 @@ def test_no_value_is_further_off_than_half_a_step_of_its_block(data: st.DataObje
     assert columns["z"].max_error == pytest.approx(relative, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES)
 def test_errors_are_measured_per_record_whatever_their_size(dtype: str) -> None:
     """Squares of 1e30 overflow float32, those of 1e-30 vanish; the relative errors are the same."""
     one = torch.randn((1, 6, 200), generator=torch.Generator().manual_seed(0))
@@ -88,7 +88,7 @@ def test_a_long_record_is_packed_as_its_pieces_are() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
-@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES)
 def test_what_no_scale_can_hold_is_refused_by_sample_and_field(
     tmp_path: Path, bad: float, dtype: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_statistics_are_of_the_values_that_come_back(tmp_path: Path) -> None:
     assert cache.statistics["latent"]["max"] == float(values.max())
 
 
-@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES)
 def test_a_flipped_bit_in_a_scale_is_found_named_and_mended(tmp_path: Path, dtype: str) -> None:
     source = FakeSource()
     cache = make_cache(tmp_path, source, dtype=dtype)
@@ -210,7 +210,7 @@ def test_columns_follow_their_fields() -> None:
     assert [*columns_of(schema)] == ["a", "a.scale", "b"]
     assert columns_of(schema)["a.scale"].shape == (4, 2)
     for shape, axes in (((), {}), ((7,), {"time": True}), ((-1,), {"ragged": True})):
-        with pytest.raises(RecordError, match="cannot be packed"):
+        with pytest.raises(RecordError, match="cannot be quantized"):
             packed(shape, "int8", **axes)
     with pytest.raises(RecordError, match="with scales only"):
         Field(shape=(4,), dtype="float8_e4m3fn")

@@ -242,7 +242,7 @@ def test_one_packed_dtype_for_all_is_taken_where_it_saves_bytes() -> None:
 
     recipe = make_recipe(FakeSource(schema), None, dtype="int8")
 
-    assert {name: (f.dtype, f.packed) for name, f in recipe.schema.items()} == {
+    assert {name: (f.dtype, f.quantized) for name, f in recipe.schema.items()} == {
         "z": ("int8", True),
         "clock": ("float32", False),
         "bc": ("float32", False),
@@ -272,12 +272,12 @@ def test_a_packed_dtype_for_all_is_refused_where_scales_cost_more(channels: int,
     stored = make_recipe(FakeSource(schema), None, dtype=ast.literal_eval(proposal)).schema
     assert {name: f.dtype for name, f in stored.items()} == {"data": "float16", "z": dtype}
     named = make_recipe(FakeSource(schema), None, dtype={"data": dtype}).schema["data"]
-    assert (named.dtype, named.packed) == (dtype, True)
+    assert (named.dtype, named.quantized) == (dtype, True)
 
 
 def test_the_default_group_follows_from_the_schema() -> None:
     def group(**shape: Any) -> EncodeBatchSize:
-        return make_recipe(FakeSource({"x": Field(dtype="float32", **shape)}), None).group
+        return make_recipe(FakeSource({"x": Field(dtype="float32", **shape)}), None).encode_batch
 
     assert group(shape=(1024, 1024)) == EncodeBatchSize(samples=1)
     assert group(shape=(1024, 100)) == EncodeBatchSize(samples=10)

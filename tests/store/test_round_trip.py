@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from safetensors import safe_open
 
 from stoker.loader.tiers import MemorySink
-from stoker.schema import DTYPE_BYTES, FLOATS, PACKED_DTYPES, Field, Schema
+from stoker.schema import DTYPE_BYTES, FLOATS, QUANTIZED_DTYPES, Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.values import unpack
 from tests.store.fakes import FakeSource, assert_whole, batch_of, bits, expected, make_cache
@@ -45,7 +45,7 @@ def caches(draw: st.DrawFn) -> tuple[Schema, list[tuple[str, int]], dict[str, st
     dtypes = {
         name: draw(
             st.sampled_from(
-                ["float32", "float16", "bfloat16", *(PACKED_DTYPES if schema[name].step_shape else ())]
+                ["float32", "float16", "bfloat16", *(QUANTIZED_DTYPES if schema[name].step_shape else ())]
             )
         )
         for name in floats
@@ -101,7 +101,7 @@ def assert_whole_through_safetensors(cache: Cache, source: FakeSource) -> None:
                 seen.add(offset + local)
                 for name, value in expected(source, cache.recipe, offset + local).items():
                     found = column(file, cache, name, row)
-                    if cache.schema[name].packed:
+                    if cache.schema[name].quantized:
                         scales = column(file, cache, f"{name}.scale", row)
                         found = unpack(found.view(torch.int8), scales, cache.schema[name].dtype)
                     assert found.dtype == value.dtype

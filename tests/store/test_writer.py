@@ -131,7 +131,7 @@ def test_an_old_shard_is_sealed_by_tick(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("stoker.store.write.time.monotonic", lambda: now)
     source = FakeSource()
     folder = open_x(tmp_path, source)
-    writer = folder.writer(WriterSettings(seal_after_s=30))
+    writer = folder.writer(WriterSettings(commit_after_s=30))
     writer.append([0, 1], batch_of(source, [0, 1]))
 
     now += 29
@@ -209,6 +209,6 @@ def test_marked_samples_are_noted_in_the_shard(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     folder = open_x(tmp_path, FakeSource())
 
-    for settings in ({"shard_bytes": 0}, {"seal_after_s": 0.0}, {"max_error": -1.0}):
+    for settings in ({"shard_bytes": 0}, {"commit_after_s": 0.0}, {"max_error": -1.0}):
         with pytest.raises(ConfigError):
             folder.writer(WriterSettings(**settings))

@@ -299,7 +299,7 @@ def _fields(schema: Schema) -> str:
 
 
 def _dtype(field: Field) -> str:
-    return f"{field.dtype} + scales" if field.packed else field.dtype
+    return f"{field.dtype} + scales" if field.quantized else field.dtype
 
 
 def bold(*names: str) -> Cells:

@@ -265,7 +265,7 @@ def make_outputs(
     how = check_normalise(normalise, schema)
     decoded = dtype or ("bfloat16" if device == "cuda" else "float32")
     conversion = {
-        name: find_conversion(field, how.get(name), decoded if field.packed else dtype)
+        name: find_conversion(field, how.get(name), decoded if field.quantized else dtype)
         for name, field in schema.items()
     }
     if windows is None:
@@ -401,7 +401,7 @@ def _with_time_step(
     one times the stride. Times are subtracted as they are stored: in a narrower dtype nothing might be left.
     """
     time, step = schema.get("time"), schema.get("dt")
-    if time is not None and time.time and condition_width(time) == 1 and not (time.kept or time.packed):
+    if time is not None and time.time and condition_width(time) == 1 and not (time.kept or time.quantized):
         if "time" in states:
             return [*outputs]
         first = _output("time at z0", "time", time, None, lag=0)
@@ -487,9 +487,9 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     width: int | None = None,
 ) -> OutputSpec:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
-    if field.packed:
+    if field.quantized:
         # Without `width`: blocks of the last axis are decoded before an example is flattened.
-        bits = replace(field, dtype="int8", packed=False)
+        bits = replace(field, dtype="int8", quantized=False)
         places = ((field_name, bits), (field_name + SCALE_SUFFIX, scale_field(field)))
         parts = tuple(_output(name, n, f, None, lag=lag, count=count, every=every) for n, f in places)
         return replace(

@@ -181,7 +181,7 @@ def record_steps(cache: Cache, layout: MemoryLayout, table: RecordTable, name: s
 
 def torch_dtype(field: Field) -> torch.dtype:
     """Return the torch dtype of a stored field in memory; quantized ones as their bits in int8."""
-    dtype = torch.int8 if field.packed else getattr(torch, field.dtype)
+    dtype = torch.int8 if field.quantized else getattr(torch, field.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 

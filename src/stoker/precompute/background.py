@@ -545,7 +545,7 @@ class EncodeFiller:
                 finished = loop.run(until)
             finally:
                 encoding.clock.alive(bounded=False)
-                builder.seal(writer)
+                builder.commit(writer)
             writer.check()
         builder.leave_device()
         return finished

@@ -244,8 +244,8 @@ class BatchEncoder:
         self._encoder = encoder
         self._sample_schema = schema
         self._record_schema = recipe.encoded
-        self._samples = recipe.group.samples
-        self._steps = recipe.group.steps
+        self._samples = recipe.encode_batch.samples
+        self._steps = recipe.encode_batch.steps
         self._device = torch.device(device)
         self._reject_nan = nan == "reject"
         self._partials: dict[int, Batch] = {}

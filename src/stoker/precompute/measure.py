@@ -51,7 +51,7 @@ class Trial:
     """Seconds in the encoder, and samples of each group; the first calls choose kernels and get memory."""
     writes_s: float = 0.0
     """Converting, checksums and writing of all records."""
-    seal_s: float = 0.0
+    commit_s: float = 0.0
     """Bringing a shard to the disk for good, once."""
     records: int = 0
     """Samples that were stored."""
@@ -127,7 +127,7 @@ def spread(recipe: Recipe, most: int) -> NDArray[np.int64]:
 
     A group is what is encoded together, so that a part of one would cost as much.
     """
-    size = recipe.group.samples
+    size = recipe.encode_batch.samples
     groups = [range(p.offset + at, p.offset + min(at + size, p.count)) for p in recipe.parts
               for at in range(0, p.count, size)]  # fmt: skip
     step = max(1, -(-len(groups) * size // max(most, size)))
@@ -203,7 +203,7 @@ def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
         release_memory()
     trial.stage, begin = "seal", time.perf_counter()
     writer.commit()
-    trial.seal_s, trial.records = time.perf_counter() - begin, len(done)
+    trial.commit_s, trial.records = time.perf_counter() - begin, len(done)
     return done
 
 
@@ -275,7 +275,7 @@ def measure_encode_batch(
     device: str = "cpu",
     *,
     most: int = MOST_SAMPLES,
-    deadline_s: float = 300.0,
+    timeout_s: float = 300.0,
     budget_s: float = BUDGET_S,
 ) -> EncodeBatch:
     """Return how many samples a call of the encoder should have on a device; takes seconds.
@@ -285,7 +285,7 @@ def measure_encode_batch(
         schema: Fields of the samples, `source.schema()`.
         device: `cpu` or `cuda[:i]`.
         most: No more samples than this, as the samples of a file.
-        deadline_s: Seconds that one call may take.
+        timeout_s: Seconds that one call may take.
         budget_s: Seconds after which no further size is tried.
 
     Raises:
@@ -310,10 +310,10 @@ def measure_encode_batch(
     )
     try:
         # The device's context, or a first call that compiles, may take as long as a call may.
-        return call_within(2 * deadline_s + budget_s, lambda: search.run(budget_s), "the encoder")
+        return call_within(2 * timeout_s + budget_s, lambda: search.run(budget_s), "the encoder")
     except StalledError as error:
         raise StalledError(
-            f"the encoder did not come back from a call of {search.samples} samples within {deadline_s:g} s. "
+            f"the encoder did not come back from a call of {search.samples} samples within {timeout_s:g} s. "
             f"Give precompute.encode_batch a number below that"
         ) from error
 
@@ -405,13 +405,13 @@ def _peak_bytes() -> int:
 # Whether an encoder works at all: brought to its device, and given a sample of zeros.
 
 
-def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float) -> float:
+def try_encoder(encoder: Encoder, schema: Schema, device: str, timeout_s: float) -> float:
     """Return the seconds to bring an encoder to its device and encode zeros, as short groups have.
 
     Args:
         encoder: Left where it was.
         schema: Of the samples. Long ones are cut over time as for encoding; a ragged axis has one entry.
-        device, deadline_s: Where it runs, and how long that may take.
+        device, timeout_s: Where it runs, and how long that may take.
 
     Raises:
         EncoderError: It fails, or does not return what its schema says.
@@ -436,9 +436,9 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
         return time.perf_counter() - begin
 
     try:
-        return call_within(deadline_s, encode, "the encoder")
+        return call_within(timeout_s, encode, "the encoder")
     except StalledError as error:
-        raise EncoderError(f"the encoder did not encode a sample of zeros within {deadline_s:g} s") from error
+        raise EncoderError(f"the encoder did not encode a sample of zeros within {timeout_s:g} s") from error
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class StageBuilder:
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
-        group = recipe.group
+        group = recipe.encode_batch
         if (self._ragged or group.steps is not None) and group.samples != 1:
             raise EncoderError(
                 f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
@@ -138,7 +138,7 @@ class StageBuilder:
             nan=settings.nan,
         )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
+        self.queue = WorkQueue(spans, recipe.encode_batch.samples, missing, bad=self.ledger.is_bad)
         self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_workers, self.most_workers = self._plan()
         self._children = () if rehearsal else self._devices_of_children()
@@ -159,7 +159,7 @@ class StageBuilder:
 
     def _plan(self) -> tuple[Layout, int, int]:
         """Return the layout of each arena, workers to start with, and the limit by room and work."""
-        settings, group = self.settings, self.folder.recipe.group
+        settings, group = self.settings, self.folder.recipe.encode_batch
         memory = int(settings.memory_bytes * _ARENA_SHARE)
         asked = settings.workers
         share = memory // (asked or 2)
@@ -179,9 +179,8 @@ class StageBuilder:
         Raises:
             SourceError: The source cannot be sent to a worker.
         """
-        group_bytes = (
-            _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, self.folder.recipe.group.samples)
-        )
+        size = self.folder.recipe.encode_batch.samples
+        group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
         self.queue.follow_runs(self._source.runs(), group_bytes)
         if self.settings.by_blocks:
             self.queue.follow_blocks(fill_blocks(self.folder.recipe))
@@ -361,7 +360,7 @@ class StageBuilder:
             device=settings.device,
             float32=PRECISION,
             early=settings.by_blocks,
-            seal_after_s=settings.seal_after_s,
+            commit_after_s=settings.commit_after_s,
         )
         return WriteThread(
             self.folder.writer(kept),
@@ -382,7 +381,7 @@ class StageBuilder:
         )
 
     @staticmethod
-    def seal(writer: WriteThread) -> None:
+    def commit(writer: WriteThread) -> None:
         """Commit what was handed over, also when the run fails: the error under way is what counts."""
         with suppress(StokerError):
             writer.close()
@@ -489,7 +488,7 @@ def _encode(
             encoding.clock.alive(bounded=False)
             feed.close()
             encoding.close()
-            builder.seal(writer)
+            builder.commit(writer)
         writer.check()
         builder.leave_device()
     except BaseException:
@@ -551,7 +550,7 @@ def fit_memory(
     Raises:
         ResourceError: Not even one group with its records and a worker fit; nothing has been read.
     """
-    group = recipe.group
+    group = recipe.encode_batch
     needed = _WORKER_BYTES + sum(
         _group_bytes(schema, group.samples, group.steps)
         # In a slot and on its way to the encoder; as encoded; as stored.

@@ -123,7 +123,7 @@ class PrecomputeSettings:
     larger on its own goes alone."""
     always_in_child: bool = False
     """Encode in a child also what is little: for a process that must not keep a thread which hangs."""
-    seal_after_s: float = 30.0
+    commit_after_s: float = 30.0
     """Seconds after its first record at which a shard is sealed even if it is not full: what a kill costs."""
     by_blocks: bool = False
     """What is stored is served meanwhile: encode block after block (`fill_blocks`), and commit early."""

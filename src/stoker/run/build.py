@@ -461,7 +461,7 @@ def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> EncodeBa
             recipe = load_recipe(path.parent)
             same = recipe.entries["encoder"] == json.loads(canonical_json(identity))
             if same and _shapes(recipe.encoded) == _shapes(records):
-                samples = recipe.group.samples if recipe.group.steps is None else None
+                samples = recipe.encode_batch.samples if recipe.encode_batch.steps is None else None
                 counts[samples] += 1 + _stored(path.parent)
     if counts:
         best = max(counts, key=lambda samples: (counts[samples], -(samples or 0)))
@@ -510,7 +510,7 @@ def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
         first.source.schema(),
         str(resolve_device(encode_devices(run)[0])),
         most=max(1, most),
-        deadline_s=run.config.precompute.timeouts.encode,
+        timeout_s=run.config.precompute.timeouts.encode,
     )
 
 

@@ -329,7 +329,7 @@ def matches(run: Run, recipe: Recipe, split: str) -> bool:
         and _same_files(config, recipe, run.task)
         and _same_limit(config, recipe)
         and _same_encoder(config, recipe, kept_fields(run))
-        and config.precompute.encode_batch in ("auto", None, recipe.group.samples)
+        and config.precompute.encode_batch in ("auto", None, recipe.encode_batch.samples)
         and _same_dtypes(config, recipe)
     )
 

@@ -171,7 +171,7 @@ def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: RecordTab
     try:
         for name, field in schema.items():
             stored = cache.schema[name]
-            if not field.floating or field.dtype == stored.dtype or stored.packed:
+            if not field.floating or field.dtype == stored.dtype or stored.quantized:
                 continue
             for shard, row, number in zip(places.shard, places.row, places.indices, strict=True):
                 values = _first_steps(cache, int(shard), int(row), name, stored)

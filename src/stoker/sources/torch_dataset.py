@@ -329,7 +329,7 @@ class TorchSource:
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
     """
 
-    probe_deadline_s: float | None = 60.0
+    probe_timeout_s: float | None = 60.0
     """Seconds for one item while probing, in a thread of its own. None: in the calling thread, without a
     deadline, for a Dataset that works in the thread that made it alone (sqlite3)."""
 
@@ -489,9 +489,9 @@ class TorchSource:
         """
         if self._proved:
             return  # by another split of the same Dataset
-        deadline_s = self.probe_deadline_s or _ALONE_S
+        timeout_s = self.probe_timeout_s or _ALONE_S
         here = self._probe().digests
-        there = self._elsewhere or read_elsewhere(self, self._name, deadline_s=deadline_s)
+        there = self._elsewhere or read_elsewhere(self, self._name, timeout_s=timeout_s)
         check_alike(here, there, self._name)
         self._proved = True
 
@@ -548,7 +548,7 @@ class TorchSource:
         Raises:
             StalledError: Storage does not answer.
         """
-        if self._ahead or self.probe_deadline_s is None or not uses_module(self._dataset, "h5py"):
+        if self._ahead or self.probe_timeout_s is None or not uses_module(self._dataset, "h5py"):
             return
         if estimate_pickle_bytes(self._dataset) > _AHEAD_BYTES:
             return
@@ -557,21 +557,21 @@ class TorchSource:
         # What cannot go there can be read in this process all the same; `check_in_child` says it where
         # that matters.
         with suppress(SourceError):
-            self._elsewhere = read_elsewhere(other, self._name, deadline_s=self.probe_deadline_s)
+            self._elsewhere = read_elsewhere(other, self._name, timeout_s=self.probe_timeout_s)
 
     def _probe(self) -> ProbeResult:
         if self._probed is None:
             self._look_ahead()
             with preserve_random_state():
-                if self.probe_deadline_s is None:
+                if self.probe_timeout_s is None:
                     probes = self._probes(lambda _: None)
                 else:
                     clock = ItemClock()
                     probes = call_within(
-                        self.probe_deadline_s,
+                        self.probe_timeout_s,
                         lambda: self._probes(clock.begin),
                         f"probing {self._name}",
-                        hint="Fix what it waits for, or give it more time: source.probe_deadline_s = 300",
+                        hint="Fix what it waits for, or give it more time: source.probe_timeout_s = 300",
                         clock=clock,
                     )
             items, drawn, changing = probes
@@ -620,7 +620,7 @@ _END_S = 5.0
 _TAIL = 600
 
 
-def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int, dict[str, str] | str]:
+def read_elsewhere(source: object, name: str, *, timeout_s: float) -> dict[int, dict[str, str] | str]:
     """Return digests by field of each probed sample as another process reads it; text where it failed there.
 
     Raises:
@@ -636,15 +636,13 @@ def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int,
             modules=TORCH if "torch" in sys.modules else LIGHT,
         )
         try:
-            return _collect(child, output, name, deadline_s)
+            return _collect(child, output, name, timeout_s)
         finally:
             child.stop(0.0, _END_S)  # one that waits for storage ends when that answers: nothing waits for it
             child.close()
 
 
-def _collect(
-    child: Child, output: IO[bytes], name: str, deadline_s: float
-) -> dict[int, dict[str, str] | str]:
+def _collect(child: Child, output: IO[bytes], name: str, timeout_s: float) -> dict[int, dict[str, str] | str]:
     found: dict[int, dict[str, str] | str] = {}
     text, number, until = b"", -1, time.monotonic() + START_S
     while True:
@@ -653,8 +651,8 @@ def _collect(
             where = "starting it" if number < 0 else f"item {number}"
             raise StalledError(
                 f"{name}: read in a second process, {where} took more than "
-                f"{START_S if number < 0 else deadline_s:g} s. Fix what it waits for, give it more time "
-                f"(source.probe_deadline_s = 300), or read in this process with {arg('workers', 0)}"
+                f"{START_S if number < 0 else timeout_s:g} s. Fix what it waits for, give it more time "
+                f"(source.probe_timeout_s = 300), or read in this process with {arg('workers', 0)}"
             )
         data = child.socket.recv(1 << 16)
         if not data:
@@ -669,7 +667,7 @@ def _collect(
                     f"{name} cannot be loaded in a second process, as workers are:\n{message['error']}\n"
                     f"Fix that, or read in this process with {arg('workers', 0)}"
                 )
-            number, until = int(message["number"]), time.monotonic() + deadline_s
+            number, until = int(message["number"]), time.monotonic() + timeout_s
             if message["kind"] == "item":
                 found[number] = message["found"]
     child.wait(10)

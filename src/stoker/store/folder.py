@@ -108,7 +108,7 @@ class SampleLookup:
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._group = recipe.group.samples
+        self._group = recipe.encode_batch.samples
         self._caches = _alike(folder, recipe)
         tables = [_table(cache, place) for place, cache in enumerate(self._caches)]
         table = np.concatenate([*tables, np.empty((0, 3), np.uint64)])

@@ -183,7 +183,7 @@ MAX_ROWS = 1 << 20
 
 def format_of(schema: Schema) -> int:
     """Return the format of a cache of this schema: 2 with marks that workers of 1 do not know."""
-    return 2 if any(field.packed or field.kept or field.axes for field in schema.values()) else 1
+    return 2 if any(field.quantized or field.kept or field.axes for field in schema.values()) else 1
 
 
 def align(offset: int) -> int:

@@ -36,7 +36,7 @@ from stoker.runtime.files import RegularFile, write_file
 from stoker.runtime.jsonio import Json, as_object, canonical_json, is_count, read_strict
 from stoker.schema import (
     FLOATS,
-    PACKED_DTYPES,
+    QUANTIZED_DTYPES,
     SCALE_SUFFIX,
     SHAPE_SUFFIX,
     Field,
@@ -234,7 +234,7 @@ def _sampled(fd: int, size: int) -> str:
     return total.hexdigest()
 
 
-STORED_FLOATS = ("float32", "float16", "bfloat16", *PACKED_DTYPES)
+STORED_FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED_DTYPES)
 GROUP_BYTES = 4 * MIB
 MAX_GROUP = 256
 RESERVED_SUFFIXES = (".offsets", ".sums", SCALE_SUFFIX)
@@ -319,8 +319,8 @@ class Recipe:
         return str(encoder.get("weights") or "")
 
     @cached_property
-    def group(self) -> EncodeBatchSize:
-        """The fixed group in which samples are encoded."""
+    def encode_batch(self) -> EncodeBatchSize:
+        """The size of the encode batches, the same for all of the cache."""
         return EncodeBatchSize(samples=self.entries["group"]["samples"], steps=self.entries["group"]["steps"])
 
     @cached_property
@@ -429,14 +429,14 @@ def _check_recipe(recipe: Recipe) -> None:
     parts = recipe.entries["source"]["parts"]
     if not all(is_count(entry["count"]) and isinstance(entry["name"], str) for entry in parts):
         raise TypeError("a part lacks a name or a count")
-    if not is_count(recipe.group.samples) or recipe.encoded.keys() != recipe.schema.keys():
+    if not is_count(recipe.encode_batch.samples) or recipe.encoded.keys() != recipe.schema.keys():
         raise TypeError("group or schema")
     if recipe.entries["format"] != format_of(recipe.schema):
         raise TypeError("its format does not go with its schema")
 
 
-def _with_dtype(f: Field, dtype: str, *, packed: bool = False) -> Field:
-    return replace(f, dtype=dtype, packed=packed)
+def _with_dtype(f: Field, dtype: str, *, quantized: bool = False) -> Field:
+    return replace(f, dtype=dtype, quantized=quantized)
 
 
 def _check_names(schema: Schema) -> None:
@@ -465,7 +465,7 @@ def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Sch
     wanted = _wanted_dtypes(encoded, dtype)
     # By name, so that a schema means the same however its fields were listed.
     return {
-        name: _with_dtype(f, wanted.get(name, f.dtype), packed=wanted.get(name) in PACKED_DTYPES)
+        name: _with_dtype(f, wanted.get(name, f.dtype), quantized=wanted.get(name) in QUANTIZED_DTYPES)
         for name, f in sorted(encoded.items())
     }
 
@@ -473,12 +473,12 @@ def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Sch
 def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> dict[str, str]:
     floats = [name for name, f in encoded.items() if f.dtype in FLOATS]
     if isinstance(dtype, str):
-        fits = _pays if dtype in PACKED_DTYPES else _has_axis
+        fits = _pays if dtype in QUANTIZED_DTYPES else _has_axis
         inexact = [name for name in floats if not encoded[name].exact]
         wanted = {name: dtype for name in inexact if fits(encoded[name])}
         rest = [name for name in inexact if name not in wanted and encoded[name].step_shape]
         large = [name for name in rest if len(encoded[name].shape) > 1 and not encoded[name].kept]
-        if dtype in PACKED_DTYPES and large:
+        if dtype in QUANTIZED_DTYPES and large:
             raise ConfigError(_does_not_pay(encoded, dtype, {*wanted, *large}, large[0]))
         if rest:
             logging.getLogger("stoker").info(
@@ -495,7 +495,7 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
             raise ConfigError(
                 f"storage dtype is set for {name!r}, which is not a float field. Float fields: {floats}"
             )
-        if wanted[name] in PACKED_DTYPES and not encoded[name].step_shape:
+        if wanted[name] in QUANTIZED_DTYPES and not encoded[name].step_shape:
             raise ConfigError(
                 f"storage dtype {wanted[name]!r} for {name!r}: it has one number "
                 f"{'a step' if encoded[name].shape else 'a sample'}, and none to share a scale with. "
@@ -513,14 +513,14 @@ def _pays(f: Field) -> bool:
     """Return True if a byte a number and the scales are smaller than float16."""
     if not f.step_shape:
         return False
-    scales = scale_field(_with_dtype(f, "int8", packed=True))
+    scales = scale_field(_with_dtype(f, "int8", quantized=True))
     return scales.shape[-1] * scales.itemsize < f.shape[-1]
 
 
 def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: str) -> str:
     """Say how many bytes a field would take, and a dtype for each field instead."""
     last = encoded[large].shape[-1]
-    scales = scale_field(_with_dtype(encoded[large], dtype, packed=True)).shape[-1]
+    scales = scale_field(_with_dtype(encoded[large], dtype, quantized=True)).shape[-1]
     instead = {name: dtype if _pays(encoded[name]) else "float16" for name in sorted(names)}
     return (
         f"storage dtype {dtype!r} for all fields does not suit {large!r} {encoded[large].shape}: with its "

@@ -540,8 +540,8 @@ class Shard:
         """Return one record's field, or steps `start:stop` of its axis 0, verified.
 
         Returns:
-            A fresh array; bfloat16 as its bits in uint16, a packed field as its bits in int8 (its scales are
-            the field `<field>.scale`).
+            A fresh array; bfloat16 as its bits in uint16, a quantized field as its bits in int8 (its scales
+            are the field `<field>.scale`).
         Raises:
             CorruptError: A block sum differs; names shard, field and sample.
             RecordError: `start:stop` is not within the record.

@@ -237,12 +237,12 @@ def store_columns(
     numbers: Sequence[int],
     scratch: FieldScratch | None = None,
 ) -> dict[str, StoredRows]:
-    """Return the columns of one field: itself, and its scales where it is packed; see `store_rows`.
+    """Return the columns of one field: itself, and its scales where it is quantized; see `store_rows`.
 
     Raises:
         RecordError: A value is not finite or beyond what the stored dtype holds; names sample and field.
     """
-    if not field.packed:
+    if not field.quantized:
         return {name: store_rows(name, field, values, numbers, scratch)}
     scales = scale_field(field)
     if isinstance(values, Tensor):
@@ -344,12 +344,12 @@ def _steps(largest: Tensor, most: float) -> Tensor:
 
 
 def unpack(bits: Tensor, scales: Tensor, dtype: str, out: Tensor | None = None) -> Tensor:
-    """Return the floats that packed values stand for.
+    """Return the floats that quantized values stand for.
 
     Args:
         bits: `(..., width)`, int8 or, for float8, its bits in int8.
         scales: `(..., blocks)`, float32.
-        dtype: One of `schema.PACKED_DTYPES`.
+        dtype: One of `schema.QUANTIZED_DTYPES`.
         out: Float32, of the shape of `bits`, contiguous; None: a fresh tensor.
     """
     if out is None:
@@ -372,7 +372,7 @@ def unpack_rows(field: Field, bits: Tensor, scales: Tensor) -> Tensor:
 def read_field(shard: Shard, name: str, field: Field, row: int) -> Tensor:
     """Return one record's field, verified and decoded, in memory of its own."""
     values = from_array(shard.read(name, row), field.dtype)
-    if not field.packed:
+    if not field.quantized:
         return values
     scales: Any = shard.read(name + SCALE_SUFFIX, row)
     return unpack(values.view(torch.int8), from_array(scales, "float32"), field.dtype)
@@ -431,7 +431,7 @@ class Accumulator:
         self._nonfinite = 0
         # One buffer for all chunks: a fresh one each time would be a fresh mapping, and twice as slow.
         # float32 adds up the squares of bytes exactly too, over the few rows of a chunk, in half the time.
-        exact = field.dtype in _BYTES and not field.packed
+        exact = field.dtype in _BYTES and not field.quantized
         dtype = torch.float32 if exact else torch.float64
         self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
         self._sum, self._squares = np.zeros(self._width), np.zeros(self._width)

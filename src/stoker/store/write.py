@@ -164,7 +164,7 @@ class OpenShard:
             column.digest.update(data)
             if column.statistics is not None:
                 values = rows.tensor_of(begin, end)
-                if column.field.packed:
+                if column.field.quantized:
                     scales = records[name + SCALE_SUFFIX].tensor_of(begin, end)
                     values = unpack_rows(column.field, values, scales)
                 column.statistics.update(values)
@@ -359,7 +359,7 @@ def _read(cache: Cache, name: str, origins: dict[int, _Origin], places: list[lis
     view = memoryview(data)
     for (i, row), length, begin, end in zip(places, lengths, ends, ends[1:], strict=False):
         cache.shard(i).read_into(name, row, 0, length, view[begin:end])
-    none = {"max": 0.0, "rms": 0.0}  # what is said of a packed field, not of its scales
+    none = {"max": 0.0, "rms": 0.0}  # what is said of a quantized field, not of its scales
     errors = [origins[i].error.get(name, none) for i, _ in places]
     return StoredRows(
         values=from_array(data.view(numpy_dtype(f.dtype)), f.dtype),
@@ -387,7 +387,7 @@ class WriterSettings:
 
     shard_bytes: int = format.SHARD_BYTES
     """Bytes of records in a full shard."""
-    seal_after_s: float = 30.0
+    commit_after_s: float = 30.0
     """Seconds after its first record at which a shard is committed even if it is not full."""
     early: bool = False
     """A loader serves what is committed: commit after `EARLY_S` at first, then ever more rarely."""
@@ -402,8 +402,8 @@ class WriterSettings:
 
     def __post_init__(self) -> None:
         check_compression(self.compression)
-        if self.seal_after_s <= 0:
-            raise ConfigError(f"seal_after_s is {self.seal_after_s}, expected more than 0")
+        if self.commit_after_s <= 0:
+            raise ConfigError(f"commit_after_s is {self.commit_after_s}, expected more than 0")
         if self.max_error is not None and self.max_error < 0:
             raise ConfigError(f"max_error is {self.max_error}, expected 0 at least, or None for any")
 
@@ -536,7 +536,7 @@ class RecordWriter:
 
     def tick(self) -> None:
         """Seal shards that are older than their time; call when idle."""
-        now, after_s = time.monotonic(), self._settings.seal_after_s
+        now, after_s = time.monotonic(), self._settings.commit_after_s
         if self._settings.early:
             after_s = min(after_s, max(EARLY_S, EARLY_SHARE * (now - self._begun)))
         for key in [key for key, since in self._since.items() if now - since >= after_s]:
@@ -588,7 +588,7 @@ class RecordWriter:
             worst = int(stored[name].max_error.argmax())
             error = stored[name].max_error[worst]
             if bound is not None and error > bound:
-                wider = "float16" if field.packed else "float32"
+                wider = "float16" if field.quantized else "float32"
                 raise RecordError(
                     f"sample {numbers[worst]}: field {name!r} loses {error:.3g} of its largest value as "
                     f"{field.dtype}, {bound:.3g} is allowed. Store it wider, as with "
@@ -662,7 +662,7 @@ def _check_shape(
         raise RecordError(f"samples from {numbers[0]}: field {name!r} must be {kind}")
     tensors = values if isinstance(values, list) else [values]
     wanted = (-1 if field.ragged else count, *field.shape[field.ragged :])
-    dtypes = {torch_dtype(encoded.dtype), torch_dtype((encoded if field.packed else field).dtype)}
+    dtypes = {torch_dtype(encoded.dtype), torch_dtype((encoded if field.quantized else field).dtype)}
     for number, tensor in zip(
         numbers, tensors, strict=False
     ):  # one tensor holds all numbers of a fixed field
