@@ -44,6 +44,7 @@ from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
 from stoker.loader.gather import ConvertingGather, make_converting_gather
+from stoker.loader.outputs import find_conversion
 from stoker.monitor.meter import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource

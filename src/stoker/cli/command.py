@@ -45,10 +45,10 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from stoker.distributed.environment import RankEnvironment, find_rank_environment
+from stoker.distributed.ranks import RankEnvironment, find_rank_environment
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
-from stoker.runtime.guard import EXIT_S, say_end, started_ns
+from stoker.runtime.signals import EXIT_S, say_end, started_ns
 from stoker.runtime.threads import start_thread
 from stoker.units import TIMES, parse_bytes
 

@@ -699,7 +699,7 @@ def _stages(trial: Trial) -> tuple[SampleStage, ...]:
         SampleStage(
             name="write",
             seconds=trial.writes_s / trial.records,
-            note=f"converting, checksums, writing; then {format_seconds(trial.seal_s)} to commit a shard",
+            note=f"converting, checksums, writing; then {format_seconds(trial.commit_s)} to commit a shard",
         ),
     )
 

@@ -38,7 +38,7 @@ from stoker.runtime.threads import call_within
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store.remote import is_url, local_path
-from stoker.store.storage import open_storage
+from stoker.store.storage import attach_mirror, open_storage
 from stoker.train.config import StageName, TrainStage
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes

@@ -265,7 +265,7 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
 
 
 def _included_field(layout: FieldLayout, strides: Mapping[str, int]) -> Field:
-    """Return what `stoker.sources.hdf5_include.finish` makes of one sample."""
+    """Return what `stoker.sources.hdf5_formats.finish` makes of one sample."""
     if layout.role is FieldRole.DT:
         return Field(shape=(), dtype="float32")
     if layout.role is FieldRole.TIME:

@@ -164,7 +164,7 @@ def _values(shard: Shard, name: str, f: Field, run: RecordRun, dtype: str) -> tu
     """Values of a run one after another, `(steps, *shape)` or flat for packed ones, and steps of each."""
     lengths = [shard.length(name, run.row + k) for k in range(run.count)]
     raw = _rows(shard, name, run)
-    if not f.packed:
+    if not f.quantized:
         return _shaped(from_array(raw.view(numpy_dtype(f.dtype)), f.dtype), f), lengths
     scales: Any = _rows(shard, name + SCALE_SUFFIX, run)
     exact = unpack_rows(f, torch.from_numpy(raw.view(np.int8)), torch.from_numpy(scales.view(np.float32)))
@@ -292,7 +292,7 @@ def chosen_fields(schema: Schema, settings: ExportSettings) -> Schema:
             f"export: {', '.join(unknown) or 'no field'} was asked for. Fields: {', '.join(schema)}"
         )
     fields = {name: schema[name] for name in sorted({*wanted})}
-    packed = [name for name, f in fields.items() if f.packed]
+    packed = [name for name, f in fields.items() if f.quantized]
     if packed and settings.packed == "refuse":
         raise ConfigError(
             f"export: {', '.join(packed)} of {fields[packed[0]].dtype} with scales, which no other library "
@@ -331,7 +331,7 @@ def check_ragged(fields: Schema, settings: ExportSettings, lengths: Mapping[str,
 
 def value_dtype(f: Field, settings: ExportSettings) -> str:
     """Return the dtype that a field is exported as."""
-    return settings.packed if f.packed else f.dtype
+    return settings.packed if f.quantized else f.dtype
 
 
 def tensors_of(

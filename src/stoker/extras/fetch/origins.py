@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config.models import Config
 from stoker.errors import ConfigError, StalledError, StokerError, TransferError
+from stoker.runtime.files import Algorithm
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
 from stoker.runtime.jsonio import parse_json
-from stoker.runtime.partial import Algorithm
-from stoker.runtime.processes.program import OutputStream, run_program
+from stoker.runtime.processes.child import OutputStream, run_program
 from stoker.runtime.threads import ItemClock, RetryPolicy, call_within, retry
 from stoker.units import MIB
 
