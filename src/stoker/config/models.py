@@ -1,7 +1,7 @@
 """Every setting: its name, type, default and one sentence.
 
-docs/config.md is made from this module, and messages about wrong values quote it. Models are frozen, so
-what a run was started with is what it records. Names of earlier systems are not here but in `earlier.py`.
+docs/config.md is made from this module and `sections.py`, and messages about wrong values quote them. Models
+are frozen, so what a run was started with is what it records. Names of earlier systems are in `load.py`.
 """
 
 from __future__ import annotations

@@ -517,7 +517,7 @@ _FREE = (
     "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
     "rank_deadline", "trackers", "price_per_hour",
 )  # fmt: skip
-"""Settings of `training` that change no batch."""
+"""Settings of `training` that change no batch. A run with another value of one of these still resumes."""
 
 
 def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:

@@ -26,6 +26,8 @@ from stoker.store import Cache
 from stoker.train.config import TrainStage
 
 if TYPE_CHECKING:
+    import torch
+
     from stoker.run.tasks import TaskLoader, TaskMixture
 
 # ----------------------------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ def make_loader(
         meter=meter,
         transforms=transforms_of(run.config, cache, training=True),
         **chosen_of(run.config, cache),
-        **_common(run),
+        **loader_arguments(run.config, run.device),
     )
 
 
@@ -408,17 +410,17 @@ def make_val_loader(
         batch_size=batch_examples(run, cache.schema),
         indices=own,
         transforms=transforms_of(run.config, train_cache or cache, training=False),
-        **_common(run),
+        **loader_arguments(run.config, run.device),
     )
 
 
-def _common(run: Run) -> dict[str, Any]:
-    """Return the arguments that both loaders are given."""
-    training = run.config.training
+def loader_arguments(config: Config, device: str | torch.device) -> dict[str, Any]:
+    """Return the arguments that every loader of a configuration is given, whatever it serves."""
+    training = config.training
     return {
         "tier": training.tier,
-        "device": run.device,
+        "device": device,
         "seed": training.seed,
         "reserve_bytes": training.reserve_bytes,
-        "verify": run.config.verify.on_read,
+        "verify": config.verify.on_read,
     }

@@ -30,6 +30,7 @@ from stoker.run.fitting import (
     one_thread,
     save_model,
 )
+from stoker.run.loaders import loader_arguments
 from stoker.run.precompute import CacheResult, fill_caches
 from stoker.run.train import PreparedCaches, prepare, train_prepared
 from stoker.runtime.locks import lock_folder, lock_holder
@@ -214,16 +215,12 @@ def _loader(
     order: str = "full",
     meter: StallMeter | None = None,
 ) -> Loader:
-    training = run.settings.training
     return Loader(
         result.cache,
-        training.batch_size,
-        tier=training.tier,
-        device=device,
-        seed=training.seed,
+        run.settings.training.batch_size,
         order=order,
-        reserve_bytes=training.reserve_bytes,
         meter=meter,
+        **loader_arguments(run.settings, device),
     )
 
 
