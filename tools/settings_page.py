@@ -7,7 +7,7 @@ from stoker.config.names import Setting, SettingGroup, every_node, shown
 
 HEAD = """# Settings
 
-Made from `models.py` and `sections.py` in `src/stoker/config` by `python tools/settings_page.py > docs/config.md`; edit it there.
+Made from `src/stoker/config` by `python tools/settings_page.py > docs/config.md`; edit it there.
 
 A configuration is a YAML file; `key.sub=value` on the command line wins over the file, the file over the
 defaults below. Values are YAML (`training.lr=1e-4`, `data.files=[a.h5, b.h5]`, `data.limit=null`), and
