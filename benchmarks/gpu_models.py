@@ -76,7 +76,8 @@ def latent_step(device: torch.device, tokens: int, dim: int, *, width: int, dept
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(z0: Tensor, z1: Tensor) -> Tensor:
-        loss = model.errors(z0.float(), z1.float()[:, None], z0.new_zeros((len(z0), 0)).float()).mean()
+        z0, z1 = z0.float(), z1.float()
+        loss = model.distance(model(z0, z0.new_zeros((len(z0), 0))), z1).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

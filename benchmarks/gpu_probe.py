@@ -287,7 +287,7 @@ def again(probe: Probe) -> None:
 
 
 def order(probe: Probe) -> None:
-    """What making the order of an epoch takes on the device; the plan counts 64 bytes an example."""
+    """What making the order of an epoch takes on the device, of which the plan counts 64 bytes an example."""
     for count in (10_000_000, 50_000_000) if probe.cuda else (10_000, 50_000):
         if probe.cuda:
             torch.cuda.empty_cache()
@@ -303,9 +303,16 @@ def order(probe: Probe) -> None:
 
 
 def capture(probe: Probe) -> None:
-    """A CUDA graph can be captured while the threads of a loader copy and ask, in both modes."""
+    """A CUDA graph can be captured while the threads of a loader copy and ask, in both modes.
+
+    The product ran once before: no first call of cuBLAS can be captured, with or without a loader.
+    """
     if not probe.cuda:
         return
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.randn(64, 512, device=probe.device) @ torch.randn(512, 512, device=probe.device)
+    probe.wait()
     for mode in ("thread_local", "global"):
         loader = _loaders(probe)["host tier"]()
         weight = torch.randn(512, 512, device=probe.device)

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.errors import CorruptError, StalledError
 from stoker.loader import Loader, disk, placement
 from stoker.loader import tiers as device_tier
-from stoker.loader.gather import MemoryBatches
+from stoker.loader.gather import MemoryBatches, gather_into
 from stoker.loader.outputs import OutputSpec
 from stoker.loader.records import find_records
-from stoker.loader.tiers import STAGING_BUFFERS, Memory, Staging, allocate_on_device
+from stoker.loader.tiers import STAGING_BUFFERS, STAGING_BYTES, Memory, Staging, allocate_on_device
+from stoker.runtime.threads import Pool
 from stoker.store import Cache, open_cache
 from stoker.store.shard import PIECE_BYTES
 from stoker.units import MIB
@@ -36,7 +37,7 @@ def on_cpu(cache: Cache) -> Memory:
 
 
 def test_columns_larger_than_all_buffers_arrive_whole(tmp_path: Path) -> None:
-    count = (2 * STAGING_BUFFERS + 1) * PIECE_BYTES // 100_000
+    count = (2 * STAGING_BUFFERS + 1) * STAGING_BYTES // 100_000
     fields = {"x": torch.randint(0, 256, (count, 100_000), dtype=torch.uint8), "y": torch.randn(count, 3)}
     cache = write_cache(tmp_path, fields, shards=(count - 7,))
     memory = on_cpu(cache)
@@ -77,7 +78,8 @@ print(rss("VmHWM") - before - memory.sources["x"].nbytes)
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < (STAGING_BUFFERS + 16) * PIECE_BYTES, "a column was held a second time"
+    most = STAGING_BUFFERS * STAGING_BYTES + 16 * PIECE_BYTES
+    assert int(done.stdout) < most, "a column was held a second time"
 
 
 def test_a_damaged_shard_is_refused_while_it_is_loaded(tmp_path: Path) -> None:
@@ -133,10 +135,91 @@ def test_a_buffer_is_filled_again_only_after_it_was_copied() -> None:
     assert copy.looks == -1
 
 
+def test_pieces_that_are_neighbours_are_copied_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging: Any = Staging(CPU)
+    target = torch.zeros(8 * PIECE_BYTES, dtype=torch.uint8)
+    staging.into(target)
+    sent: list[tuple[int, int]] = []
+    send = staging._send
+
+    def note() -> None:
+        if staging._held:
+            sent.append((staging._begin // PIECE_BYTES, staging._held // PIECE_BYTES))
+        send()
+
+    monkeypatch.setattr(staging, "_send", note)
+    for place in (0, 1, 2, 3, 5, 6):  # the one between them is damaged
+        staging.room(place * PIECE_BYTES, PIECE_BYTES)[:] = bytes([place + 1]) * PIECE_BYTES
+        staging.filled(place * PIECE_BYTES, PIECE_BYTES)
+    staging.wait()
+
+    assert sent == [(0, 4), (5, 2)]
+    assert target[::PIECE_BYTES].tolist() == [1, 2, 3, 4, 0, 6, 7, 0]
+
+
+def placed_on_device(cache: Cache, monkeypatch: pytest.MonkeyPatch, threads: int) -> placement.Placement:
+    shards = {"device": frozenset(range(4)), "host": frozenset[int]()}
+    monkeypatch.setattr(placement, "assign", lambda *_: shards)
+    return placement.Placement(replace(Loader(cache, 4)._serving.design, fill_threads=threads))
+
+
+def test_several_threads_fill_a_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits in its shard until another thread is in one."""
+    values = torch.randn(24, 3)
+    at_once = threading.Barrier(2, timeout=30)
+    load = device_tier._load_device
+
+    def meeting(*arguments: Any) -> None:
+        at_once.wait()
+        load(*arguments)
+
+    monkeypatch.setattr(device_tier, "_load_device", meeting)
+    filling = placed_on_device(write_cache(tmp_path, {"x": values}, shards=(6, 6, 6)), monkeypatch, 2)
+
+    filling.fill(60.0)
+
+    assert filling.complete
+    memory = filling.serving()
+    assert memory is not None
+    assert torch.equal(memory.sources["x"][torch.as_tensor(memory.rows)], values)
+
+
+def test_damage_that_one_of_several_threads_meets_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = write_cache(tmp_path, {"x": torch.randn(24, 3)}, shards=(6, 6, 6))
+    shard = cache.path / cache.index.shards[2].file
+    with shard.open("r+b") as file:
+        file.seek(cache.shard(2).columns["x"].offset)
+        file.write(b"\x01\x02\x03\x04")
+    filling = placed_on_device(open_cache(cache.path), monkeypatch, 3)
+
+    filling.fill(60.0)
+
+    with pytest.raises(CorruptError, match="does not match its digest"):
+        filling.serving()
+
+
+@pytest.mark.parametrize("width", [100_000, 100_001])
+def test_rows_gathered_by_several_threads_are_those_of_one(width: int) -> None:
+    """Rows of whole words, and others; to all of a batch, and to some places of it."""
+    rows = torch.randint(0, 256, (90, width), dtype=torch.uint8)
+    index, pool = torch.randperm(90)[:64], Pool(3, "test-gather")
+    whole, some = torch.empty((64, width), dtype=torch.uint8), torch.zeros((100, width), dtype=torch.uint8)
+    places = torch.randperm(100)[:64]
+
+    gather_into(rows, index, whole, None, pool)
+    gather_into(rows, index, some, places, pool)
+
+    assert torch.equal(whole, rows[index])
+    assert torch.equal(some[places], rows[index])
+    assert int(some.any(1).sum()) == 64
+
+
 def test_a_device_that_does_not_answer_ends_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_tier, "COPY_TIMEOUT_S", 0.05)
     staging: Any = Staging(CPU)
-    staging._copied[3] = Copy(looks=10**9)
+    staging._copied[1] = Copy(looks=10**9)
 
     with pytest.raises(StalledError, match="was not done after"):
         staging.wait()

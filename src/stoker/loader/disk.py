@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
 from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, to_host
-from stoker.loader.gather import STRIP_BATCHES, RaggedGather, make_converter, view_for
+from stoker.loader.gather import STRIP_BATCHES, RaggedGather, gather_into, make_converter, view_for
 from stoker.loader.outputs import OutputSpec, StepRun, plan_runs
 from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
@@ -287,7 +287,7 @@ class FieldViews:
 class DiskBatches:
     """Makes batches out of shards, and out of host memory for what it holds already."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the engine of a loader knows
         self,
         cache: Cache,
         table: RecordTable,
@@ -295,9 +295,11 @@ class DiskBatches:
         locator: Locator,
         memory: Callable[[], Memory | None],
         options: Options,
+        *,
+        threads: int = 1,
     ) -> None:
         """`memory` gives the host memory that holds some of the records by now; of `options` matter the
-        `timeout_s` of a batch, `verify` and `meter`.
+        `timeout_s` of a batch, `verify` and `meter`. `threads` gather a large batch from memory together.
         """
         self._cache = cache
         self._table = table
@@ -307,6 +309,7 @@ class DiskBatches:
         self._timeout_s = options.timeout_s or READ_TIMEOUT_S
         self._verify: Verify = options.verify
         self._pool = Pool(READ_THREADS, "stoker-read")
+        self._gatherers = Pool(threads - 1, "stoker-gather") if threads > 1 else None
         self._depth = 1
         self._waits = True
         """True if the last batch that was read had to wait for storage."""
@@ -451,10 +454,9 @@ class DiskBatches:
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
                     values[i][j] = value
-            elif len(own) == len(values[i]):
-                torch.index_select(view, 0, rows[output.index], out=values[i])
             else:
-                values[i].index_copy_(0, where, torch.index_select(view, 0, rows[output.index]))
+                places = None if len(own) == len(values[i]) else where
+                gather_into(view, rows[output.index], values[i], places, self._gatherers)
         return 0
 
     def forget(self, memory: Memory | None) -> None:

@@ -412,6 +412,26 @@ class Gather:
         _run_on_all(self._pool, partial(_select, self._view, index, out, iter(self._pieces)))
 
 
+def gather_into(
+    view: Tensor, index: Tensor, out: Tensor, places: Tensor | None = None, pool: Pool | None = None
+) -> None:
+    """Copy rows `index` of a view on the host into `out`, by all threads of a pool if they are many bytes.
+
+    Args:
+        places: Rows of `out` that they go to, no row twice; None: all of it, in order.
+    """
+    size, row_bytes = len(index), out.itemsize * prod(out.shape[1:])
+    if row_bytes >= WORDS_FROM_BYTES:
+        from_words, to_words = _words(view), _words(out)
+        if from_words is not None and to_words is not None:
+            view, out = from_words, to_words
+    shared = pool is not None and size * row_bytes >= THREADS_FROM_BYTES
+    parts = min(size, PIECES_PER_THREAD * (1 + pool.size)) if shared and pool is not None else 1
+    pieces = pairwise(size * part // parts for part in range(parts + 1))
+    work = partial(_select, view, index, out, pieces)
+    _run_on_all(pool if parts > 1 else None, work if places is None else partial(work, places=places))
+
+
 def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
     """Do work in this thread and in all of a pool, which share what is to be done."""
     tickets = [] if pool is None else [pool.submit(work) for _ in range(pool.size)]
@@ -429,10 +449,19 @@ def _words(view: Tensor) -> Tensor | None:
     return view.flatten(1).view(WORD)
 
 
-def _select(view: Tensor, index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]]) -> None:
+def _select(
+    view: Tensor,
+    index: Tensor,
+    out: Tensor,
+    pieces: Iterator[tuple[int, int]],
+    places: Tensor | None = None,
+) -> None:
     """Gather pieces until none is left; threads share the iterator, so a slow one does less."""
     for begin, end in pieces:
-        torch.index_select(view, 0, index[begin:end], out=out[begin:end])
+        if places is None:
+            torch.index_select(view, 0, index[begin:end], out=out[begin:end])
+        else:
+            out.index_copy_(0, places[begin:end], torch.index_select(view, 0, index[begin:end]))
 
 
 class RaggedGather:

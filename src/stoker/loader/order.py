@@ -526,8 +526,9 @@ def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
 def permutation_on(device: torch.device, count: int, base: int) -> Tensor:
     """Return the same as one of `permutations`, made on `device`: `(count,)`, int64."""
     low, numbers = _low_bits(count), torch.arange(count, dtype=torch.int64, device=device)
-    keys = shifted(keys_of(base, numbers), 1)
-    return torch.sort((keys & ~low) | numbers).values & low
+    keys = shifted(keys_of(base, numbers), 1).bitwise_and_(~low).bitwise_or_(numbers)
+    del numbers  # what is alive while it sorts counts in `table_bytes`
+    return torch.sort(keys).values.bitwise_and_(low)
 
 
 def _low_bits(count: int) -> int:

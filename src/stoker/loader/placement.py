@@ -15,9 +15,11 @@ import logging
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -242,6 +244,8 @@ class Placement:
         self._faults = major_faults()
         self._lock = threading.Lock()
         self._line = Pool(1, "stoker-fill")
+        helpers = design.fill_threads - 1
+        self._helpers = Pool(helpers, "stoker-fill") if helpers else None
         self._targets: Mapping[str, frozenset[int]] = {}
         self._steps = 0
         self._freed: Ticket[Any] | None = None
@@ -411,17 +415,26 @@ class Placement:
     def _fill(self) -> None:
         targets, held = self._targets, self.held
         try:
-            device_tier.begin_thread(self._design.options.device)
             self._release(targets, held)
-            for memory in held.memories:
-                for shard in sorted(targets[memory.tier]):
-                    # Other targets: the serving thread has queued another `_fill`, which takes over.
-                    if self._stopped or is_exiting() or targets is not self._targets:
-                        return
-                    if not memory.ready[shard]:
-                        # In this order: other threads read `ready` without a lock, and gather where it is 1.
-                        memory.load(shard)
-                        memory.ready[shard] = 1
+            todo = deque(
+                (memory, shard)
+                for memory in held.memories
+                for shard in sorted(targets[memory.tier])
+                if not memory.ready[shard]
+            )
+            helpers = min(0 if self._helpers is None else self._helpers.size, len(todo) - 1)
+            load = partial(self._load, todo, targets)
+            tickets = [self._helpers.submit(load) for _ in range(helpers)] if self._helpers else []
+            try:
+                load()
+            finally:
+                for ticket in tickets:  # nothing may refer to a memory that is to go
+                    while not ticket.wait(LOOK_S):
+                        pass
+            for ticket in tickets:
+                ticket.result(0.0, "filling memory")
+            if self._stopped or is_exiting() or targets is not self._targets:
+                return
             # `_settle` holds the same lock: an outdated fill must not put old memories back.
             with self._lock:
                 if targets is not self._targets:
@@ -432,6 +445,25 @@ class Placement:
             self._error = error
             return
         self.complete = True
+
+    def _load(self, todo: deque[tuple[Memory, int]], targets: Mapping[str, frozenset[int]]) -> None:
+        """Bring shards into memory until none is left; several threads share `todo`."""
+        device_tier.begin_thread(self._design.options.device)
+        try:
+            while todo:
+                # Other targets: the serving thread has queued another `_fill`, which takes over.
+                if self._stopped or is_exiting() or targets is not self._targets:
+                    return
+                try:
+                    memory, shard = todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                # In this order: other threads read `ready` without a lock, and gather where it is 1.
+                memory.load(shard)
+                memory.ready[shard] = 1
+        except BaseException:
+            todo.clear()
+            raise
 
     def _release(self, targets: Mapping[str, frozenset[int]], held: MemorySet) -> None:
         """Drop the shards of host memory that have another target, once they are there."""

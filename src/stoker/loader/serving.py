@@ -325,7 +325,13 @@ class Engine:
     def _make_disk(self, outputs: tuple[OutputSpec, ...]) -> DiskBatches:
         design, locator = self._design, self._locator(torch.device("cpu"))
         made = DiskBatches(
-            design.cache, design.table, outputs, locator, lambda: self.placement.held.host, design.options
+            design.cache,
+            design.table,
+            outputs,
+            locator,
+            lambda: self.placement.held.host,
+            design.options,
+            threads=design.threads,
         )
         made.fetching_s = make_wait_clock(design.cache)
         return made
