@@ -449,7 +449,7 @@ def encode(bench: Bench) -> Iterator[dict[str, Any]]:
     part = bench.folder / "part.npy"
     np.save(part, images[: count // 4].numpy())
     model = VisionTransformer(side=size.side, width=6 * size.width, depth=2 * size.depth).to(device).eval()
-    groups = [group for group in (1, 8, 32, 128, 512) if group <= count]
+    groups = [group for group in (8, 32, 128, 512) if group <= count // 4]
 
     def save_one_by_one() -> None:
         target = bench.folder / "loop"

@@ -86,7 +86,7 @@ step t_pressure 60 "${tests[@]}" tests/gpu/test_cuda.py -k under_pressure
 step claims 120 "${probing[@]}" encoder_there static_transforms out_of_memory again order capture other_gpus
 figures select 60 "${probing[@]}" select host
 # 4. Figures for docs/performance.md, in the order of their worth.
-for part in gather train encode load host; do
+for part in gather load host train encode; do
   figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part"
 done
 # 5. Where a test failed: the line that did it. Then memory errors of the kernel.

@@ -148,6 +148,7 @@ def test_pieces_that_are_neighbours_are_copied_in_one_call(monkeypatch: pytest.M
         send()
 
     monkeypatch.setattr(staging, "_send", note)
+    assert staging.piece_bytes == 4 * PIECE_BYTES
     for place in (0, 1, 2, 3, 5, 6):  # the one between them is damaged
         staging.room(place * PIECE_BYTES, PIECE_BYTES)[:] = bytes([place + 1]) * PIECE_BYTES
         staging.filled(place * PIECE_BYTES, PIECE_BYTES)

@@ -153,6 +153,8 @@ def read_column(cache: Cache, shard: int, name: str, sink: ColumnSink | None = N
 class MemorySink:
     """Takes a column into memory that has room for all of it."""
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(self, out: Tensor) -> None:
         self._space = bytes_of(out)
 
@@ -442,8 +444,9 @@ class AddressRange:
 
 
 STAGING_BYTES = 4 * MIB
-"""Bytes that are copied in one call, at least `PIECE_BYTES`: to begin a copy takes the host some 80 us, most
-of them with the interpreter's lock, which the threads that load other shards wait for."""
+"""Bytes that are read, hashed and copied in one call each, at least `PIECE_BYTES`. To begin a copy takes the
+host some 80 us, most of them with the interpreter's lock, which the threads that load other shards wait for.
+"""
 STAGING_BUFFERS = 2
 """Buffers of so many bytes for each shard that is being loaded. More of them take longer to allocate, 0.9 ms
 for each MiB, than they save: a copy is ten times as quick as filling the next buffer."""
@@ -542,6 +545,7 @@ class Staging:
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._target = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._next = 0
+        self.piece_bytes = STAGING_BYTES
         self._begin = self._held = 0
         """Where the bytes that the next buffer holds belong, and how many they are."""
 
@@ -552,7 +556,7 @@ class Staging:
         return self
 
     def room(self, offset: int, size: int) -> memoryview[Any]:
-        """Return a part of the next buffer, once that was copied from; at most `PIECE_BYTES`."""
+        """Return a part of the next buffer, once that was copied from; at most `STAGING_BYTES`."""
         # Rows that are known to be damaged are passed over, and a column may be read once more.
         if self._held and (offset != self._begin + self._held or self._held + size > STAGING_BYTES):
             self._send()

@@ -448,6 +448,11 @@ AHEAD_BYTES = 4 * MIB
 class ColumnSink(Protocol):
     """Takes a column that is read in pieces, from the first to the last. Called by the reading thread."""
 
+    @property
+    def piece_bytes(self) -> int:
+        """The most bytes that it has room for at a time."""
+        ...
+
     def room(self, offset: int, size: int) -> memoryview[Any]:
         """Memory, format `B`, for the `size` bytes from `offset` of the column on."""
         ...
@@ -564,7 +569,7 @@ class Shard:
         self.fields[field].read_into(row, start, stop, out, verify)
 
     def verify_column(self, field: str, sink: ColumnSink | None = None) -> None:
-        """Check a complete column against its digest, reading it in pieces of at most `PIECE_BYTES`.
+        """Check a complete column against its digest, reading it in pieces.
 
         Args:
             field: Which.
@@ -592,9 +597,10 @@ class Shard:
         column = self.columns[field]
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
-        for begin in range(0, column.nbytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, column.nbytes - begin)
-            self._announce(column.offset, begin, column.nbytes)
+        most = PIECE_BYTES if sink is None else sink.piece_bytes
+        for begin in range(0, column.nbytes, most):
+            size = min(most, column.nbytes - begin)
+            self._announce(column.offset, begin, column.nbytes, most)
             piece = scratch[:size] if scratch is not None else cast(ColumnSink, sink).room(begin, size)
             self._bytes.read(column.offset + begin, piece, field)
             digest.update(piece)
@@ -602,10 +608,11 @@ class Shard:
                 sink.filled(begin, size)
         return digest.hexdigest()
 
-    def _announce(self, offset: int, begin: int, size: int) -> None:
+    def _announce(self, offset: int, begin: int, size: int, piece: int) -> None:
         """Have the system read ahead of piece `begin` of a column; it may have been told not to do so."""
-        first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
-        count = min(begin + AHEAD_BYTES, size) - first
+        ahead = max(AHEAD_BYTES, 2 * piece)
+        first = begin + ahead - piece if begin else 0
+        count = min(begin + ahead, size) - first
         if count > 0:
             self._file.prefetch(offset + first, count)
 
