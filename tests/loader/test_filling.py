@@ -349,7 +349,7 @@ def test_a_damaged_record_is_mended_on_the_way(tmp_path: Path, fields: dict[str,
 
     assert all(same(batch, fields) for batch in head + rest)
     assert sorted(numbers(head + rest)) == [*range(COUNT)]
-    assert loader.mended == 1
+    assert loader.repaired == 1
 
 
 def test_a_place_beside_the_filling_is_still_one_after_a_mending(
@@ -369,7 +369,7 @@ def test_a_place_beside_the_filling_is_still_one_after_a_mending(
     whole = [*loader]
     loader.load_state_dict(state)
 
-    assert loader.mended == 1
+    assert loader.repaired == 1
     assert all(same(batch, fields) for batch in whole)
     assert numbers(loader) == rest
 

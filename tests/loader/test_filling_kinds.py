@@ -186,7 +186,7 @@ def test_a_record_damaged_amid_draws_is_mended(tmp_path: Path) -> None:
     damage(steps)
     for batch in loader:
         assert torch.equal(batch["latent"], FIXED["latent"][batch["index"]])
-    assert loader.mended <= 1
+    assert loader.repaired <= 1
 
 
 def test_weights_without_repeats_or_of_unknown_windows_say_why_not(tmp_path: Path) -> None:

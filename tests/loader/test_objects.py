@@ -98,7 +98,7 @@ def test_no_fault_of_the_wire_reaches_a_batch(
         met = {request.fault for request in wire.requests if request.fault}
         assert met == set(kinds) or len(met) > 4  # how many requests there are depends on who comes first
         if {"flipped", "padded"} & met:
-            assert mirror.counters.mended > 0
+            assert mirror.counters.refetched > 0
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_a_flipped_byte_is_encoded_again_and_batches_are_the_same(
     found = list(loader)
 
     assert same(found, wanted)
-    assert loader.mended == 1
+    assert loader.repaired == 1
     assert encoder.calls == [(4, 6, 5)], "one group, that of the damaged sample"
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert shard in warning
@@ -108,7 +108,7 @@ def test_damage_between_epochs_and_within_one_is_mended_at_first_touch(tmp_path:
         if damage:
             flip(cache, 20)
         batches += passing
-        assert loader.mended == (4 if damage else 0)
+        assert loader.repaired == (4 if damage else 0)
         assert loader.state_dict()["epoch"] == 2
         return batches
 
@@ -138,7 +138,7 @@ def test_a_shard_that_is_lost_after_opening_is_encoded_again(tmp_path: Path, tie
     loader = Loader(cache, batch_size=3, tier=tier)
 
     assert same(list(loader), wanted)
-    assert loader.mended == 12
+    assert loader.repaired == 12
 
 
 def test_without_a_source_the_record_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 batches = list(loader)
 torch.save([dict(batch) for batch in batches], folder / f"rank{rank}.pt")
-print(len(encoder.calls), loader.mended, flush=True)
+print(len(encoder.calls), loader.repaired, flush=True)
 """
 
 
@@ -253,7 +253,7 @@ def test_samples_of_one_number_in_two_caches_are_counted_apart(tmp_path: Path) -
         assert len(list(mixture)) == 11
 
     (loader,) = mixture.loaders.values()
-    assert loader.mended == 4
+    assert loader.repaired == 4
     flip(open_cache(caches[1].path), 5)
     with pytest.raises(CorruptError, match=rf"sample 5 of {caches[1].path} has been damaged 3 times"):
         list(mixture)
@@ -305,7 +305,7 @@ def test_a_mend_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = list(loader)
 
     assert same(found, wanted)
-    assert loader.mended == 1
+    assert loader.repaired == 1
     stored = sum(shard.rows for shard in open_cache(cache.path).index.shards)
     assert stored > len(cache)  # the damaged row stays where it is
     assert loader.plan.records_by_tier()["host"] == stored

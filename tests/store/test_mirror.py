@@ -178,7 +178,7 @@ def test_a_damaged_copy_is_fetched_again_and_a_damaged_object_is_named(tmp_path:
 
     damage(cache.path / file)
     check(cache, source)
-    assert mirror_of(cache).counters.mended == 1
+    assert mirror_of(cache).counters.refetched == 1
     assert cache.verify().ok
 
     damage(tmp_path / "shared" / "x" / made.fingerprint / file)
@@ -221,7 +221,7 @@ def test_what_is_fetched_again_is_compared_with_its_sums_again(
 
     assert read(0)
     assert all(read(row, 3) for row in range(4))
-    assert mirror.counters.mended > 0
+    assert mirror.counters.refetched > 0
     assert left == [0]
 
 
@@ -480,7 +480,7 @@ def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: py
     )
 
     check(cache, source)
-    assert mirror.counters.mended == 0
+    assert mirror.counters.refetched == 0
     assert mirror.root.space.evicted_bytes > 0
 
 

@@ -150,7 +150,7 @@ class Loader(EpochIterable):
         return self._serving.design.share.drop_last
 
     @property
-    def mended(self) -> int:
+    def repaired(self) -> int:
         """Damaged records that this process has encoded again from their source."""
         return self._repairer.records
 

@@ -411,7 +411,7 @@ class WriteThread:
             )
 
     def close(self) -> None:
-        """Write what is queued, seal, and end the thread.
+        """Write what is queued, commit, and end the thread.
 
         Raises:
             StokerError: As for `offer`.
@@ -425,7 +425,7 @@ class WriteThread:
         self.check()
 
     def abandon(self) -> None:
-        """Stop without waiting for more than what is in hand; what is not sealed is lost."""
+        """Stop without waiting for more than what is in hand; what is not committed is lost."""
         with self._changed:
             self._queue.clear()
             self._closing = True
@@ -500,5 +500,5 @@ class WriteThread:
         if isinstance(error, StokerError) or not isinstance(error, OSError):
             return error
         return ResourceError(
-            f"writing to {self._folder} failed: {error}. Sealed shards stay; run it again to resume"
+            f"writing to {self._folder} failed: {error}. Committed shards stay; run it again to resume"
         )

@@ -201,7 +201,7 @@ def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
         feed.close()
         builder.leave_device()
         release_memory()
-    trial.stage, begin = "seal", time.perf_counter()
+    trial.stage, begin = "commit", time.perf_counter()
     writer.commit()
     trial.commit_s, trial.records = time.perf_counter() - begin, len(done)
     return done

@@ -43,8 +43,8 @@ class Timeouts:
     """One call of the encoder, or bringing it to its device. A child that hangs is killed and started again.
     Few samples are encoded in the caller's process: a hang ends the run there, and leaves a thread behind."""
     write: float = 120.0
-    """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
-    sealing what is open."""
+    """One encode batch converted, checksummed and written, with the commit of a shard that it fills; at the
+    end, the commit of what is open."""
 
     def __post_init__(self) -> None:
         """Refuse what is not a time."""
@@ -124,7 +124,7 @@ class PrecomputeSettings:
     always_in_child: bool = False
     """Encode in a child also what is little: for a process that must not keep a thread which hangs."""
     commit_after_s: float = 30.0
-    """Seconds after its first record at which a shard is sealed even if it is not full: what a kill costs."""
+    """Seconds after its first record at which a shard is committed though it is not full: a kill costs that."""
     by_blocks: bool = False
     """What is stored is served meanwhile: encode block after block (`fill_blocks`), and commit early."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
@@ -219,7 +219,7 @@ class EncodeShare:
     missing: NDArray[np.int64]
     """Numbers of the samples, ascending."""
     interrupts: Interrupts
-    """A signal ends the work early, with what is encoded sealed."""
+    """A signal ends the work early; what is encoded is committed."""
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
     compare_first: bool = True

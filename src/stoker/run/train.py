@@ -598,7 +598,7 @@ def _final_facts(prepared: PreparedCaches, served: RunLoaders, tracked: RunTrack
         "gpu": None if tracked.gpu is None else tracked.gpu.reason,
         "caches": _final_caches(prepared.caches, served),
         "reason": served.reason,
-        "mended": sum(loader.mended for loader in served.loaders),
+        "mended": sum(loader.repaired for loader in served.loaders),
     }
 
 

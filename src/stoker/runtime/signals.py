@@ -84,7 +84,7 @@ class Interrupts:
         now = time.monotonic()
         if self.signal is not None:
             if not self._patient and now - self._since > TOGETHER_S:
-                os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; workers die with us
+                os._exit(_EXIT_INTERRUPTED)  # committed shards stay complete; workers die with us
             return
         self.signal, self._since = signal.Signals(number), now
         os.write(self._write_fd, b"x")

@@ -654,15 +654,15 @@ class _Collection:
     def _in_use(self, folder: ScannedFolder) -> str | None:
         if self._policy.force:
             return None
-        with exclusive_use(folder.path) as nobody:
-            return None if nobody else "in use: somebody has it open, or its file system has no locks"
+        with exclusive_use(folder.path) as is_unused:
+            return None if is_unused else "in use: a process has it open, or its file system has no locks"
 
     def _remove(self, folder: ScannedFolder) -> str | None:
         """Rename a folder away and delete it; return why it stays, if a process opened it meanwhile."""
         gone = folder.path.with_name(f"{GONE}{folder.path.name}-{secrets.token_hex(4)}")
         with explain_disk_errors(folder.path):
-            with exclusive_use(folder.path) as nobody:
-                if not nobody and not self._policy.force:
+            with exclusive_use(folder.path) as is_unused:
+                if not is_unused and not self._policy.force:
                     return "in use since a moment"
                 rename(folder.path, gone, durable=False)
             sync_folder(gone.parent)

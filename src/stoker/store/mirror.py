@@ -83,7 +83,7 @@ class MirrorCounters:
     """Reads that had to wait for the place."""
     direct: int = 0
     """Reads that went past the mirror: it is full, or what it held was given back too soon."""
-    mended: int = 0
+    refetched: int = 0
     """Times that bytes here did not match their sums and were fetched again."""
     put_bytes: int = 0
     """Bytes of shards that were written here and put there."""
@@ -538,7 +538,7 @@ class MirrorFolder:
             if not got:
                 raise self._busy(copy, TIMEOUT_S)
             blocks.drop(first, last)
-        self.counters.add(mended=1)
+        self.counters.add(refetched=1)
 
     def _fetch_ahead(self, copy: BlockFile, first: int, last: int) -> bool:
         if is_exiting():

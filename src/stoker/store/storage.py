@@ -665,8 +665,8 @@ def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> No
             continue
         if _is_there(remote, f"{name}/{RECIPE_FILE}"):
             continue  # begun since the list was made
-        with exclusive_use(recipe.parent) as nobody:
-            if nobody:
+        with exclusive_use(recipe.parent) as is_unused:
+            if is_unused:
                 shutil.rmtree(recipe.parent, ignore_errors=True)
 
 

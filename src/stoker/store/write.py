@@ -535,7 +535,7 @@ class RecordWriter:
             yield table
 
     def tick(self) -> None:
-        """Seal shards that are older than their time; call when idle."""
+        """Commit shards that are older than their time; call when idle."""
         now, after_s = time.monotonic(), self._settings.commit_after_s
         if self._settings.early:
             after_s = min(after_s, max(EARLY_S, EARLY_SHARE * (now - self._begun)))
@@ -543,7 +543,7 @@ class RecordWriter:
             self._commit(key)
 
     def commit(self) -> None:
-        """Seal what is open; returns when it is durable. The writer may be used again."""
+        """Commit what is open; returns when it is durable. The writer may be used again."""
         for key in [*self._open]:
             self._commit(key)
 

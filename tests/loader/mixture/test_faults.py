@@ -27,7 +27,7 @@ def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) ->
     mixture = Mixture([make_mendable(tmp_path / name) for name in names], 5, names=names, tier="disk")
 
     assert all(map(same, mixture, expected))
-    assert [loader.mended for loader in mixture.loaders.values()] != [0]
+    assert [loader.repaired for loader in mixture.loaders.values()] != [0]
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "twice"])
@@ -43,7 +43,7 @@ def test_damage_is_mended_in_the_folder_where_it_is(tmp_path: Path, *, copied: b
     mixture = Mixture(given, 5, names=names, tier="disk")
 
     assert all(map(same, mixture, expected))
-    assert [loader.mended for loader in mixture.loaders.values()] == [2]
+    assert [loader.repaired for loader in mixture.loaders.values()] == [2]
     assert open_cache(given[1].path).verify().bad == []
 
 

@@ -65,7 +65,7 @@ class JsonText(bytes):
 
 
 class PickedText(bytes):
-    """Of a JSON list of objects the values that rules use, as a database picked them (`pick.py`)."""
+    """Of a JSON list of objects the values that rules use, as a database picked them."""
 
 
 class Micros(int):
