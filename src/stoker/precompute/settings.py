@@ -124,7 +124,7 @@ class PrecomputeSettings:
     always_in_child: bool = False
     """Encode in a child also what is little: for a process that must not keep a thread which hangs."""
     commit_after_s: float = 30.0
-    """Seconds after its first record at which a shard is committed though it is not full: a kill costs that."""
+    """Seconds from its first record to the commit of a shard that is not full: what a kill costs."""
     by_blocks: bool = False
     """What is stored is served meanwhile: encode block after block (`fill_blocks`), and commit early."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
