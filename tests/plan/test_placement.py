@@ -4,8 +4,8 @@ import pytest
 
 from stoker.plan import Plan, plan_tiers
 from stoker.plan.placement import (
-    MOST_PATIENCE_S,
-    PATIENCE_S,
+    BACKOFF_S,
+    MOST_BACKOFF_S,
     ShortageBackoff,
     move_to_disk,
     plan_gain,
@@ -74,14 +74,14 @@ def test_a_gain_is_the_part_of_the_records_that_gets_faster(
 
 def test_each_shortage_doubles_the_patience_up_to_a_limit() -> None:
     calm = ShortageBackoff(since_s=0.0)
-    assert not calm.over(PATIENCE_S - 1)
-    assert calm.over(PATIENCE_S)
+    assert not calm.over(BACKOFF_S - 1)
+    assert calm.over(BACKOFF_S)
 
     for now in range(100):
         calm = calm.after_shortage(float(now))
 
-    assert calm.patience_s == MOST_PATIENCE_S
-    assert not calm.over(99.0 + MOST_PATIENCE_S - 1)
+    assert calm.backoff_s == MOST_BACKOFF_S
+    assert not calm.over(99.0 + MOST_BACKOFF_S - 1)
 
 
 def test_records_that_leave_a_memory_are_read_from_disk() -> None:

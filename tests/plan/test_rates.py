@@ -36,7 +36,7 @@ def test_storage_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatc
         time.sleep(5)
 
     monkeypatch.setattr(rates, "_disk_rate", hang)
-    monkeypatch.setattr(rates, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(rates, "TIMEOUT_S", 0.05)
 
     with pytest.raises(StalledError, match="did not answer"):
         measure_rates(tmp_path)

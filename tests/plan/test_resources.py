@@ -297,7 +297,7 @@ def test_a_file_system_that_does_not_answer_is_reported(
         time.sleep(5)
 
     monkeypatch.setattr(resources.os, "statvfs", hang)
-    monkeypatch.setattr(resources, "DISK_DEADLINE_S", 0.05)
+    monkeypatch.setattr(resources, "DISK_TIMEOUT_S", 0.05)
 
     with pytest.raises(StalledError, match=r"the file system of .* did not answer within 0.05 s"):
         disk_space(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.run.context import find_obstacle, is_open, require_writable
+from stoker.plan.resources import find_obstacle, is_open, require_writable
 
 
 def test_a_folder_that_can_be_made_has_no_obstacle_and_is_not_made(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("stoker.extras.import_pt.run.START_S", 0.0)
 
     with (
-        PtReader(MIB, deadline_s=0.05) as reader,
+        PtReader(MIB, timeout_s=0.05) as reader,
         pytest.raises(RefusedFileError, match="took longer") as caught,
     ):
         reader.read(file)

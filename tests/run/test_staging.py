@@ -114,14 +114,14 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     real = staging.read_piece
     monkeypatch.setattr(staging, "read_piece", stop)
     with pytest.raises(StopIteration):
-        stage_file(original, objects, deadline_s=20)
+        stage_file(original, objects, timeout_s=20)
     monkeypatch.setattr(staging, "read_piece", real)
     part, _ = paths_of(objects / original.object)
     assert part.stat().st_size == 5000
     with part.open("r+b") as file:  # a block that did not reach the disk
         file.seek(3100)
         file.write(b"torn")
-    assert stage_file(original, objects, deadline_s=20) == 7500
+    assert stage_file(original, objects, timeout_s=20) == 7500
     assert (objects / original.object).read_bytes() == path.read_bytes()
     assert is_staged(original, objects)
     assert sorted(file.suffix for file in objects.iterdir()) == ["", ".json", ".lock"]
@@ -143,10 +143,10 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(runtime_files.PartialFile, "keep", keep)
     with pytest.raises(SourceError, match="does not read back"):
-        stage_file(original, objects, deadline_s=20)
+        stage_file(original, objects, timeout_s=20)
     assert not is_staged(original, objects)
     monkeypatch.setattr(runtime_files.PartialFile, "keep", real)
-    assert stage_file(original, objects, deadline_s=20) == 1500
+    assert stage_file(original, objects, timeout_s=20) == 1500
     assert (objects / original.object).read_bytes() == path.read_bytes()
 
 
@@ -162,10 +162,10 @@ def test_a_file_that_changes_meanwhile_is_no_copy(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(staging, "read_piece", read)
     (tmp_path / "o").mkdir()
     with pytest.raises(SourceError, match="changed while it was staged"):
-        stage_file(original, tmp_path / "o", deadline_s=20)
+        stage_file(original, tmp_path / "o", timeout_s=20)
     path.write_bytes(bytes(2000))
     with pytest.raises(SourceError, match=r"ends at byte 2,000, it had 3,000"):
-        stage_file(original, tmp_path / "o", deadline_s=20)
+        stage_file(original, tmp_path / "o", timeout_s=20)
 
 
 def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
@@ -175,7 +175,7 @@ def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "pread", lambda *_: never.wait(30))
     (tmp_path / "o").mkdir()
     with pytest.raises(StalledError, match=r"staging .*a\.bin.*did not arrive within 0\.3 s"):
-        stage_file(look_at(path), tmp_path / "o", deadline_s=0.3)
+        stage_file(look_at(path), tmp_path / "o", timeout_s=0.3)
     never.set()
 
 
@@ -187,12 +187,12 @@ def test_others_wait_for_the_one_that_copies_while_it_gets_on(tmp_path: Path) ->
     fd = os.open(objects / f"{original.object}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(StalledError, match="staged by another process, which has made no progress"):
-        stage_file(original, objects, deadline_s=0.3)
+        stage_file(original, objects, timeout_s=0.3)
     os.close(fd)
 
     copied: list[int] = []
     threads = [
-        threading.Thread(target=lambda: copied.append(stage_file(original, objects, deadline_s=20)))
+        threading.Thread(target=lambda: copied.append(stage_file(original, objects, timeout_s=20)))
         for _ in range(4)
     ]
     for thread in threads:
@@ -244,7 +244,7 @@ def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_pa
     (files / "burgers1d_val.h5").touch()
     (files / "burgers1d_extra.h5").write_bytes(b"more")
     (files / "burgers1d_extra.h5").rename(files / "burgers1d_test.h5")
-    stage_file(look_at(files / "burgers1d_test.h5"), folder / "objects", deadline_s=5)
+    stage_file(look_at(files / "burgers1d_test.h5"), folder / "objects", timeout_s=5)
     (files / "burgers1d_test.h5").unlink()
     before = sorted(path for path in folder.rglob("*"))
 

@@ -128,7 +128,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The commands themselves; `guardian.py` is where the `stoker` command starts."""
+    """Run the command that the arguments name; the `stoker` script starts in `process.py`."""
     words = sys.argv[1:]
     try:
         stop_on_sigterm()

@@ -251,8 +251,8 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     most = None if budget is None else _budget(budget)
     prices = _prices(price or [])
+    from stoker.plan.resources import require_writable
     from stoker.profile.result import write_page
-    from stoker.run.context import require_writable
 
     require_writable(page.parent, "the folder of --page")
     if what.suffix.lower() in {".yaml", ".yml"}:

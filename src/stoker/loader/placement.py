@@ -30,7 +30,7 @@ from stoker.loader.tiers import Memory, map_host
 from stoker.plan import Plan, Resources, plan_tiers
 from stoker.plan.placement import (
     LEAST_GAIN,
-    MOST_PATIENCE_S,
+    MOST_BACKOFF_S,
     ShortageBackoff,
     move_to_disk,
     plan_gain,
@@ -116,7 +116,7 @@ class PlacementWatch:
         if not shown and (plan_gain(self.plan, fresh) < LEAST_GAIN or not self._calm.over(now_s)):
             return False
         # Calm for as long as we ever wait: after the next shortage the waits are short again.
-        if self._calm.over(now_s) and now_s - self._calm.since_s >= MOST_PATIENCE_S:
+        if self._calm.over(now_s) and now_s - self._calm.since_s >= MOST_BACKOFF_S:
             self._calm = ShortageBackoff(since_s=self._calm.since_s)
         return self._adopt(fresh)
 

@@ -17,9 +17,9 @@ from stoker.plan.resources import Resources
 from stoker.plan.tiers import Plan
 from stoker.units import format_bytes
 
-PATIENCE_S = 30.0
+BACKOFF_S = 30.0
 """Seconds without a shortage before more is held than now; doubled by each shortage."""
-MOST_PATIENCE_S = 600.0
+MOST_BACKOFF_S = 600.0
 LEAST_GAIN = 0.05
 """A plan is worth moving for that serves this part of the records from faster memory."""
 
@@ -32,19 +32,19 @@ class ShortageBackoff:
 
     since_s: float
     """When memory was last short, or when the first look was."""
-    patience_s: float = PATIENCE_S
+    backoff_s: float = BACKOFF_S
 
     def after_shortage(self, now_s: float) -> ShortageBackoff:
         """Return what follows a shortage at `now_s`.
 
         >>> ShortageBackoff(since_s=0.0).after_shortage(50.0)
-        ShortageBackoff(since_s=50.0, patience_s=60.0)
+        ShortageBackoff(since_s=50.0, backoff_s=60.0)
         """
-        return ShortageBackoff(since_s=now_s, patience_s=min(MOST_PATIENCE_S, 2 * self.patience_s))
+        return ShortageBackoff(since_s=now_s, backoff_s=min(MOST_BACKOFF_S, 2 * self.backoff_s))
 
     def over(self, now_s: float) -> bool:
         """Return True if it has been calm for long enough."""
-        return now_s - self.since_s >= self.patience_s
+        return now_s - self.since_s >= self.backoff_s
 
 
 def short_memories(plan: Plan, usable: Mapping[str, int], reserves: Mapping[str, int]) -> frozenset[str]:

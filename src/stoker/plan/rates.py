@@ -26,7 +26,7 @@ from stoker.units import MIB
 
 BUDGET_S = 0.1
 """Time for each of the rates."""
-DEADLINE_S = 10.0
+TIMEOUT_S = 10.0
 """After this long without an answer the storage counts as stalled."""
 BLOCK_BYTES = MIB
 COPY_BYTES = 32 * MIB
@@ -90,8 +90,8 @@ def measure_rates(path: Path | None = None, *, device: str = "cpu") -> Rates:
         StalledError: The storage of `path` does not answer.
     """
     typical = Rates()
-    disk = None if path is None else call_within(DEADLINE_S, lambda: _disk_rate(path), f"reading {path}")
-    unpack = None if path is None else call_within(DEADLINE_S, lambda: _unpack_rate(path), f"reading {path}")
+    disk = None if path is None else call_within(TIMEOUT_S, lambda: _disk_rate(path), f"reading {path}")
+    unpack = None if path is None else call_within(TIMEOUT_S, lambda: _unpack_rate(path), f"reading {path}")
     h2d, inside = (None, None) if device == "cpu" else _device_rates(device)
     return Rates(
         copy_bytes_s=_copy_rate(),

@@ -409,7 +409,7 @@ def encode_on(wanted: object) -> tuple[str, ...]:
 
 CACHED_BY_TORCH_BYTES = 64 << 20
 """What torch may keep of freed tensors before it is asked to give that back."""
-DISK_DEADLINE_S = 10.0
+DISK_TIMEOUT_S = 10.0
 """How long a file system may take to say how full it is; a dead network mount never would."""
 
 IN_MEMORY = 0.8
@@ -597,11 +597,11 @@ def disk_space(path: Path) -> tuple[int, int | None]:
     """Free bytes and inodes for us at `path` (or its nearest existing folder); inodes None: unlimited.
 
     Raises:
-        StalledError: No answer within `DISK_DEADLINE_S`.
+        StalledError: No answer within `DISK_TIMEOUT_S`.
     """
 
     what = f"the file system of {path}"
-    free = call_within(DISK_DEADLINE_S, lambda: free_space(path, nearest=True), what)
+    free = call_within(DISK_TIMEOUT_S, lambda: free_space(path, nearest=True), what)
     return free.bytes, free.inodes
 
 
@@ -609,3 +609,59 @@ def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
     """Return what a path lies on, or will once it is there; None where the system does not say."""
     real = PurePosixPath(os.path.realpath(path))
     return mount_of(real, _read(proc / "self/mountinfo"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Check the folders that settings name before hours of work, not after.
+
+
+def find_obstacle(folder: Path, *, writes: bool = True) -> str | None:
+    """Return why `folder`, which need not exist yet, cannot be used; None where it can. Nothing is created.
+
+    Args:
+        writes: Something will be written there; else it only has to be a folder, or able to become one.
+
+    Raises:
+        StalledError: The file system does not answer.
+    """
+
+    def look() -> str | None:
+        place = folder.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        if not place.is_dir():
+            return f"{place} is {'a link to nothing' if place.is_symlink() else 'not a folder'}"
+        if writes and not os.access(place, os.W_OK | os.X_OK):
+            return f"{place} may not be written to"
+        return None
+
+    return call_within(DISK_TIMEOUT_S, look, f"the file system of {folder}")
+
+
+def require_folder(folder: Path, setting: str) -> Path:
+    """Return `folder`, which `setting` named, if it is a folder or may become one; it need not be writable.
+
+    Raises:
+        ConfigError: It, or something above it, is not a folder.
+        StalledError: Its file system does not answer.
+    """
+    if (why := find_obstacle(folder, writes=False)) is not None:
+        raise ConfigError(f"{setting} is {folder}, but {why}. Choose a folder")
+    return folder
+
+
+def require_writable(folder: Path, setting: str) -> Path:
+    """Return `folder`, which `setting` named, if it can be written or created.
+
+    Raises:
+        ConfigError: It cannot.
+        StalledError: Its file system does not answer.
+    """
+    if (why := find_obstacle(folder)) is not None:
+        raise ConfigError(f"{setting} is {folder}, but {why}. Choose another folder, or fix that one")
+    return folder
+
+
+def is_open(folder: Path) -> bool:
+    """Return True if `folder` is there and may be listed."""
+    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)  # noqa: PTH112  Path.is_dir raises

@@ -22,6 +22,7 @@ from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.plan import Demand, Plan, Resources, measure_rates, probe, rates, stall_of
 from stoker.plan.rates import Limit
+from stoker.plan.resources import find_obstacle, require_writable
 from stoker.precompute.measure import EncodeBatch, Trial, try_stages
 from stoker.profile.result import (
     ENCODE,
@@ -40,7 +41,7 @@ from stoker.profile.result import (
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, LoopProbe, loop_times, take, time_limit
 from stoker.run.build import CacheJob, EncodeBatchChoice, build_jobs, measure_jobs, settled_batch
 from stoker.run.caches import CacheLocation, locate, locate_with_job
-from stoker.run.context import Run, batch_examples, find_obstacle, require_writable, windows_in
+from stoker.run.context import Run, batch_examples, windows_in
 from stoker.run.loaders import joined, make_loader
 from stoker.run.plan import TimedStep, demand_of, served_loads
 from stoker.run.precompute import settings_of

@@ -31,10 +31,9 @@ from stoker.loader.batch import number_examples, state_fields, time_field
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import MissingGpu, open_gpu
 from stoker.plan import probe
-from stoker.plan.resources import DISK_DEADLINE_S, automatic_device, encode_on, require_devices, use_device
+from stoker.plan.resources import automatic_device, encode_on, require_devices, use_device
 from stoker.precompute.progress import ProgressSink
 from stoker.runtime.jsonio import read_strict
-from stoker.runtime.threads import call_within
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store.remote import is_url, local_path
@@ -42,59 +41,6 @@ from stoker.store.storage import attach_mirror, open_storage
 from stoker.train.config import StageName, TrainStage
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes
-
-
-def find_obstacle(folder: Path, *, writes: bool = True) -> str | None:
-    """Return why `folder`, which need not exist yet, cannot be used; None where it can. Nothing is created.
-
-    Args:
-        writes: Something will be written there; else it only has to be a folder, or able to become one.
-
-    Raises:
-        StalledError: The file system does not answer.
-    """
-
-    def look() -> str | None:
-        place = folder.absolute()
-        while not os.path.lexists(place):
-            place = place.parent
-        if not place.is_dir():
-            return f"{place} is {'a link to nothing' if place.is_symlink() else 'not a folder'}"
-        if writes and not os.access(place, os.W_OK | os.X_OK):
-            return f"{place} may not be written to"
-        return None
-
-    return call_within(DISK_DEADLINE_S, look, f"the file system of {folder}")
-
-
-def require_folder(folder: Path, setting: str) -> Path:
-    """Return `folder`, which `setting` named, if it is a folder or may become one; it need not be writable.
-
-    Raises:
-        ConfigError: It, or something above it, is not a folder.
-        StalledError: Its file system does not answer.
-    """
-    if (why := find_obstacle(folder, writes=False)) is not None:
-        raise ConfigError(f"{setting} is {folder}, but {why}. Choose a folder")
-    return folder
-
-
-def require_writable(folder: Path, setting: str) -> Path:
-    """Return `folder`, which `setting` named, if it can be written or created.
-
-    Raises:
-        ConfigError: It cannot.
-        StalledError: Its file system does not answer.
-    """
-    if (why := find_obstacle(folder)) is not None:
-        raise ConfigError(f"{setting} is {folder}, but {why}. Choose another folder, or fix that one")
-    return folder
-
-
-def is_open(folder: Path) -> bool:
-    """Return True if `folder` is there and may be listed."""
-    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)  # noqa: PTH112  Path.is_dir raises
-
 
 # ----------------------------------------------------------------------------------------------------------
 # The stages of a configuration: their losses, their windows, and the raw fields that some need.

@@ -20,16 +20,10 @@ from stoker.loader.prefetch import HANDOVER_S, describe_remote
 from stoker.loader.records import RecordTable, find_records
 from stoker.monitor import StallMeter
 from stoker.plan import BatchLoad, Demand, Plan, RemoteDemand, Resources, measure_rates, plan_tiers, probe
+from stoker.plan.resources import require_folder
 from stoker.plan.tiers import TIERS, GpuRow, MeasuredStall, gpu_table, over_budget, say_gpus, say_together
 from stoker.run.caches import CacheLocation, locate, raw_bytes
-from stoker.run.context import (
-    Run,
-    batch_examples,
-    encode_devices,
-    last_step_s,
-    require_folder,
-    trajectory_steps,
-)
+from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
 from stoker.schema import SCALE_SUFFIX, Field, Json, JsonResult, Schema, as_json, columns_of
 from stoker.store import Cache, Recipe
 from stoker.store.format import is_fixed, record_bytes

@@ -29,6 +29,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.plan.resources import is_open, require_writable
 from stoker.plugins import find_plugin
 from stoker.precompute import (
     EncodeFiller,
@@ -48,7 +49,7 @@ from stoker.run.caches import (
     shard_bytes,
     worst_error,
 )
-from stoker.run.context import Run, encode_devices, is_open, names_of_caches, require_writable, windows_in
+from stoker.run.context import Run, encode_devices, names_of_caches, windows_in
 from stoker.run.loaders import check_beside
 from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, Schema, canonical_json

@@ -38,7 +38,7 @@ from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes, format_count
 
 # ----------------------------------------------------------------------------------------------------------
-# Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
+# Copy one file to local storage: verified, resumable, by one process at a time, with a timeout.
 #
 # A copy is an object named by where its file lies, its size and its time, so a file that changes gets
 # another. It grows as a `PartialFile`: what a killed run left is checked and kept. The object appears under
@@ -88,23 +88,23 @@ def is_staged(original: OriginalFile, objects: Path) -> bool:
         return False
 
 
-def stage_file(original: OriginalFile, objects: Path, *, deadline_s: float) -> int:
+def stage_file(original: OriginalFile, objects: Path, *, timeout_s: float) -> int:
     """Make the copy of a file, or wait for the process that makes it; return the bytes that were copied here.
 
     Raises:
-        StalledError: A read, or the other process, made no progress for `deadline_s`.
+        StalledError: A read, or the other process, made no progress for `timeout_s`.
         SourceError: The file changed, or cannot be read.
         ResourceError: No space left; what was copied is kept for the next time.
     """
-    with _alone(original, objects, deadline_s):
+    with _object_lock(original, objects, timeout_s):
         if is_staged(original, objects):
             return 0
-        return _copy(original, objects, deadline_s)
+        return _copy(original, objects, timeout_s)
 
 
 @contextmanager
-def _alone(original: OriginalFile, objects: Path, deadline_s: float) -> Generator[None]:
-    """Hold the lock of an object; the wait ends when its partial copy has not grown for `deadline_s`."""
+def _object_lock(original: OriginalFile, objects: Path, timeout_s: float) -> Generator[None]:
+    """Hold the lock of an object; the wait ends when its partial copy has not grown for `timeout_s`."""
     part, _ = paths_of(objects / original.object)
     with FileLock(objects / f"{original.object}.lock") as lock:
         since, size = time.monotonic(), -1
@@ -112,23 +112,23 @@ def _alone(original: OriginalFile, objects: Path, deadline_s: float) -> Generato
             grown = part.stat().st_size if part.exists() else -1
             if grown != size:
                 since, size = time.monotonic(), grown
-            elif time.monotonic() - since > deadline_s:
+            elif time.monotonic() - since > timeout_s:
                 raise StalledError(
                     f"{original.path} is being staged by {lock.holder()}, which has made no progress for "
-                    f"{deadline_s:g} s ({format_bytes(max(0, size))} so far). End it, then run again"
+                    f"{timeout_s:g} s ({format_bytes(max(0, size))} so far). End it, then run again"
                 )
             time.sleep(POLL_S)
         yield
 
 
-def _copy(original: OriginalFile, objects: Path, deadline_s: float) -> int:
+def _copy(original: OriginalFile, objects: Path, timeout_s: float) -> int:
     target = objects / original.object
     partial = PartialFile(target, bytes=original.bytes)
     begun = partial.at
     try:
         clock = ItemClock()
         call_within(
-            deadline_s,
+            timeout_s,
             lambda: _receive(original, partial, clock.begin),
             f"staging {original.path}",
             hint="Is the mount reachable? Run again: what was copied is kept",
@@ -264,8 +264,8 @@ def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
             raise
         log.warning("not staged: %s", error)
         return replace(left, reason=str(error))
-    deadline_s = config.precompute.timeouts.read
-    copied = sum(stage_file(file, objects, deadline_s=deadline_s) for file in files)
+    timeout_s = config.precompute.timeouts.read
+    copied = sum(stage_file(file, objects, timeout_s=timeout_s) for file in files)
     view = _make_view(files, folder)
     return replace(left, staged=True, copied_bytes=copied, path=view, seconds=time.monotonic() - begin)
 

@@ -22,6 +22,7 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.monitor.meter import GpuWatch, MissingGpu
+from stoker.plan.resources import require_writable
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
 from stoker.run.caches import locate
@@ -31,7 +32,6 @@ from stoker.run.context import (
     kept_fields,
     on_own_device,
     only_stage,
-    require_writable,
     settings_digest,
     stages_of,
     trains_decoder,

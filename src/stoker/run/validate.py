@@ -23,12 +23,12 @@ from stoker.monitor import MissingGpu, open_gpu
 from stoker.monitor.meter import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.plan import Resources, plan_tiers, probe
-from stoker.plan.resources import DISK_DEADLINE_S
+from stoker.plan.resources import DISK_TIMEOUT_S, find_obstacle, require_writable
 from stoker.precompute.engine import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
 from stoker.run.build import CacheJob, build_jobs
 from stoker.run.caches import CacheLocation, locate, locate_job, nearest_differences
-from stoker.run.context import Run, encode_devices, find_obstacle, no_operator, require_writable, windows_in
+from stoker.run.context import Run, encode_devices, no_operator, windows_in
 from stoker.run.plan import demand_of, left_by
 from stoker.run.tasks import check_together
 from stoker.run.train import training_splits
@@ -140,7 +140,7 @@ def check_shared_memory(folder: Path = SHARED) -> CheckRow:
     """Check the size of the memory file system through which other loaders' workers exchange batches."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
-        free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
+        free, _, total = call_within(DISK_TIMEOUT_S, lambda: free_space(folder), str(folder))
     except (OSError, StalledError) as error:
         return warned("shm", f"{folder} cannot be asked ({error}); {whose}")
     detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"

@@ -15,16 +15,17 @@ if "STOKER_SHORT_WAITS" in os.environ:
         return importlib.import_module(f"stoker.{name}")
 
     remote = module("store.remote")  # before those that take its constant
-    remote.DEADLINE_S = WAIT_S
+    remote.TIMEOUT_S = WAIT_S
     remote.Retries.run.__defaults__ = (WAIT_S,)
     remote.ANSWER_S = remote.PUT_S = WAIT_S / 3
     threads = module("runtime.threads")
     threads.MAP_TIMEOUT_S = threads.MAP_CLOSE_S = WAIT_S
     threads.map_in_order.__kwdefaults__["timeout_s"] = WAIT_S
-    module("plan.resources").DISK_DEADLINE_S = WAIT_S
-    module("plan.rates").DEADLINE_S = module("plan.limits").ANSWER_S = WAIT_S
-    module("precompute.guarded").EXIT_S = WAIT_S
-    module("cli.guardian").STORAGE_S = WAIT_S
+    module("plan.resources").DISK_TIMEOUT_S = WAIT_S
+    rates = module("plan.rates")
+    rates.TIMEOUT_S = rates.ANSWER_S = WAIT_S
+    module("runtime.guard").EXIT_S = WAIT_S
+    module("cli.process").STORAGE_S = WAIT_S
     if "serve" in sys.orig_argv:
-        serve = module("service.serve")
+        serve = module("service.server")
         serve.STOP_S = serve.CLOSE_S = WAIT_S

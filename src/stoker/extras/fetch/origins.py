@@ -548,11 +548,11 @@ class RcloneOrigin:
             raise TransferError(f"{self._source}: rclone's answer cannot be read", transient=True) from None
 
 
-def list_remote(source: str, deadline_s: float) -> list[ListedFile]:
+def list_remote(source: str, timeout_s: float) -> list[ListedFile]:
     """Return all files below a folder of a remote, with the digests that it keeps."""
     kinds = [word for algorithm in ALGORITHMS for word in ("--hash-type", algorithm)]
-    words = [*_base(min(60.0, deadline_s)), "lsjson", "-R", "--files-only", "--hash", *kinds, "--", source]
-    output = _run_rclone(words, source, deadline_s)
+    words = [*_base(min(60.0, timeout_s)), "lsjson", "-R", "--files-only", "--hash", *kinds, "--", source]
+    output = _run_rclone(words, source, timeout_s)
     try:
         return [_listed(one) for one in json.loads(output)]
     except (ValueError, KeyError, TypeError):

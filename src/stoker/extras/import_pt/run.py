@@ -86,11 +86,11 @@ class PtReader:
 
     Args:
         limit_bytes: The largest file it may read.
-        deadline_s: Wall time for one file, and, in whole seconds, processor time.
+        timeout_s: Wall time for one file, and, in whole seconds, processor time.
     """
 
-    def __init__(self, limit_bytes: int, *, deadline_s: float = 60.0) -> None:
-        self._limit_bytes, self._deadline_s, self._cpu_s = limit_bytes, deadline_s, math.ceil(deadline_s)
+    def __init__(self, limit_bytes: int, *, timeout_s: float = 60.0) -> None:
+        self._limit_bytes, self._timeout_s, self._cpu_s = limit_bytes, timeout_s, math.ceil(timeout_s)
         self._child: Child | None = None
         self._fresh = True
 
@@ -113,12 +113,12 @@ class PtReader:
 
         sock = self._connected().socket
         # The first file waits for the child to import torch.
-        deadline_s = self._deadline_s + (START_S if self._fresh else 0.0)
+        timeout_s = self._timeout_s + (START_S if self._fresh else 0.0)
         began, self._fresh = time.monotonic(), False
-        sock.settimeout(deadline_s)
+        sock.settimeout(timeout_s)
         try:
             send(sock, {"path": str(path), "limit_bytes": self._limit_bytes})
-            head, payload = receive(sock, self._limit_bytes + MIB, began + deadline_s)
+            head, payload = receive(sock, self._limit_bytes + MIB, began + timeout_s)
         except TimeoutError:
             self.close()
             spent_s = time.monotonic() - began
@@ -386,7 +386,7 @@ class ImportSettings:
     """How to treat a sample that holds NaN or infinities."""
     file_bytes: int = MAX_FILE_BYTES
     """The largest file that is read."""
-    deadline_s: float = 60.0
+    timeout_s: float = 60.0
     """Wall time for one file, and its processor time."""
 
 
@@ -514,7 +514,7 @@ def import_pt(
     path, cache_dir, settings = Path(path), Path(cache_dir), settings or ImportSettings()
     found = _scan(path, settings)
     count = found.count(settings.count, path)
-    with PtReader(found.largest, deadline_s=settings.deadline_s) as reader:
+    with PtReader(found.largest, timeout_s=settings.timeout_s) as reader:
         source = PtFolder(path, _first_schema(reader, found, path), found.files, count)
         recipe = make_recipe(source, None, dtype=settings.dtype, digests=Digests(cache_dir, "full"))
         folder = open_folder(cache_dir, name, recipe)

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from stoker.errors import Interrupted
 
 
-def run_ranks(count: int, patience_s: int, words: Sequence[str]) -> int:
+def run_ranks(count: int, timeout_s: int, words: Sequence[str]) -> int:
     """Run `stoker words` as `count` ranks; the exit code of the first that failed.
 
     Args:
-        patience_s: How long ranks may take to end, once this process is asked to.
+        timeout_s: How long ranks may take to end, once this process is asked to.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(patience_s)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(timeout_s)
     try:
         run(parse_args(["--standalone", "--nproc-per-node", str(count), "-m", "stoker", *words]))
     except SignalException:

@@ -1,9 +1,15 @@
-"""`stoker plan --simulate`: words in, tables out."""
+"""`stoker plan --simulate`: words in, tables out; a configuration gives what the words leave out.
+
+Without a configuration nothing here imports torch.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,9 +18,18 @@ from stoker.cli.command import CommandOutput, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError
 from stoker.runtime.files import make_folder
+from stoker.runtime.threads import call_within
+from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.extras.simulation.result import Simulation
+    from stoker.run.build import CacheJob
+    from stoker.run.caches import CacheLocation
+    from stoker.run.context import Run
+    from stoker.schema import Schema
+
+TRIAL_TIMEOUT_S = 120.0
+"""Timeout of a trial of the stages of precompute, which itself begins nothing new after 15 s."""
 
 
 def knows(word: str) -> bool:
@@ -31,7 +46,7 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
         ConfigError: There is more than one CONFIG, or an unknown word.
     """
     if picture is not None:
-        from stoker.run.context import require_writable
+        from stoker.plan.resources import require_writable
 
         require_writable(picture.parent, "the folder of --picture")
     files, settings = tell_settings(words)
@@ -40,19 +55,20 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
     if len(files) > 1 or (overrides and not files):
         found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
         raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+    from stoker.extras.simulation.run import simulate
+    from stoker.extras.simulation.scenario import parse_scenario
+
     if files:
         from stoker.config import load_config
-        from stoker.extras.simulation.config import simulate_words
         from stoker.run.context import Run
         from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
-
-        found = simulate_words(asked, Run(load_config(files[0], overrides)))
+        run = Run(load_config(files[0], overrides))
+        known, notes = find_known(run, given={word.partition("=")[0] for word in asked})
+        found = simulate(parse_scenario(asked, known))
+        found = replace(found, taken=(*notes, *found.taken))
     else:
-        from stoker.extras.simulation.run import simulate
-        from stoker.extras.simulation.scenario import parse_scenario
-
         found = simulate(parse_scenario(asked))
     if picture is not None:
         from stoker.extras.simulation.result import draw_simulation
@@ -88,3 +104,87 @@ def show_simulation(found: Simulation, console: Console) -> None:
 
 def _plain(row: tuple[str, ...]) -> Cells:
     return tuple(escape(cell) for cell in row)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a configuration knows of a scenario: its schema, counts, and speeds measured here.
+
+
+def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return fields of a scenario that a configuration knows, and where they come from in words.
+
+    `given` are keys that need not be found out: their values win anyway.
+    """
+    from stoker.plan import probe
+    from stoker.run.caches import locate_with_job
+    from stoker.run.context import batch_examples, last_step_s
+    from stoker.run.plan import demand_of, served_loads
+
+    run = run.parts()[0]
+    job, located = locate_with_job(run, run.split)
+    demand = demand_of(run, located)
+    here = probe()
+    known: dict[str, Any] = {
+        "records": demand.records,
+        "record_bytes": demand.record_bytes,
+        "batch": demand.batch_examples,
+        "example_bytes": demand.example_bytes,
+        "examples": demand.records * _examples_of_one(run, located.recipe.schema),
+        "host_memory_bytes": here.host_bytes,
+        "cores": here.cpus,
+    }
+    notes: list[str] = []
+    if not {"host_memory", "cores"} <= given:
+        notes.append(f"{format_bytes(here.host_bytes)} of memory and {here.cpus:g} cores, as here")
+    step_s = last_step_s(run, located.recipe.schema)
+    if step_s is not None:
+        known["step_s"] = step_s
+        notes += [] if "step" in given else [f"step={format_seconds(step_s)}, of its last run here"]
+    if job is not None:
+        known["raw_bytes"] = float(sum(field.size_bytes() for field in job.source.schema().values()))
+        if not {"encode", "read", "write"} <= given:
+            tried, count = _measure_stages(run, job, located)
+            known |= tried
+            said = ", ".join(f"{name[:-2]}={format_seconds(value)}" for name, value in tried.items())
+            notes.append(f"{said}, of {format_count(count)} samples here")
+    if located.cache is not None and not located.missing and "gpu_memory" not in given:
+        known["served"] = served_loads(
+            located.cache,
+            run.windows_for(located.recipe.schema),
+            batch_examples(run, located.recipe.schema),
+        )
+        notes.append("loads of batches, measured on the cache here")
+    return known, notes
+
+
+def _examples_of_one(run: Run, schema: Schema) -> int:
+    """Windows cut from one record; 1 where records have no time, or differ in length."""
+    from stoker.run.context import trajectory_steps
+
+    windows = run.windows_for(schema)
+    steps = trajectory_steps(schema)
+    return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
+
+
+def _measure_stages(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, float], int]:
+    """Return seconds to read, encode and write a sample, each stage alone, and how many were tried."""
+    from stoker.plan.resources import find_obstacle
+    from stoker.precompute.measure import Trial, try_stages
+    from stoker.run.precompute import settings_of
+
+    place, trial = Path(run.config.training.latent_cache_dir), Trial()
+    beside = place if place.is_dir() and find_obstacle(place) is None else None
+    with tempfile.TemporaryDirectory(prefix=".simulate-", dir=beside) as folder:
+        where, settings = (Path(folder), job.name, located.recipe), settings_of(run, job)
+        call_within(
+            TRIAL_TIMEOUT_S,
+            lambda: try_stages(job.source, job.encoder, where, settings, trial),
+            f"a trial of {job.name}",
+        )
+    reads = trial.reads_s or trial.opens_s
+    found = {
+        "read_s": fmean(reads.values()) if reads else 0.0,
+        "encode_s": trial.encode_s,
+        "write_s": trial.writes_s / max(1, trial.records),
+    }
+    return found, trial.records
