@@ -174,7 +174,7 @@ class EarlierPrecomputeFlags:
     ] = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
-        """`overrides` with every given flag added as `key=value`.
+        """Return `overrides` with every given flag added as `key=value`.
 
         Raises:
             ConfigError: Two flags contradict each other.
@@ -269,7 +269,7 @@ def _text(value: object) -> str:
 
 
 def _list(values: Sequence[str]) -> str:
-    """Task names as one value: alone, or as a list; `a,b` counts as two."""
+    """Return task names as one value: alone, or as a list; `a,b` counts as two."""
     names = split_words(values)
     return names[0] if len(names) == 1 else f"[{','.join(names)}]"
 
@@ -295,7 +295,7 @@ def config_and_overrides(words: Sequence[str], config: Path | None = None) -> tu
 
 
 def split_words(values: Sequence[str]) -> list[str]:
-    """Words of repeated or comma-separated values.
+    """Return words of repeated or comma-separated values.
 
     >>> split_words(["train,val", "test"])
     ['train', 'val', 'test']

@@ -226,7 +226,7 @@ def why(result: Explanation, console: Console) -> None:
 
 
 def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
-    """Two rows; `named` repeats the cache's name where the label is another word."""
+    """Return two rows; `named` repeats the cache's name where the label is another word."""
     if cache.encoded:
         counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
         counts += f", {format_count(cache.reused)} reused" if cache.reused else ""
@@ -261,7 +261,7 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
 
 
 def _physical(report: TrainReport) -> str:
-    """Errors of decoded fields, and what the encoder itself loses."""
+    """Return errors of decoded fields, and what the encoder itself loses."""
     lost = report.reconstruction_nrmse
     compared = f"persistence {_number(report.physical_persistence_nrmse)}"
     compared += "" if lost is None else f"; the encoder itself loses {_number(lost)}"
@@ -338,7 +338,7 @@ def table(
 
 
 def _flow(cells: Sequence[str], width: int, gap: int) -> list[str]:
-    """Cells on lines of `width`, as many on each as fit.
+    """Return cells on lines of `width`, as many on each as fit.
 
     >>> _flow(["two words", "2.1 s", "a longer text"], 18, 2)
     ['two words  2.1 s', 'a longer text']
@@ -664,7 +664,7 @@ def _waits(screen: TrainScreen) -> RenderableType:
 
 
 def _said(screen: TrainScreen) -> list[str]:
-    """Parts of the wait that are worth a word."""
+    """Return the parts of the wait that are long enough to name."""
     return [f"{part} {format_percent(value)}" for part, value in screen.parts().items() if value >= 0.0005]
 
 

@@ -308,7 +308,7 @@ def _budget(text: str) -> float:
 
 
 def _prices(words: list[str]) -> dict[str, float]:
-    """Prices by name, of `H100=2.59`."""
+    """Return prices by name, of `H100=2.59`."""
     found: dict[str, float] = {}
     for word in words:
         name, _, value = word.rpartition("=")

@@ -554,7 +554,7 @@ def holds_caches(folder: Path) -> bool:
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, object]:
-    """Override texts by name.
+    """Return override texts by name.
 
     Raises:
         ConfigError: One lacks its `=`, or a name comes twice.

@@ -110,7 +110,7 @@ def _named(name: str, own: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """`{operator: {epochs: 20}, decoder: {}}` as a list; names of earlier systems as today's."""
+    """Return `{operator: {epochs: 20}, decoder: {}}` as a list; names of earlier systems as today's."""
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, object]", value)
         value = [_named(name, own) for name, own in mapping.items()]

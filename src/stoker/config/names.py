@@ -62,7 +62,7 @@ def as_name(key: object) -> str:
 
 @cache
 def every_node() -> tuple[Setting | SettingGroup, ...]:
-    """Sections and settings in the order of the models, each section before its settings."""
+    """Return sections and settings in the order of the models, each section before its settings."""
     schema = Config.model_json_schema()
     return tuple(_below("", schema, schema.get("$defs", {}), Config().to_dict()))
 

@@ -82,7 +82,7 @@ class StallReport:
         return _combined(self, earlier, -1)
 
     def plus(self, other: StallReport) -> StallReport:
-        """Both together, with the ceiling of `self`, or of `other` where it has none."""
+        """Return both together, with the ceiling of `self`, or of `other` where it has none."""
         return _combined(self, other, 1)
 
     def to_json(self) -> dict[str, Json]:
@@ -91,7 +91,7 @@ class StallReport:
 
 
 def _combined(a: StallReport, b: StallReport, sign: int) -> StallReport:
-    """`a` and `sign` times `b`, field by field."""
+    """Return `a` and `sign` times `b`, field by field."""
     sums: dict[str, Any] = {}
     for name in (f.name for f in fields(StallReport)):
         mine, other = getattr(a, name), getattr(b, name)
@@ -180,7 +180,7 @@ class StallMeter:
         self._ceiling_s = step_s
 
     def epoch(self) -> StallReport:
-        """Totals since `reset`; does not reset. A pass broken off lacks the step of its last batch."""
+        """Return totals since `reset`; does not reset. A pass broken off lacks the step of its last batch."""
         step_s = max(0.0, self._step_ns / 1e9)
         spent_s = self._wait_s + step_s
         return StallReport(

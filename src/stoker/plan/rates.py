@@ -195,7 +195,7 @@ WORKERS = 4
 
 
 def copy_limit() -> Limit:
-    """Copying within host memory, one thread, into memory that is there already."""
+    """Return the rate of copying within host memory, by one thread, into existing memory."""
     import torch
 
     source = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
@@ -204,7 +204,7 @@ def copy_limit() -> Limit:
 
 
 def gather_limit(row_bytes: int, batch: int, device: str = "cpu", *, source_bytes: int) -> Limit:
-    """`torch.index_select` of `batch` rows at random out of `source_bytes` into one reused buffer."""
+    """Return the rate of `torch.index_select` of random `batch` rows of `source_bytes` into one buffer."""
     import torch
 
     count = max(batch, source_bytes // max(1, row_bytes))
@@ -227,7 +227,7 @@ def gather_limit(row_bytes: int, batch: int, device: str = "cpu", *, source_byte
 
 
 def to_device_limit(device: str) -> Limit:
-    """Copying from page-locked memory to a GPU."""
+    """Return the rate of copying from page-locked memory to a GPU."""
     import torch
 
     pinned = torch.ones(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -241,12 +241,12 @@ def to_device_limit(device: str) -> Limit:
 
 
 def sequential_limit(files: Sequence[Path]) -> Limit:
-    """Reading files from end to end past the page cache."""
+    """Return the rate of reading files from end to end past the page cache."""
     return lambda seconds: _read(_blocks(files, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES, WORKERS, seconds)
 
 
 def random_limit(files: Sequence[Path], block_bytes: int, *, cached: bool = False) -> Limit:
-    """Reading blocks at random places of files: past the page cache, or (`cached`) through it."""
+    """Return the rate of reading random blocks of files: past the page cache, or (`cached`) through it."""
     size = -(-max(1, block_bytes) // PAGE_BYTES) * PAGE_BYTES
     blocks = _blocks(files, size)
     if cached:

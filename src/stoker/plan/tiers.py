@@ -867,7 +867,7 @@ def known_gpu(name: str, memory_bytes: int) -> str | None:
 
 
 def peak_flops(name: str) -> float:
-    """`PEAK_FLOPS` of an entry of `MEMORY_GIB`."""
+    """Return `PEAK_FLOPS` of an entry of `MEMORY_GIB`."""
     return PEAK_FLOPS[name.split(maxsplit=1)[0]]
 
 

@@ -64,7 +64,7 @@ Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
 
 
 def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
-    """Simulations in HDF5 files."""
+    """Return the source of simulations in HDF5 files."""
     from stoker.sources.hdf5 import HDF5Source
 
     paths = data.files if data.files is not None else resolve_files(data.root, task)
@@ -80,7 +80,7 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def images_source(data: DataConfig, task: str, split: str) -> Source:
-    """Images and their labels."""
+    """Return the source of images and their labels."""
     from stoker.sources.images import ImageSource, Labels
 
     own = data.images.model_dump()
@@ -125,7 +125,7 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def arrays_source(data: DataConfig, task: str, split: str) -> Source:
-    """Trajectories and grids in HDF5, Zarr and `.npy`."""
+    """Return the source of trajectories and grids in HDF5, Zarr and `.npy`."""
     from stoker.sources.arrays import ArraySource
 
     own = data.arrays
@@ -143,7 +143,7 @@ def arrays_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
-    """Particles, meshes, and grids with a group `fields`."""
+    """Return the source of particles, meshes, and grids with a group `fields`."""
     from stoker.sources.meshes import MeshSource
 
     own = data.arrays
@@ -161,7 +161,7 @@ def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
 
 
 def tar_source(data: DataConfig, task: str, split: str) -> Source:
-    """Archives of samples."""
+    """Return the source of samples in archives."""
     from stoker.sources.tar import TarSource
 
     source = TarSource(_files(data), fields=data.tar.members)
@@ -177,7 +177,7 @@ def parquet_source(data: DataConfig, task: str, split: str) -> Source:
 
 
 def _files(data: DataConfig) -> Names:
-    """`data.files`, else `data.root` where that is given.
+    """Return `data.files`, else `data.root` where that is given.
 
     Raises:
         ConfigError: Neither is.

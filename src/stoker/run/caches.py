@@ -221,7 +221,7 @@ def raw_bytes(cache: Cache) -> int:
 
 
 def worst_error(cache: Cache) -> float | None:
-    """Largest relative rounding error over all fields; None where nothing was rounded."""
+    """Return the largest relative rounding error over all fields; None where nothing was rounded."""
     errors = [entry.get("max") for entry in cache.index.error.values()]
     return max((error for error in errors if error is not None), default=None)
 
@@ -596,7 +596,7 @@ def _is_config(path: str | Path) -> bool:
 
 
 def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _LabeledRecipe:
-    """`name` picks one of a configuration's caches; None: the first."""
+    """Return one side of a comparison; `name` picks one of a configuration's caches, None the first."""
     if not _is_config(path):
         at = resolve_local(path)
         folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path

@@ -58,7 +58,7 @@ class Learner(Protocol):
         ...
 
     def losses(self, batch: Mapping[str, Tensor], /) -> Tensor:
-        """Loss of each example, `(B,)`."""
+        """Return the loss of each example, `(B,)`."""
         ...
 
     def judge(self, batches: Iterable[Mapping[str, Tensor]], /) -> Mapping[str, float]:
@@ -372,7 +372,7 @@ class ImageClassifier(nn.Module):
         self.score = nn.Sequential(nn.Dropout(dropout), nn.Linear(before, classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """`(B, classes)`."""
+        """Return scores, `(B, classes)`."""
         found: Tensor = self.features(images.float() / 255)
         return self.score(found.mean((2, 3)))
 
@@ -384,12 +384,12 @@ class Classification:
     model: ImageClassifier
 
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Cross entropy of each image, `(B,)`."""
+        """Return the cross entropy of each image, `(B,)`."""
         return F.cross_entropy(self.model(batch["image"]), batch["label"], reduction="none")
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Mean loss, and the part of images whose best score is that of their class."""
+        """Return the mean loss, and the part of images whose best score is that of their class."""
         before = self.model.training
         self.model.eval()
         losses: list[Tensor] = []

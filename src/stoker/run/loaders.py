@@ -263,7 +263,7 @@ def serve(
     meter: StallMeter | None = None,
     horizon: int | None = None,
 ) -> RunLoaders:
-    """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
+    """Return loaders over ready caches; several tasks are mixed for training and apart for validation.
 
     Args:
         run: The settings, and the processes that train together.

@@ -138,7 +138,7 @@ def say(smaller: tuple[SmallerDtype, ...], plan: Plan, max_error: float | None) 
 
 
 def _mean_lengths(recipe: Recipe, cache: Cache | None) -> Mapping[str, float]:
-    """Mean steps of ragged fields; one where no record is there to tell."""
+    """Return the mean steps of ragged fields; 1 without a stored record."""
     ragged = [name for name, field in recipe.schema.items() if field.ragged]
     if cache is None or not len(cache):
         return dict.fromkeys(ragged, 1.0)

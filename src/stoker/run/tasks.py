@@ -45,7 +45,7 @@ class TaskLoader:
         return (with_task(batch, tasks) for batch in self.mixture.only(self.task))
 
     def __len__(self) -> int:
-        """Batches of the task."""
+        """Return the number of batches of the task."""
         return len(self.mixture.loaders[self.task])
 
     def set_epoch(self, epoch: int) -> None:

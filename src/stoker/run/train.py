@@ -691,7 +691,7 @@ def _field_space(run: Run, prepared: PreparedCaches) -> FieldSpace | None:
 
 
 def loop_settings(run: Run, batches: int, *, resume: bool) -> TrainConfig:
-    """`training` and `model` in the loop's terms; `batches` is the length of an epoch."""
+    """Return `training` and `model` in the loop's terms; `batches` is the length of an epoch."""
     training, model = run.config.training, run.config.model
     return TrainConfig(
         epochs=training.epochs,

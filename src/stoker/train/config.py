@@ -32,7 +32,7 @@ class BatchLoader(Protocol[BatchT_co]):
         ...
 
     def __len__(self) -> int:
-        """Batches of a complete pass."""
+        """Return the number of batches of a complete pass."""
         ...
 
     def set_epoch(self, epoch: int, /) -> None:
@@ -40,7 +40,7 @@ class BatchLoader(Protocol[BatchT_co]):
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Place after the batches handed out so far; can be written as JSON."""
+        """Return the place after the batches handed out so far; can be written as JSON."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:

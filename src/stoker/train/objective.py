@@ -224,7 +224,7 @@ class _Chains:
                 chain.first = pairs.z0[row]
 
     def __len__(self) -> int:
-        """Trajectories met, up to as many as are wanted."""
+        """Return the number of trajectories met, up to as many as are wanted."""
         return len(self._chains)
 
     def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -361,7 +361,7 @@ class StageLoss(nn.Module):
         mask: Tensor | None = None,
         fields: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Loss per example, `(B,)`.
+        """Return the loss per example, `(B,)`.
 
         Args:
             z0, states, cond: `(B, L, D)`, `(B, H, L, D)`, `(B, C)`.

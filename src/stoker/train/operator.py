@@ -246,7 +246,7 @@ def to_pairs(batch: PairBatch | Mapping[str, Any], widths: Mapping[str, int], de
 
 
 def cond_widths(batch: PairBatch | Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per example of each condition, by name in sorted order."""
+    """Return how many numbers per example each condition has, by name in sorted order."""
     given = as_pairs(batch).cond
     conditions = {name: values for name, values in given.items() if values.ndim <= 2}
     return {name: conditions[name][0].numel() for name in sorted(conditions)}
@@ -323,7 +323,7 @@ class Scales:
 
 
 def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = SINGLE_PROCESS) -> Scales:
-    """Scales of some batches of all ranks, summed in float64 in their order."""
+    """Return the scales of some batches of all ranks, summed in float64 in their order."""
     states: list[Tensor] = []
     steps: list[Tensor] = []
     conds: list[Tensor] = []
@@ -484,7 +484,7 @@ class _Layer(nn.Module):
         nn.init.zeros_(self.modulate.bias)
 
     def forward(self, x: Tensor, hint: Tensor) -> Tensor:
-        """`(B, L, W)` and `(B, W)` to `(B, L, W)`."""
+        """Return the block's output `(B, L, W)` for tokens `(B, L, W)` and a condition `(B, W)`."""
         shift_a, scale_a, gate_a, shift_b, scale_b, gate_b = self.modulate(hint)[:, None].chunk(6, dim=-1)
         x = x + gate_a * self._attend(self._norm(x) * (1 + scale_a) + shift_a)
         y = self._norm(x) * (1 + scale_b) + shift_b

@@ -146,7 +146,7 @@ def _draw_stall(axes: Any, epochs: Rows) -> None:
 
 
 def _points(rows: Rows, x: str, y: str, *, least: float = 0.0) -> Points:
-    """`(x, y)` of the rows that have `y` above `least`: a logarithmic axis has no place for 0."""
+    """Return `(x, y)` of the rows that have `y` above `least`: a logarithmic axis has no place for 0."""
     return [(row[x], row[y]) for row in rows if row.get(y) is not None and row[y] > least]
 
 
@@ -326,7 +326,7 @@ def _tasks(report: TrainReport) -> str:
 
 
 def _physical(report: TrainReport) -> dict[str, str]:
-    """Errors of decoded fields and of the encoder itself; nothing without a decoder."""
+    """Return errors of decoded fields and of the encoder itself; nothing without a decoder."""
     if report.physical_nrmse is None:
         return {}
     lost = _or_dash(report.reconstruction_nrmse, _figure)

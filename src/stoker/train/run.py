@@ -213,7 +213,7 @@ class _TrainRun:
         return objective
 
     def _last_stage(self) -> int:
-        """Place of the last stage that this call does.
+        """Return the place of the last stage that this call does.
 
         Raises:
             ConfigError: The stage asked for is done, or one before it is not.
@@ -542,7 +542,7 @@ def _make(  # noqa: PLR0913, PLR0917 - as `begin`
 
 
 def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
-    """Places of `time` and `dt` among the numbers of the condition, if each is one number."""
+    """Return the places of `time` and `dt` among the numbers of the condition, if each is one number."""
     names = list(widths)
     if any(widths.get(name) != 1 for name in ("time", "dt")):
         return None

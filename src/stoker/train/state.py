@@ -167,7 +167,7 @@ def _folders(root: Path, kind: Kind | None = None) -> list[Path]:
 
 
 def _superseded(folder: Path, kind: Kind) -> list[Path]:
-    """Checkpoints of a kind that are not needed after the one just written.
+    """Return checkpoints of a kind that are not needed after the one just written.
 
     Those of later steps are among them: they were damaged, or the run would have gone on from there.
     """
@@ -210,7 +210,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
 
 
 def dump_optimizer(optimizer: Any, device: torch.device) -> dict[str, Tensor]:
-    """Moments of every weight, and the random state of the CPU and of `device`."""
+    """Return the moments of every weight, and the random state of the CPU and of `device`."""
     tensors = {
         f"adamw.{number}.{name}": value
         for number, state in optimizer.state_dict()["state"].items()

@@ -412,7 +412,7 @@ def _fourier(shape: _Shape, frequencies: tuple[int, ...], columns: int) -> Tenso
 
 
 def _coordinates(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """x and y of all points, each `(H, W)` float64 in [0, 1]."""
+    """Return x and y of all points, each `(H, W)` float64 in [0, 1]."""
     y, x = (torch.linspace(0, 1, points, dtype=torch.float64) for points in grid)
     return x.expand(grid), y[:, None].expand(grid)
 

@@ -165,7 +165,7 @@ class GPUCachedDataset:
         self.image_size = image_size
 
     def __len__(self) -> int:
-        """Images that are stored; `cache.quarantined` lists those that could not be read."""
+        """Return the number of stored images; `cache.quarantined` lists those that could not be read."""
         return len(self.cache)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class GPUCachedDataset:
         return batch
 
     def _get_memory_usage(self) -> float:
-        """Gigabytes that the set takes as it is stored."""
+        """Return the gigabytes of the stored set."""
         return record_bytes(self.cache.schema) * len(self) / 1e9
 
 

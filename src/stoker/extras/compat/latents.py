@@ -121,7 +121,7 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         self.task_name = task_of_name(name)
 
     def __len__(self) -> int:
-        """Trajectories."""
+        """Return the number of trajectories."""
         return self._count
 
     def __getitem__(self, index: int) -> LatentPair:
@@ -215,7 +215,7 @@ def _of_files(paths: Sequence[Path]) -> tuple[Schema, dict[str, Any]]:
 
 
 def _of_points(raw: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`input_fields`, `coords` and `meta` of raw fields `(B, H, W, C)`; empty without raw fields."""
+    """Return `input_fields`, `coords` and `meta` of raw fields `(B, H, W, C)`; empty without raw fields."""
     if not raw:
         return {}
     first = next(iter(raw.values()))

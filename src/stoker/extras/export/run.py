@@ -136,7 +136,7 @@ class Records:
         yield from map_in_order(read, self._parts(name, begin, end), what=what, threads=THREADS)
 
     def _parts(self, name: str, begin: int, end: int) -> Iterator[RecordRun]:
-        """Runs of about `PIECE_BYTES`."""
+        """Yield runs of about `PIECE_BYTES`."""
         f = self.cache.schema[name]
         for run in self.between(begin, end):
             step = max(1, PIECE_BYTES // max(1, f.size_bytes())) if not f.ragged else None
@@ -378,7 +378,7 @@ def tensors_of(
 
 
 def cut(sizes: NDArray[np.int64] | int, count: int, limit: int) -> list[tuple[int, int]]:
-    """Stretches of records of at most `limit` bytes each, and one record at least.
+    """Return stretches of records of at most `limit` bytes each, and one record at least.
 
     Args:
         sizes: Bytes of each record; one number where all have the same.

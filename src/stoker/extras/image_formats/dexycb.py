@@ -112,7 +112,7 @@ class DexYcb:
         return Listing(every=every, splits=present)
 
     def schema(self) -> Schema:
-        """Hands, objects, camera; depth and segmentation where they were asked for."""
+        """Return hands, objects, camera; depth and segmentation where they were asked for."""
         schema: Schema = {
             "hand_joints": Field(shape=(21, 3), dtype="float32"),
             "hand_joints_2d": Field(shape=(21, 2), dtype="float32"),

@@ -130,7 +130,7 @@ def _git(where: Path, *words: str) -> str:
 def variables_for(
     names: Iterable[str], places: Iterable[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables that the machine needs, with their values.
+    """Return the variables that the machine needs, with their values.
 
     Args:
         names: Those that the settings name.

@@ -427,7 +427,7 @@ _SETS = {
 
 
 def radio_columns(receivers: int = 7) -> dict[str, Json]:
-    """Rules by which a row becomes a sample.
+    """Return the rules by which a row becomes a sample.
 
     Six numbers for each of at most `receivers` receivers: signal to noise, power density and frequency
     offset scaled to 0..1 over the range they have here, metres north and east of the centroid of those that

@@ -158,7 +158,7 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _examples_of_one(run: Run, schema: Schema) -> int:
-    """Windows cut from one record; 1 where records have no time, or differ in length."""
+    """Return the number of windows cut from one record; 1 where records have no time, or differ in length."""
     from stoker.run.context import trajectory_steps
 
     windows = run.windows_for(schema)

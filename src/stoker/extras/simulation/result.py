@@ -60,7 +60,7 @@ class EncodingEstimate:
 
 
 def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
-    """Encoding with so many encoders, nodes filled one after another.
+    """Return the encoding with so many encoders, nodes filled one after another.
 
     Workers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
     a CPU takes one of them too). Reading from and writing to a local disk take turns; a network does both at

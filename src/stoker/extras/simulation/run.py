@@ -292,7 +292,7 @@ def _filling(scenario: Scenario, kept: _RecordPlacement, epoch_s: float, moved: 
 
 
 def _cost(scenario: Scenario, way: Way, encoding: EncodingEstimate | None) -> float | None:
-    """Nodes while they are used, bytes out of the store, a month of keeping the records there."""
+    """Return the cost of used nodes, bytes out of the store, and a month of keeping the records there."""
     prices = scenario.prices
     if not prices.any_given:
         return None
