@@ -513,17 +513,17 @@ class CommandOutput:
             self.warn(line)
 
     def warn(self, line: str) -> None:
-        """One line that every rank says."""
+        """Print one line, on every rank."""
         with contextlib.suppress(OSError):
             typer.echo(self._rank + line, err=True)
 
     def write(self, text: str) -> None:
-        """Text on standard output as it is."""
+        """Write text to standard output as it is."""
         with printing(self._stdout):
             self._stdout.write(text)
 
     def write_json(self, data: dict[str, JsonValue]) -> None:
-        """The one JSON object; NaN and infinities become null, since JSON has neither."""
+        """Write the one JSON object; NaN and infinities become null, since JSON has neither."""
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
     def fail(self, message: str, exit_code: int) -> typer.Exit:
@@ -688,7 +688,7 @@ def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> C
 
 
 def finite(data: Any) -> Any:
-    """JSON in which numbers that are not finite are null.
+    """Return JSON in which numbers that are not finite are null.
 
     >>> finite({"a": [1.5, float("nan")], "b": float("inf")})
     {'a': [1.5, None], 'b': None}

@@ -68,7 +68,7 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
 
 
 def plan(result: PlanResult, console: Console) -> None:
-    """One table row per tier, then the reason."""
+    """Print one table row per tier, then the reason."""
     rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall")]
     for row in result.plan.rows:
         figures = (
@@ -146,7 +146,7 @@ def _changes(facts: Mapping[str, Json]) -> str:
 
 
 def demo(result: DemoResult, console: Console) -> None:
-    """The four steps and the two figures that matter."""
+    """Print the four steps and the two figures that matter."""
     console.print(escape(result.machine), "", sep="\n")
     plan = result.plan
     rows: list[Cells] = [
@@ -207,7 +207,7 @@ def inspect(result: CacheSummary, console: Console) -> None:
 
 
 def validate(result: Validation, console: Console) -> None:
-    """One row per check, failures coloured, the verdict last."""
+    """Print one row per check, failures colored, the verdict last."""
     styled = {row.status: f"[{STATUS_STYLE[row.status]}]{row.status}[/]" for row in result.rows}
     table(console, [(styled[row.status], row.check, escape(row.detail)) for row in result.rows], fixed=2)
     failed = sum(row.status == "fail" for row in result.rows)
@@ -216,7 +216,7 @@ def validate(result: Validation, console: Console) -> None:
 
 
 def why(result: Explanation, console: Console) -> None:
-    """Each differing entry with both values, or that nothing differs."""
+    """Print each differing entry with both values, or that nothing differs."""
     console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n")
     if result.same:
         console.print("same recipe")
@@ -310,7 +310,7 @@ def bold(*names: str) -> Cells:
 def table(
     console: Console, rows: Sequence[Cells], *, fixed: int = 1, right: Sequence[int] = (), gap: int = 3
 ) -> None:
-    """Cells side by side. On a narrow terminal, text after the first `fixed` cells wraps next to them.
+    """Print cells side by side. On a narrow terminal, text after the first `fixed` cells wraps next to them.
 
     It wraps below them where little room is left. Lines break between words and never in a path, so that it
     can be copied.
@@ -354,7 +354,7 @@ def _flow(cells: Sequence[str], width: int, gap: int) -> list[str]:
 
 
 def some(console: Console, lines: list[str], title: str) -> None:
-    """A title and the first lines; how many more there are."""
+    """Print a title, the first lines, and how many more follow."""
     if not lines:
         return
     console.print(escape(title))
@@ -379,7 +379,7 @@ def _short(value: object) -> str:
 
 
 def verify(result: VerifyReport, console: Console) -> None:
-    """The count that is right, then what is not by shard, then what was not looked at."""
+    """Print the count of intact records, then damage by shard, then what was not checked."""
     console.print(_matching(result.records, result.bad))
     count = len(_samples(result.bad))
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
@@ -391,7 +391,7 @@ def verify(result: VerifyReport, console: Console) -> None:
 
 
 def stage(result: StageReport, console: Console) -> None:
-    """A line for each task, and where its copies are."""
+    """Print a line for each task, and where its copies are."""
     for one in result.tasks:
         files = f"{format_count(one.files, 'file')}, {format_bytes(one.bytes)}"
         if not one.staged:
@@ -433,7 +433,7 @@ def repair(result: RepairResult, console: Console) -> None:
 
 
 def compact(result: CompactReport, console: Console) -> None:
-    """Shards before and after, and what is left behind."""
+    """Print shards before and after, and what is left behind."""
     if result.merged:
         console.print(
             f"{format_count(result.merged, 'shard')} became {format_count(result.written)}: "
@@ -461,7 +461,7 @@ def _cleaner(result: CompactReport) -> str:
 
 
 def gc(result: GcReport, console: Console) -> None:
-    """Each thing with its size and reason, then what stays although the policy names it."""
+    """Print each item with its size and reason, then what stays although the policy names it."""
     _items(console, result.removed, "would be removed" if result.dry_run else "removed")
     _items(console, result.kept, "kept")
     left = format_bytes(result.bytes_left)
@@ -549,7 +549,7 @@ COLUMNS = {
 
 
 def plan_of_tasks(result: TaskPlans, console: Console) -> None:
-    """A row for each task and tier that holds some of it, then the reasons."""
+    """Print a row for each task and tier that holds some of it, then the reasons."""
     rows: list[Cells] = [bold("task", "tier", "records", "bytes")]
     for task, each in result.tasks.items():
         for row in each.plan.rows:

@@ -123,7 +123,7 @@ def _name_of(pid: int, text: str) -> str:
 
 
 def _is_file(name: str) -> bool:
-    """Not a pipe, socket or terminal: those wait for people, and for other programs."""
+    """Return True unless it is a pipe, socket or terminal, which wait for people or other programs."""
     return name.startswith("/") and not name.startswith(("/dev/", "/memfd:"))
 
 
@@ -185,7 +185,7 @@ class ChildEnd:
         )
 
     def describe(self) -> str:
-        """In words, with stage and samples."""
+        """Return it in words, with stage and samples."""
         where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
         if self.beat.stage == "start":
             trying = "while the encoder was tried or brought to its device"
@@ -204,7 +204,7 @@ class ChildEnd:
 
 
 def main() -> None:
-    """The `stoker` command."""
+    """Run the `stoker` command."""
     keep_standard_streams()
     words = sys.argv[1:]
     linux = sys.platform.startswith("linux")

@@ -325,7 +325,7 @@ def _judge(found: Mapping[str, Any]) -> None:
 
 
 def _render_jobs(found: Mapping[str, Any], console: Console) -> None:
-    """A row a job."""
+    """Print a row for each job."""
     jobs = found.get("jobs", [found])
     if not jobs:
         console.print("no jobs. `stoker job submit` makes one")
@@ -349,7 +349,7 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _render_job(found: Mapping[str, Any], console: Console) -> None:
-    """The job, its last epochs."""
+    """Print the job and its last epochs."""
     _render_jobs(found["job"], console)
     shown = ("epoch", "train_loss", "val_loss", "learning_rate", "stall")
     rows = [

@@ -134,7 +134,7 @@ def _encode(words: list[str]) -> EncodeBench:
 
 
 def show_encode(result: EncodeBench, console: Console) -> None:
-    """The sizes that were tried, and the setting."""
+    """Print the sizes that were tried, and the setting."""
     found = result.found
     rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
     best = max((trial.samples_s for trial in found.trials), default=1.0)
@@ -322,7 +322,7 @@ def _prices(words: list[str]) -> dict[str, float]:
 
 
 def show_profile(result: Profile, console: Console) -> None:
-    """The loop as it is, each stage and tier, other GPUs, stragglers, the verdict."""
+    """Print the loop as it is, each stage and tier, other GPUs, stragglers, the verdict."""
     from stoker.profile.result import gpu_rows, stage_rows, straggler_lines, tier_rows
 
     for heading, rows, fixed in (

@@ -87,7 +87,7 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(lines))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A scalar each."""
+        """Write a scalar each."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -122,7 +122,7 @@ class WeightsAndBiases:
         keep_id(run, "wandb", str(self._run.id))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of the run's history."""
+        """Add one row to the run's history."""
         self._run.log(dict(values), step=step)
 
     def end(self, status: Ending) -> None:
@@ -163,7 +163,7 @@ class MLflow:
         keep_id(run, "mlflow", self._id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A metric each, in one call."""
+        """Send a metric each, in one call."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)

@@ -124,7 +124,7 @@ def _median_rate(copy: Callable[[], object], size_bytes: int) -> float:
 
 
 def _disk_rate(path: Path) -> float | None:
-    """None where there is no file with enough to read."""
+    """Return the rate of reading; None without a file that is large enough."""
     file = _largest(path)
     blocks = [] if file is None else _blocks([file], BLOCK_BYTES)
     if len(blocks) < THREADS:
@@ -134,7 +134,7 @@ def _disk_rate(path: Path) -> float | None:
 
 
 def _unpack_rate(path: Path) -> float | None:
-    """None where the largest file is not a compressed shard."""
+    """Return the rate of decompressing; None if the largest file is not a compressed shard."""
     from stoker.store.compressed import decompression_rate  # the store imports torch
 
     file = _largest(path)

@@ -357,7 +357,7 @@ class Profile(JsonResult):
         return self.loop.batches
 
     def cost(self, wall_s: float) -> float | None:
-        """Of one epoch; None without a price."""
+        """Return the cost of one epoch; None without a price."""
         return None if self.price_per_hour is None else self.price_per_hour * wall_s * self.batches / 3600
 
     @property

@@ -422,7 +422,7 @@ def draw_bench(result: BenchResult, path: Path) -> None:
 
 
 def _draw_tiers(axes: Any, result: BenchResult) -> None:
-    """A tier's bar lies on the pale bar of its limit."""
+    """Draw each tier's bar on the pale bar of its limit."""
     names = list(result.tiers)[::-1]
     for place, name in enumerate(names):
         figure = result.tiers[name]

@@ -68,7 +68,7 @@ def locate(run: Run, split: str) -> CacheLocation:
 
 
 def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, CacheLocation]:
-    """As `locate`, after the job that makes the cache; None for that where the source is gone."""
+    """Return the job that makes the cache (None: the source is gone), then what `locate` returns."""
     try:
         (job,) = build_jobs(run, [split])
         return job, locate_job(run, job)

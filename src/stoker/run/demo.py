@@ -70,7 +70,7 @@ class BurgersSpec:
 
 
 def initial_states(count: int, points: int, seed: int) -> NDArray[np.float64]:
-    """Random smooth periodic states, `(count, points)` float64: four sine waves of wave number 1 to 4."""
+    """Return random smooth periodic states, `(count, points)` float64: sine waves of wave number 1 to 4."""
     rng = np.random.default_rng(seed)
     amplitude = rng.uniform(-1.0, 1.0, (count, 4, 1)) / np.sqrt(np.arange(1, 5)[:, None])
     phase = rng.uniform(0.0, 2 * np.pi, (count, 4, 1))

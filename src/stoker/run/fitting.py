@@ -338,7 +338,7 @@ def _shapes(model: nn.Module) -> dict[str, Json]:
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Torch on one thread: steps of half a millisecond lose more to the others than they gain from them."""
+    """Keep torch on one thread: steps of half a millisecond lose more to threads than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -403,7 +403,7 @@ class Classification:
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Weights, and what is to be known of them as JSON by name, in one file."""
+    """Write weights, and facts about them as JSON by name, to one file."""
     make_folder(path.parent)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with replace_atomically(path) as temporary:

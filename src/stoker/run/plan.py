@@ -160,7 +160,7 @@ def _chosen(cache: Cache) -> RecordTable:
 
 
 def _measured(one: SmallerDtype, schema: Schema, cache: Cache, places: RecordTable) -> SmallerDtype:
-    """With the worst error over fields and records."""
+    """Return it with the worst error over fields and records."""
     worst = rms = 0.0
     try:
         for name, field in schema.items():

@@ -442,7 +442,7 @@ def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
 
 
 def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult | None:
-    """The cache as it is, if every sample is stored or set aside."""
+    """Return the cache as it is if every sample is stored or set aside, else None."""
     began = time.monotonic()
     if settings.overwrite or settings.retry_quarantined:
         return None
@@ -585,7 +585,7 @@ def _nothing_to_repair(folder: Path, error: ReadOnlyError) -> RepairReport:
 
 
 def _place_of(folder: Path) -> tuple[str, str]:
-    """Cache folder and name of a fingerprint's folder, however that was given."""
+    """Return cache folder and name of a fingerprint's folder, however that was given."""
     parent = folder.absolute().parent
     return str(folder.parent.parent if len(folder.parts) > 2 else parent.parent), parent.name
 

@@ -112,7 +112,7 @@ class _MeterTotals:
         self.tiers = tiers
 
     def values(self) -> dict[str, float]:
-        """Stall, rate, and the part of the examples that each tier served; empty without a meter."""
+        """Return stall, rate, and the part of the examples that each tier served; empty without a meter."""
         spent_s = self.wait_s + self.step_s
         if not spent_s or not self.examples:
             return {}
@@ -298,7 +298,7 @@ def _tiers(loaders: Sequence[Loader]) -> ReportTable:
 
 
 def _used(run_dir: Path, tracked: RunTracking) -> list[ReportTable]:
-    """Rate, GPU and cost by epoch; a GPU that was not measured is said to be so."""
+    """Return rate, GPU and cost by epoch; a row says why if the GPU was not measured."""
     kept = [row for row in MetricsLog(run_dir / "metrics.jsonl").rows() if "epoch" in row]
     rows = [
         (
@@ -611,7 +611,7 @@ def _stall_verdict(run: Run, cache: Cache, report: TrainReport) -> str | None:
 
 
 def _startup(prepared: PreparedCaches, started_s: float, now_s: float) -> Startup:
-    """Start-up as far as it is over."""
+    """Return the start-up up to now."""
     values = {
         "startup/cache_precompute_time_min": prepared.seconds / 60,
         "startup/cache_reused": float(prepared.reused),
@@ -660,7 +660,7 @@ def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | N
 
 
 def _physical(run: Run, prepared: PreparedCaches) -> dict[str, PhysicalSpace]:
-    """By task how to judge in fields; not those whose records do not reach the loop as they were encoded."""
+    """Return by task how to judge in fields, without tasks whose records are normalized after encoding."""
     found: dict[str, PhysicalSpace] = {}
     for part, result in zip(run.parts(), prepared.caches[1::2], strict=True):
         space = None if normalized(part.config) else physical_space(result.cache)
@@ -691,7 +691,7 @@ def _field_space(run: Run, prepared: PreparedCaches) -> FieldSpace | None:
 
 
 def loop_settings(run: Run, batches: int, *, resume: bool) -> TrainConfig:
-    """Return `training` and `model` in the loop's terms; `batches` is the length of an epoch."""
+    """Return the loop's settings from `training` and `model`; `batches` is the length of an epoch."""
     training, model = run.config.training, run.config.model
     return TrainConfig(
         epochs=training.epochs,

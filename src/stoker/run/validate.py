@@ -77,7 +77,7 @@ class Validation(JsonResult):
         return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
 
     def and_these(self, rows: list[CheckRow]) -> Validation:
-        """With more rows at the end."""
+        """Return it with more rows at the end."""
         return Validation(rows=(*self.rows, *rows))
 
 
@@ -411,7 +411,7 @@ def _training_row(run: Run) -> CheckRow:
 
 
 def _check_task(run: Run, located: list[CacheLocation]) -> list[CheckRow]:
-    """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
+    """Check data, encoder and cache of each split of precompute and train; `located` gets what was found."""
     splits = dict.fromkeys([*run.splits, "val"])
     jobs: dict[str, CacheJob] = {}
     with suppress(StokerError, OSError):  # then the row of each split says which one fails
@@ -438,7 +438,7 @@ def _encoder_row(run: Run, job: CacheJob) -> CheckRow:
 
 
 def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[CacheLocation]) -> list[CheckRow]:
-    """Data, encoder and cache of one task and split."""
+    """Check data, encoder and cache of one task and split."""
     name = f"{run.task}_{split}"
     try:
         found = locate(run, split) if job is None else locate_job(run, job)

@@ -446,7 +446,7 @@ class StallRecorder:
             journal.restarted()
 
     def tick(self, progress: TrainProgress, total: int) -> None:
-        """After a step: tell and write what is due."""
+        """Tell and write what is due after a step."""
         if self._journals is None:
             return
         told, written = self._journals
@@ -630,7 +630,7 @@ class TrainLoop:
         self.tell(event, facts)
 
     def _continues(self) -> bool:
-        """Steps of the stage are left, or those done are not evaluated yet (a signal came in between)."""
+        """Return True if steps are left, or those done are not evaluated yet (a signal came in between)."""
         progress, stage = self.objective.progress, self.stage
         patient = stage.patience is None or progress.epochs_without_better < stage.patience
         passes = progress.epoch - progress.stage_epoch
@@ -762,7 +762,7 @@ class TrainLoop:
             yield batch
 
     def _is_due(self) -> bool:
-        """It is time for the checkpoint of an epoch; all ranks say the same."""
+        """Return True if the checkpoint of an epoch is due; all ranks agree."""
         every_s = self.config.save_every_s
         if not every_s or not self._continues():
             return True

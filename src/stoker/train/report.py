@@ -95,7 +95,7 @@ def _prepare(axes: Any) -> None:
 
 
 def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
-    """Loss over steps: between two lines of the log, and over each epoch."""
+    """Draw the loss over steps: between two lines of the log, and over each epoch."""
     _label(axes, "training loss: error² / (change in a step)²", "step")
     _line(
         axes, _points(steps, "step", "loss"), BLUE, "recent steps", alpha=0.4, linewidth=1.0, markersize=0.0
@@ -130,7 +130,7 @@ def _draw_errors(axes: Any, epochs: Rows) -> None:
 
 
 def _draw_stall(axes: Any, epochs: Rows) -> None:
-    """The part of each epoch's time that was waited for data."""
+    """Draw the part of each epoch's time that was spent waiting for data."""
     points = _points(epochs, "epoch", "stall", least=-1.0)
     percent = [(epoch, 100 * stall) for epoch, stall in points]
     _label(axes, "stall: not measured", "epoch")
@@ -151,7 +151,7 @@ def _points(rows: Rows, x: str, y: str, *, least: float = 0.0) -> Points:
 
 
 def _line(axes: Any, points: Points, color: str, label: str, **style: float) -> None:
-    """A line; each point has a mark while there are few of them."""
+    """Draw a line; each point has a mark while there are few of them."""
     if points:
         size = 3.0 if len(points) <= 40 else 0.0
         shown: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": size, **style}
@@ -164,7 +164,7 @@ def _label(axes: Any, title: str, x: str) -> None:
 
 
 def _logarithmic(axes: Any) -> None:
-    """A logarithmic axis with plain numbers, and a legend; nothing where nothing is drawn."""
+    """Make a logarithmic axis with plain numbers, and a legend; nothing if nothing is drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     values = [float(value) for line in axes.lines for value in line.get_ydata()]
@@ -184,7 +184,7 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _whole_numbers(axes: Any, first: int, last: int) -> None:
-    """Ticks at whole numbers, a handful of them whatever the length of the run."""
+    """Set ticks at whole numbers, a handful of them whatever the length of the run."""
     from matplotlib.ticker import MaxNLocator
 
     margin = 0.03 * (last - first) or 0.5
@@ -350,7 +350,7 @@ def _error(error: float | None, persistence: float | None) -> str:
 
 
 def _folded(title: str, body: str) -> str:
-    """Shown when it is asked for."""
+    """Return an element that is closed at first."""
     return f"<details><summary>{title}</summary>{body}</details>"
 
 

@@ -394,7 +394,7 @@ def _formula(shape: _Shape, project: Tensor, bias: Tensor, fourier: tuple[int, .
 
 
 def _fourier(shape: _Shape, frequencies: tuple[int, ...], columns: int) -> Tensor:
-    """Features of the place of each patch, `(columns, H/p, W/p)`: at its center, or at all of its points."""
+    """Return features of the place of each patch, `(columns, H/p, W/p)`: at its center, or at all points."""
     across, down = _coordinates(shape.grid)
     points = F.pixel_unshuffle(torch.stack([across, down])[None], shape.patch)[0]
     centers = torch.stack([at.mean(0) for at in points.split(shape.patch**2)])

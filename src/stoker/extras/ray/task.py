@@ -506,18 +506,18 @@ class Slices:
         return Slice(key=self._made - 1, numbers=piece[:end])
 
     def put_back(self, rest: NDArray[np.int64]) -> None:
-        """A worker ended before it got to these."""
+        """Take back samples that a worker did not get to."""
         if len(rest):
             self._left.append(rest)
 
     def give_back(self, lost: Slice, unstored: NDArray[np.int64]) -> None:
-        """A worker was lost: what of its slice is not stored goes to the next one, which counts that."""
+        """Take back the unstored part of a slice whose worker was lost; the next worker gets it, counted."""
         rest = np.intersect1d(lost.numbers, unstored)
         if len(rest):
             self._again.append(Slice(key=lost.key, numbers=rest, losses=lost.losses + 1))
 
     def _end(self, piece: NDArray[np.int64], wanted: int) -> int:
-        """How much of a piece makes a slice: whole groups, up to the end of a run if that is near."""
+        """Return the length of a slice: complete encode batches, up to the end of a run if that is near."""
         if wanted >= len(piece):
             return len(piece)
         latest = self._group_end(int(piece[wanted - 1]))

@@ -78,7 +78,7 @@ class _Server:
         self.worked_s = 0.0
 
     def serve(self, now: float, seconds: float) -> float:
-        """When it is done with what came now."""
+        """Return when it has served the new request."""
         begin = max(now, heapq.heappop(self._free))
         heapq.heappush(self._free, begin + seconds)
         self.worked_s += seconds
