@@ -14,7 +14,7 @@ import pytest
 
 from stoker.errors import DegradedError, ResourceError, StalledError
 from stoker.runtime.threads import Pool
-from stoker.service import api, figures, folders
+from stoker.service import api, folders, services
 from stoker.service.background import CachedValue, Operations
 from tests.service.running import Running, serving
 
@@ -179,14 +179,14 @@ def test_caches_are_listed_as_they_were_while_their_folder_does_not_answer(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (running.services.folder.caches / "radio" / "0123456789abcdef").mkdir(parents=True)
-    figures.find_caches(running.services.folder)  # what it needs is imported at the first call
+    services.find_caches(running.services.folder)  # what it needs is imported at the first call
     before = running.client.get(running.api("/caches")).json()
     assert (len(before["caches"]), before["age_s"], before["stale"]) == (1, 0.0, None)
 
-    source, look = Source(), figures.find_caches
+    source, look = Source(), services.find_caches
     source.free.clear()
     monkeypatch.setattr(running.services.figures.caches, "_wait_s", 0.2)
-    monkeypatch.setattr(figures, "find_caches", lambda folder: source() and look(folder))
+    monkeypatch.setattr(services, "find_caches", lambda folder: source() and look(folder))
     try:
         away = running.client.get(running.api("/caches")).json()
         page = running.client.get(f"{running.address}/caches").text
@@ -205,7 +205,7 @@ def test_looks_into_one_cache_that_hang_are_few_and_leave_the_others_alone(
     source = Source()
     source.free.clear()
     monkeypatch.setattr(running.services.figures, "_folders", Pool(2, "test"))
-    monkeypatch.setattr(figures, "FOLDER_S", 0.2)
+    monkeypatch.setattr(services, "FOLDER_S", 0.2)
     monkeypatch.setattr(api, "cache_folder", source)
     path = "/caches/radio/0123456789abcdef"
     try:

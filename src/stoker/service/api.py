@@ -20,7 +20,6 @@ from stoker.service import stream
 from stoker.service.background import Operation
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
-from stoker.service.figures import as_prometheus, look_at_machine
 from stoker.service.job_config import JobConfig, check
 from stoker.service.models import (
     DATASET,
@@ -44,7 +43,7 @@ from stoker.service.models import (
 )
 from stoker.service.probes import probe
 from stoker.service.security import CODE_S
-from stoker.service.services import Services, ServicesDep
+from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine
 from stoker.service.stream import EventStream, as_text
 
 jobs_router = APIRouter(tags=["jobs"])

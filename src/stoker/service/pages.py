@@ -29,12 +29,11 @@ from stoker.errors import NotFoundError, ResourceError, SourceError, StalledErro
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.figures import look_at_machine
 from stoker.service.job_config import WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
 from stoker.service.models import status_of
 from stoker.service.security import SESSION_S
-from stoker.service.services import Services, ServicesDep, services_of
+from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from stoker.runtime.jsonio import read_object
 from stoker.sources.sql.query import parse_database_url
 
 if TYPE_CHECKING:
-    from stoker.service.figures import RequestTraffic
+    from stoker.service.services import RequestTraffic
 
 # ----------------------------------------------------------------------------------------------------------
 # Bodies of requests: limited in size and time, and JSON that is safe for all code behind the guard.

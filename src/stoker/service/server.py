@@ -32,9 +32,8 @@ from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service import api, models, pages
 from stoker.service.executor import JobLimits, RayTarget
-from stoker.service.figures import count_gpus
 from stoker.service.security import Guard
-from stoker.service.services import Services, open_services
+from stoker.service.services import Services, count_gpus, open_services
 from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
 from stoker.service.worker import WorkerSettings
 
