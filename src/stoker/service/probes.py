@@ -220,18 +220,6 @@ class RadioSet:
             rows = connection.execute(query).mappings().all()
         return [{name: _plain(value) for name, value in row.items()} for row in rows]
 
-    def is_noted(self, rows: int) -> bool:
-        """Return True if a generated set is complete: it is listed in the transaction of its rows."""
-        sets = sa.table(
-            load_extension("service.radio").SETS, sa.column("id", self._id_type()), sa.column("num_samples")
-        )
-        query = sa.select(sets.c.num_samples).where(sets.c.id == self._id())
-        try:
-            with self._connected() as connection:
-                return connection.execute(query).scalar() == rows
-        except SourceError:
-            return False
-
     @property
     def _is_sqlite(self) -> bool:
         return parse_database_url(self.url).kind == "sqlite"

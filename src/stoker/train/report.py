@@ -28,7 +28,7 @@ BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
 TASKS = (BLUE, ORANGE, "#3a8f5c", "#8a5bb0", "#b0413e", "#5b6b78")
 """Colors of tasks, where there are several; with more of them they come again."""
 OF_TASK = "val_nrmse/"
-"""How the error of one task of several begins; `evaluate.judge` writes them."""
+"""How the error of one task of several begins; `objective.judge` writes them."""
 STALL_TOPS = (10, 25, 50, 100)
 """Ends of the stall's axis in per cent: the first that holds all of it, so that a small stall looks small."""
 

@@ -46,11 +46,6 @@ class EncodingEstimate:
         """The stage that sets the pace."""
         return next(iter(self.stages))
 
-    @property
-    def idle_encoders(self) -> float:
-        """Part of the time that encoders wait for others, 0..1."""
-        return 1 - self.stages.get("encoder", 0.0) / self.seconds if self.seconds else 0.0
-
     def to_json(self) -> dict[str, Json]:
         """Return all fields, and the bottleneck."""
         stages: dict[str, Json] = {
