@@ -1,4 +1,4 @@
-"""What commands share: streams, errors, exit codes, signals, flags, and a training run with its screen.
+"""Parts that commands share: streams, errors, exit codes, signals, flags, and a training run with its screen.
 
 Results go to standard output, everything else to standard error. With `--json` standard output carries
 exactly one JSON object, also when the command fails or was typed wrong; whatever a library prints meanwhile
@@ -419,7 +419,7 @@ def refuse_ranks(command: str) -> None:
 
 
 INTERRUPTED = "interrupted; the same command resumes"
-"""What a command says that a signal ended."""
+"""Message of a command that a signal ended."""
 
 
 def keep_standard_streams() -> None:
@@ -471,11 +471,11 @@ TELL_S = 10.0
 WIDE = 100_000
 """Columns when standard output is not a terminal: a row of a table in a file or a pipe is one line."""
 UsageError = cast("type[Exception]", typer.BadParameter.__base__)
-"""What the parser raises on a command typed wrong; some versions of typer carry a copy of click inside."""
+"""Error of the parser for a command typed wrong; some versions of typer carry a copy of click."""
 
 
 class Result(Protocol):
-    """What a pipeline function returns."""
+    """Result of a function of `stoker.run`."""
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the keys that scripts rely on."""

@@ -587,7 +587,7 @@ PARTS = ("fetch", "read", "gather", "copy", "transform", "wait")
 
 @dataclass(slots=True, kw_only=True)
 class TrainScreen:
-    """What is known of a run; filled by its events."""
+    """Facts about a run, filled by its events."""
 
     name: str = ""
     tiers: dict[str, int] = field(default_factory=dict[str, int])

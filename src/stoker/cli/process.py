@@ -58,7 +58,7 @@ _KINDS: Mapping[str, Mapping[int, str]] = {
     for machine, calls in (("x86_64", _X86_64), ("aarch64", _AARCH64))
 }
 _PAGE_FAULT = -1
-"""What stands in place of a number where a thread waits for a page of a file that is mapped."""
+"""Stands in place of a number where a thread waits for a page of a mapped file."""
 _PATH_BYTES = 4096
 _STOPPED = ("T", "t")
 """States of a process that a signal or a debugger holds."""
@@ -166,7 +166,7 @@ class ChildEnd:
     output: str
     """Its standard output, which is held back with `--json`: the answer is that of the last child."""
     stack: str
-    """What it wrote on a crash, or when asked for its stacks."""
+    """Its output on a crash, or when asked for its stacks."""
     overdue: bool
     """It was killed past its deadline."""
     memory: bool

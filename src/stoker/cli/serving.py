@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STATE_DIR = Path(".stoker/service")
 NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
-"""What the extra `service` brings."""
+"""Packages of the extra `service`."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""
 VERBS = ("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "delete", "login")

@@ -75,14 +75,14 @@ MEANT: Mapping[str, str] = {
     "stages.operator.optimizer.lr": "training.lr",
     "stages.operator.optimizer.weight_decay": "training.weight_decay",
 }
-"""What names meant in a file of the earlier latent cache, the more special ones last: they win."""
+"""Today's meaning of names in a file of the earlier latent cache; the more special ones last: they win."""
 
 STAGE_MEANT: Mapping[str, str] = {
     "patience": "early_stop_patience",
     "optimizer.lr": "lr",
     **{name: name for name in StageConfig.model_fields if name != "name"},
 }
-"""What names in a section of `stages` meant, for stages other than `operator`, which has its own above."""
+"""Today's meaning of names in a section of `stages` other than `operator`, which has its own above."""
 
 BATCH_TRAJECTORIES = 16
 """Trajectories in a batch of an earlier file that gives no `training.batch_size`."""

@@ -228,7 +228,7 @@ class DataConfig(SettingsSection):
     """Which raw samples there are."""
 
     kind: Kind = "hdf5"
-    """What the data is made of; each kind has settings of its own below (docs/sources.md)."""
+    """Kind of the raw data; each kind has settings of its own below (docs/sources.md)."""
     task: Names = "burgers1d"
     """Name of the data set; it names the caches, and the files below `data.root` (`{task}_{split}.h5`)."""
     root: str = "data/pdebench"
@@ -419,7 +419,7 @@ class TrainingConfig(SettingsSection):
     trackers: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
     """Who gets the figures of a run as well: `tensorboard`, `wandb`, `mlflow`, or an entry point's name."""
     price_per_hour: PositiveFloat | None = None
-    """What the machine costs an hour, in any currency, for the cost of the run; null: not told."""
+    """Price of the machine per hour, in any currency, for the cost of the run; null: not told."""
     run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
     mixture: Literal["concat", "weighted", "round_robin"] = "concat"

@@ -51,7 +51,7 @@ class PluginName:
 
 
 SIZE_FORMAT = "bytes"
-"""What the JSON schema of a setting in bytes says it is."""
+"""Format of a setting in bytes in the JSON schema."""
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 CountInt: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
@@ -109,13 +109,13 @@ class TorchConfig(SettingsSection):
     """A torch `Dataset` of your own, which `data.dataset` names (docs/sources.md)."""
 
     arguments: dict[str, JsonValue] | None = None
-    """What it is called with; `split` is added where it takes one."""
+    """Arguments that it is called with; `split` is added where it takes one."""
     version: str | None = None
     """Names its content; null: what can be seen of code, values and files."""
     time: tuple[str, ...] = ()
     """Fields whose axis 0 is time."""
     text: dict[str, JsonValue] | None = None
-    """What becomes of text, by field: a list of words, `bytes` or `drop`."""
+    """Treatment of text, by field: a list of words, `bytes` or `drop`."""
     random: Literal["refuse", "freeze"] = "refuse"
     """Refuse random output, or store one draw of it for good."""
 
@@ -273,7 +273,7 @@ KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet")
 """Kinds that have settings of their own here; those of plugins have `data.options`."""
 
 Kind: TypeAlias = Annotated[str, PluginName("stoker.sources", KINDS)]
-"""What `data.kind` can be."""
+"""Values of `data.kind`."""
 
 TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "files": ("hdf5", "arrays", "tar", "parquet"),
@@ -340,7 +340,7 @@ class LaunchConfig(SettingsSection):
     repo: str | None = None
     """Where the machine gets the code from; null: the remote `origin`, over https."""
     install: Names = "."
-    """What pip installs there: `.` (the code itself), or requirements with versions, as `stoker==0.1.0`."""
+    """Requirements for pip there: `.` (the code itself), or names with versions, as `stoker==0.1.0`."""
     constraints: Place | None = None
     """A file of the repository with pinned versions, for pip's `-c`."""
     secrets: tuple[str, ...] = ()
@@ -395,7 +395,7 @@ class JoinConfig(SettingsSection):
     name: str | None = None
     """The table's name, in a database."""
     on: str = "number"
-    """What the key names: `number`, the sample's; `keys`, the source's; or a field with a whole number."""
+    """Meaning of the key: `number`, the sample's; `keys`, the source's; or a field with a whole number."""
     missing: Literal["refuse", "mask", "drop"] = "refuse"
     """Records without a row: an error, zeros with `<field>_known` false, or left out."""
     repeated: Literal["refuse", "mask", "drop"] = "refuse"

@@ -30,7 +30,7 @@ from stoker.runtime.threads import Pool, is_exiting
 from stoker.schema import Json
 
 Part: TypeAlias = Literal["fetch", "read", "gather", "copy", "transform", "wait"]
-"""What a wait was for. `fetch`: bytes from an object store or shared storage. `read`: reading from disk.
+"""Reason for a wait. `fetch`: bytes from an object store or shared storage. `read`: reading from disk.
 `gather`: putting the batch together in memory, and all time without another cause. `copy`: copying it to the
 device or into page-locked memory. `transform`: the user's transforms. `wait`: waiting for another thread."""
 PARTS: tuple[Part, ...] = get_args(Part)

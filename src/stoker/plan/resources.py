@@ -254,7 +254,7 @@ class Mount:
     kind: str
     """Type of the file system, as `nfs4` or `fuse.sshfs`."""
     source: str
-    """What is mounted, as `server:/export`."""
+    """The mounted device, as `server:/export`."""
 
     @property
     def network(self) -> bool:
@@ -408,7 +408,7 @@ def encode_on(wanted: object) -> tuple[str, ...]:
 
 
 CACHED_BY_TORCH_BYTES = 64 << 20
-"""What torch may keep of freed tensors before it is asked to give that back."""
+"""Bytes of freed tensors that torch may keep before it is asked to give them back."""
 DISK_TIMEOUT_S = 10.0
 """How long a file system may take to say how full it is; a dead network mount never would."""
 

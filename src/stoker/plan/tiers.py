@@ -51,9 +51,9 @@ class RemoteDemand:
     bytes: int
     """Of all its shards."""
     room_bytes: int | None
-    """What the local cache may hold; None: all."""
+    """Limit of the local mirror; None: no limit."""
     block_bytes: int
-    """What is fetched together at least."""
+    """Least bytes that are fetched together."""
     examples: int
     example_bytes: float
     """Bytes that lie together and that one example takes."""
@@ -317,7 +317,7 @@ DEVICE_RESERVE_UNSEEN = 0.5
 """Part of a GPU's memory left to a model that has not run a step yet."""
 
 HOST_CALL_S, DEVICE_CALL_S, DISK_CALL_S = 5e-6, 10e-6, 100e-6
-"""What a batch costs before its first byte moves.
+"""Cost of a batch before its first byte moves.
 
 Source: benchmarks of the serving path (a loader's Python, a kernel's launch, one read's latency).
 """
@@ -388,7 +388,7 @@ class TierShare(JsonResult):
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
     note: str
     served: BatchLoad | None = None
-    """What was found by serving some batches, where that was done."""
+    """Measured by serving some batches, where that was done."""
 
     def beyond_s(self, step_s: float) -> float:
         """Return seconds that a batch was found to cost beyond what its load says, or below it."""
@@ -708,7 +708,7 @@ MEANINGS = {
     "transform": "the transforms",
     "wait": "waiting for another thread",
 }
-"""What a wait was for, in words, by the names of the meter's parts."""
+"""Reasons for a wait, in words, by the names of the meter's parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -801,7 +801,7 @@ MEMORY_GIB: Mapping[str, float] = {
     "H100 80 GB": 79.1,
     "H200 141 GB": 139.7,
 }
-"""What torch reports as `total_memory`, a few tenths less than what is on the label."""
+"""`total_memory` as torch reports it, a few tenths less than on the label."""
 PEAK_FLOPS: Mapping[str, float] = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
 """Products of half precision a second, without sparsity. Source: the makers' data sheets (SXM forms)."""
 
@@ -814,7 +814,7 @@ class GpuRow(JsonResult):
     memory_bytes: int
     """All of it."""
     usable_bytes: int
-    """What is left for records."""
+    """Bytes left for records."""
     records: int
     """Records that it holds."""
     share: float

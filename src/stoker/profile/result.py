@@ -35,7 +35,7 @@ from stoker.units import GIB, format_bytes, format_percent, format_seconds
 USED = 0.3
 """Part of a data sheet's rate that a step is taken to reach where none was measured."""
 CALL_S = 5e-6
-"""What a call of a kernel takes in Python. Source: ordinary figures for eager steps; graphs take less."""
+"""Seconds of a call of a kernel in Python. Source: ordinary figures for eager steps; graphs take less."""
 TO_MODEL = 0.5
 """Part of a GPU's memory left to the model."""
 
@@ -252,7 +252,7 @@ class LoopTimes(JsonResult):
     samples_s: dict[int, float]
     """Seconds to read single samples in this process, by number."""
     names: Mapping[int, str] = field(default_factory=dict[int, str])
-    """What a sample is read from, by number, as far as that is known."""
+    """The file that a sample is read from, by index, as far as that is known."""
     batch_bytes: int
     batch_examples: int
     examples: int
@@ -326,12 +326,12 @@ class Profile(JsonResult):
     loop: LoopTimes
     tiers: tuple[TierForecast, ...]
     stages: tuple[SampleStage, ...] = ()
-    """What is done to a sample, one thing after another, each timed alone."""
+    """Stages of making a sample, in order, each timed alone."""
     bottleneck: str
-    """What most of loading passes in, and its part; empty where samples could not be read alone."""
+    """The place where loading passes most of its time, and its part; empty: samples cannot be read alone."""
     stacks: StackSamples
     gpus: str
-    """What memory of GPUs would hold the data."""
+    """GPUs whose memory would hold the data."""
     elsewhere: tuple[OtherGpu, ...] = ()
     elsewhere_note: str = ""
     """How far the times on other GPUs can be trusted."""
@@ -339,7 +339,7 @@ class Profile(JsonResult):
     served_from: str = ""
     """The tier that the loop is fed from as it is; empty: a loader of somebody else."""
     remarks: tuple[str, ...] = ()
-    """What else was noticed, as samples that cannot be read."""
+    """Further findings, as samples that cannot be read."""
 
     @property
     def best(self) -> TierForecast | None:

@@ -251,7 +251,7 @@ class _Reconstruction:
     def _fields(
         self, number: int, record: Mapping[str, Tensor], steps: int | None
     ) -> Mapping[str, Tensor] | None:
-        """What has the raw fields, of trajectories at least the first `steps`; None: nothing at hand has."""
+        """Return a mapping with the raw fields, of at least the first `steps`; None: no raw data."""
         if all(name in record for name in self._names):
             return record
         if self._source is None:

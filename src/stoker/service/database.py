@@ -209,7 +209,7 @@ class RetryGate:
 
 
 class Trouble:
-    """What does not work now, by part; safe to share between threads."""
+    """Failures now, by part of the service; safe to share between threads."""
 
     def __init__(self) -> None:
         self._why: dict[str, str] = {}
@@ -431,7 +431,7 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._statement_s = statement_s
         self.trouble = Trouble()
-        """What does not work now, in the database and in other parts of the service."""
+        """Failures now, in the database and in other parts of the service."""
         self._gate = RetryGate()
         self._engine = sa.create_engine(
             self.url,

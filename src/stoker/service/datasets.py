@@ -125,7 +125,7 @@ class Dataset:
     spec: dict[str, Json]
     """Where it is and how to open it; for a generated one also its settings."""
     facts: dict[str, Json]
-    """What was found there: `samples` and more, by kind."""
+    """Facts found there: `samples` and more, by kind."""
     health: str
     """Of the last check: `unknown`, `making`, `good`, `doubtful`, `bad`."""
     report: list[dict[str, Json]]

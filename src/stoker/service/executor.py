@@ -42,7 +42,7 @@ class JobProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLimits:
-    """What a job may use."""
+    """Resources that a job may use."""
 
     memory_bytes: int | None = None
     """Private memory of all its processes together; file pages that the system can drop do not count."""

@@ -59,7 +59,7 @@ class JobFolder:
         self.stop = path / "ray-stop"
         """Names the submission that is to write its checkpoint and end."""
         self.checkpoints = path / "checkpoints"
-        """What its process can resume from."""
+        """Checkpoints that its process can resume from."""
 
     def make(self) -> None:
         """Create the folder and that of its checkpoints, for its owner only."""

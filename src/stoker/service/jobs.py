@@ -70,7 +70,7 @@ class Job:
     progress: float
     """0 to 1."""
     message: str
-    """What it does now."""
+    """Its current work, in words."""
     train_loss: float | None
     val_loss: float | None
     best_val_loss: float | None

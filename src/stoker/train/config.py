@@ -49,7 +49,7 @@ class BatchLoader(Protocol[BatchT_co]):
 
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
-"""What the learning rate does after its rise: fall to a hundredth, or stay."""
+"""Course of the learning rate after its rise: fall to a hundredth, or stay."""
 
 StageName: TypeAlias = Literal["operator", "decoder", "consistency"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
@@ -150,7 +150,7 @@ class TrainConfig:
     warmup: float = _number(0.05, least=0, most=1)
     """Part of all steps over which the rate rises, 0..1."""
     schedule: Schedule = "cosine"
-    """What the rate does after that."""
+    """Course of the rate after that."""
     weight_decay: float = _number(1e-4, least=0)
     """Of AdamW, on matrices only."""
     grad_clip: float | None = _number(1.0)
@@ -230,7 +230,7 @@ class PhysicalSpace:
     decode: Decode | DecodeByRecord
     """From states `(..., L, D)` to fields; by record where its points decide where the fields are."""
     reconstruction: Callable[[], float | None]
-    """What encoder and storage lose, asked once when training is over; None where it is not known."""
+    """Error of encoder and storage, asked for once when training is over; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,4 +295,4 @@ class TrainReport:
     physical_rollout_persistence_nrmse: float | None = None
     """The same error of the guess that nothing changes after z0."""
     reconstruction_nrmse: float | None = None
-    """What encoder and storage lose: decoded records against their raw fields; None: not measured."""
+    """Error of encoder and storage: decoded records against their raw fields; None: not measured."""

@@ -1,4 +1,4 @@
-"""What `train` teaches the operator on latents, and the loss of each of its stages.
+"""Losses of the operator on latents, stage by stage, and its validation.
 
 Inverse encoding and inverse decoding are those of Universal Physics Transformers (Alkin et al., 2024), with
 an encoder E that is frozen and a decoder D that is trained:
@@ -259,7 +259,7 @@ class _Chains:
 
 
 Validation: TypeAlias = "PairLoader | Mapping[str, PairLoader | None] | None"
-"""What is validated on: one set, or one for each task; None where this rank has no part of it."""
+"""Validation data: one set, or one for each task; None where this rank has no part of it."""
 
 LOST = "reconstruction_nrmse"
 OF_TASK = "/"
@@ -453,7 +453,7 @@ class OperatorObjective:
     space: FieldSpace | None = None
     """Data that the decoder is trained with."""
     validation: Validation = None
-    """What `evaluate` measures errors on."""
+    """The data that `evaluate` measures errors on."""
     physical: Mapping[str, PhysicalSpace] = field(default_factory=dict[str, PhysicalSpace])
     """How that is done in fields, by task; of one alone under an empty name."""
     progress: OperatorProgress = field(default_factory=OperatorProgress)

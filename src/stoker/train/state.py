@@ -1,4 +1,4 @@
-"""What a run keeps on disk: checkpoints, optimizer and random state, numerics, and lines of metrics."""
+"""Files that a run keeps on disk: checkpoints, optimizer and random state, numerics, and lines of metrics."""
 
 from __future__ import annotations
 
