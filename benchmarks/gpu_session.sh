@@ -74,7 +74,7 @@ probing=("$python" benchmarks/gpu_probe.py)
 step env 25 "${probing[@]}" env
 # 1. Whether the kernel compiles and gives the bits of its twin; what a batch costs the host, in launches and waits.
 step kernel 90 "${probing[@]}" kernel
-step serving 90 "${probing[@]}" serving
+step serving 150 "${probing[@]}" serving
 # 2. The tests: a process for each module, since a lost context takes all that comes after it; side by side, since
 #    nothing is timed here. The one that takes all memory is alone.
 ( step t_tier 150 "${tests[@]}" tests/gpu/test_device_tier.py ) &

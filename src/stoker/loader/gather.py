@@ -345,10 +345,10 @@ STRIP_BATCHES = 128
 STRIP_OUTPUT_BYTES = 16 * KIB
 """Outputs up to this size per batch are gathered on a CPU for a strip at once."""
 GPU_CALL_BYTES = 8 * MIB
-"""On a GPU, one call gathers up to this many bytes, because starting a call takes an estimated 10 us of the
+"""On a GPU, one call gathers up to this many bytes, because starting a call takes some 15 us of the
 host's time. A batch that is kept keeps the others of its call in memory.
 
-Source: `index_select` of torch 2.8 and later, by counting its operations; not yet measured on a GPU.
+Source: docs/performance.md, an H200: 15 us of the host for each `index_select`.
 """
 THREADS_FROM_BYTES = 4 * MIB
 """Outputs from this size on, about a millisecond, are gathered by several threads; below that they lose.
