@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -27,6 +28,8 @@ collect_ignore = [
     path for package, paths in NEEDED_BY.items() if find_spec(package) is None for path in paths
 ]
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are more workers than cores, and tensors are small
+gc.disable()  # while modules are imported and tests are collected there is next to nothing to free
 sys.dont_write_bytecode = False  # asserts are rewritten, and modules compiled, once and not in every run
 
 
@@ -38,6 +41,7 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = DONT_WRITE_BYTECODE
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +17,20 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests.kit import amount, import_once
 from tests.sources.sql.server import NoServerError, Server
 
-# No test asserts a time: hypothesis' limit of 200 ms for an example is missed on a busy machine.
-hypothesis.settings.register_profile("stoker", deadline=None)
-hypothesis.settings.load_profile("stoker")
+PLAIN = "not slow"
+"""The selection of tests in `pyproject.toml`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set how many random examples are tried: more of them where slow tests are selected."""
+    amount.set_plain(config.getoption("markexpr") == PLAIN)
+    # No test asserts a time: hypothesis' limit of 200 ms for an example is missed on a busy machine.
+    hypothesis.settings.register_profile("stoker", deadline=None, max_examples=amount.example_count(100))
+    hypothesis.settings.load_profile("stoker")
+
 
 SKETCHES = {
     "png": base64.b64decode(
@@ -52,6 +63,25 @@ def default_signals() -> None:
     """SIGINT and SIGHUP end calls and commands, also where the tests run in the background or under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def modules_imported_once() -> Iterator[None]:
+    """Preloaded processes of tests and of what they start do not each import torch."""
+    if sys.platform != "linux":
+        yield
+        return
+    with import_once.installed():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_disks() -> Iterator[None]:
+    """Files are flushed by the system when it pleases: no test cuts the power of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fsync)
+        import_once.do_not_wait_for_disks()
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,10 +13,10 @@ from stoker.loader import Loader
 from stoker.store import Cache
 from tests.integrations.passes import EPOCHS, make_cache, sequence
 
-transformers = pytest.importorskip(
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'stoker[trainers]'")
+transformers = pytest.importorskip(  # after accelerate: it takes longest, and is of no use alone
     "transformers", reason="transformers is not installed: pip install 'stoker[trainers]'"
 )
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'stoker[trainers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the trainer are not ours to mend
 
 

@@ -17,11 +17,11 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, CalledProcessError, CompletedProcess, TimeoutExpired
 from typing import Any
 
 from stoker.runtime.processes.child import TORCH, Child
+from tests.kit.import_once import read_at_start, start_code
 
 __all__ = [
     "DEVNULL",
@@ -40,14 +40,8 @@ MODULES = (
     *("stoker.plan", "stoker.precompute", "stoker.sources", "stoker.store", "stoker.train"),
     *("omegaconf", "pydantic", "safetensors.torch", "torch.nn", "torch.optim"),
 )
-READ_AT_START = (
-    *("CUDA_", "GLIBC_", "HDF5_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_"),
-    *("OPENBLAS_", "PYTHON", "STOKER_START_METHOD", "TORCH", "TZ"),
-)
-"""How variables begin that are read when a process or a library is loaded, and never again."""
 IGNORE_WARNINGS = ["-W", "ignore"]
-READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
-AT_START = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_START)}
+AT_START = read_at_start(dict(os.environ))
 
 
 @cache
@@ -66,11 +60,7 @@ def can_be_forked(args: Any, env: dict[str, str]) -> bool:
     words = [str(word) for word in args[3 if args[1:3] == IGNORE_WARNINGS else 1 :]]
     if len(words) < 1 or (words[0].startswith("-") and (words[0] not in ("-c", "-m") or len(words) < 2)):
         return False
-    read = {n: v for n, v in env.items() if n.startswith(READ_AT_START) and n not in READ_LATER}
-    if read != {name: value for name, value in AT_START.items() if name not in READ_LATER}:
-        return False
-    paths = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    return not any((Path(path) / f"{who}customize.py").exists() for path in paths for who in ("site", "user"))
+    return read_at_start(env) == AT_START and not start_code(env.get("PYTHONPATH", ""))
 
 
 class Popen(subprocess.Popen[Any]):

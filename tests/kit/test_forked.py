@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kit import forked
+from tests.kit.import_once import READ_AT_START
 
 ABOUT = """
 import json, os, resource, signal, sys
@@ -147,7 +148,7 @@ def test_what_is_loaded_before_a_fork_is_there() -> None:
 
 
 def test_the_usual_is_forked() -> None:
-    others = {name: value for name, value in os.environ.items() if not name.startswith(forked.READ_AT_START)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)}
     with forked.Popen([sys.executable, "-c", "pass"], env={**others, **forked.AT_START}) as process:
         assert process.child is not None
     assert process.returncode == 0

@@ -14,6 +14,7 @@ from stoker.loader import Loader, Weights, Windows
 from stoker.loader.order import natural_log, without_repeats
 from stoker.splitmix import keys_of
 from stoker.store import Cache
+from tests.kit.amount import example_count
 from tests.loader.caches import trajectories, write_cache
 
 COUNT = 24
@@ -60,7 +61,7 @@ def test_without_repeats_the_heavy_come_first_as_often_as_their_weight_says() ->
     assert second_after_2[1] / second_after_2.total() == pytest.approx(2 / 3, abs=0.03)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=example_count(25))
 @given(samples=st.integers(1, 20), epoch=st.integers(0, 3), tier=st.sampled_from(["host", "disk"]))
 def test_an_epoch_without_repeats_has_each_at_most_once(
     cache: Cache, samples: int, epoch: int, tier: str

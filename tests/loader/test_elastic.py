@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Mixture, Windows
+from tests.kit.amount import example_count
 from tests.loader.caches import trajectories, write_cache
 
 GLOBAL_BATCH, EPOCHS = 8, 2
@@ -86,7 +87,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 setups = st.tuples(st.sampled_from(TIERS), st.sampled_from(WORLDS))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     order=st.sampled_from(ORDERS),
     kind=st.sampled_from(sorted(KINDS)),
@@ -114,7 +119,9 @@ def test_a_run_stopped_anywhere_goes_on_at_any_tier_and_world(
             assert torch.equal(one, other), number
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(tier=st.sampled_from(TIERS), world_size=st.sampled_from((2, 4)), order=st.sampled_from(ORDERS))
 def test_ranks_serve_every_example_of_an_epoch_at_most_once_and_equally_often(
     served: Served, tier: str, world_size: int, order: str

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stoker.errors import ConfigError
 from stoker.loader.order import bits, child_keys, example_keys, integers, normal, uniform
 from stoker.splitmix import GAMMA, MASK, MIX_B, mix, stream
+from tests.kit.amount import example_count
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -22,7 +23,7 @@ def keys_for(count: int) -> torch.Tensor:
     return example_keys(7, 3, torch.arange(count))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=example_count(50))
 @given(key=int64s, count=st.integers(1, 9))
 def test_bits_are_splitmix64_with_a_step_of_its_own_per_key(key: int, count: int) -> None:
     """Against plain Python integers: the definition that every device has to meet."""
@@ -33,7 +34,7 @@ def test_bits_are_splitmix64_with_a_step_of_its_own_per_key(key: int, count: int
     assert bits(torch.tensor([key]), count)[0].tolist() == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=example_count(50))
 @given(seed=st.integers(0, 1 << 40), epoch=st.integers(0, 1 << 20), example=st.integers(0, 1 << 40))
 def test_keys_are_those_of_seed_epoch_and_example(seed: int, epoch: int, example: int) -> None:
     expected = signed(mix((stream(seed, epoch, 2) + (example + 1) * GAMMA) & MASK))

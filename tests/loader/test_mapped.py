@@ -15,6 +15,7 @@ from stoker.loader.records import find_records
 from stoker.loader.tiers import Memory, allocate_on_device, map_host
 from stoker.store import Cache
 from tests.kit import forked as subprocess
+from tests.kit.amount import example_count
 from tests.loader.caches import write_cache
 
 
@@ -32,7 +33,7 @@ def maps_of(folder: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(folder))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 @given(
     width=st.integers(1, 700),
     shards=st.lists(st.integers(1, 40), min_size=1, max_size=6),

@@ -18,6 +18,7 @@ from stoker.loader.order import (
     permutations,
     stream,
 )
+from tests.kit.amount import example_count
 
 GOLDEN = {
     "full": [6, 1, 7, 5, 0, 2, 4, 9, 8, 3],
@@ -58,7 +59,7 @@ def test_golden_orders_never_change() -> None:
     assert hex(stream(2**70 + 1, 2)) == GOLDEN["stream"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_torch_makes_the_same_order_as_numpy(count: int, seed: int, epoch: int) -> None:
     base = stream(seed, epoch)
@@ -68,7 +69,7 @@ def test_torch_makes_the_same_order_as_numpy(count: int, seed: int, epoch: int) 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(
     count=st.integers(4, 2000), kind=st.sampled_from(KINDS), seed=st.integers(0, 99), epoch=st.integers(0, 9)
 )
@@ -86,7 +87,7 @@ def test_an_order_is_a_permutation_by_any_pieces(count: int, kind: str, seed: in
     assert np.concatenate([ids(0, cut), ids(cut, order.positions)]).tolist() == whole.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 @given(count=st.integers(1, 5000), seed=st.integers(0, 2**64))
 def test_the_order_of_huge_sets_is_a_permutation_too(count: int, seed: int) -> None:
     assert sorted(bijection(np.arange(count), count, seed).tolist()) == list(range(count))
@@ -169,7 +170,7 @@ def test_static_parts_must_divide_the_batch() -> None:
 
 
 @given(count=st.integers(1, 70_000), epochs=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 def test_orders_made_together_are_those_made_alone(count: int, epochs: list[int]) -> None:
     order = Order(kind=OrderKind(kind="full"), count=count, seed=3, global_batch=1)
 

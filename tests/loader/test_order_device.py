@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stoker.loader import order as orders
 from stoker.loader.order import Draws, Order, OrderKind, bijection, epoch_on, parse_order
+from tests.kit.amount import example_count
 
 CPU = torch.device("cpu")
 KINDS = ["full", "sequential", "block(3,12)", "block(7,7)", "block(16,32)", "static(4)", "static(1)"]
@@ -20,7 +21,7 @@ def make(kind: str, count: int, seed: int) -> Order:
     return Order(kind=parsed, count=count, seed=seed, global_batch=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(
     count=st.integers(8, 1000),
     kind=st.sampled_from(KINDS),
@@ -40,7 +41,7 @@ def test_a_device_makes_the_order_of_the_host(
     assert got.tolist() == wanted.epoch(epoch)(start, stop).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(
     weights=st.lists(st.floats(0, 5), min_size=1, max_size=30),
     windows=st.integers(1, 100),

@@ -17,6 +17,7 @@ from stoker.loader.disk import PieceReader
 from stoker.loader.placement import replan
 from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache
+from tests.kit.amount import example_count
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import same, values_of
 
@@ -115,7 +116,9 @@ def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(90), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_batches_are_the_same_wherever_shards_are_and_move(
     cache: Cache, ragged: Cache, data: st.DataObject

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.loader.order import RankShare
+from tests.kit.amount import example_count
 from tests.loader.caches import write_cache
 
 
@@ -41,7 +42,7 @@ def served(of: RankShare) -> list[np.ndarray]:
     return batches
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(
     positions=st.integers(1, 200),
     batch_size=st.integers(1, 9),

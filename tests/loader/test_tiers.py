@@ -20,6 +20,7 @@ from stoker.errors import (
 )
 from stoker.loader import Loader, Windows, disk, placement
 from stoker.store import Cache, open_cache
+from tests.kit.amount import example_count
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, LAYOUTS, TIMED, same, values_of
 
@@ -68,7 +69,11 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
         assert all(part.position == whole.position for part in parts)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     same_bytes_everywhere(caches, data)

@@ -13,6 +13,7 @@ from stoker.errors import ConfigError
 from stoker.loader import mixture as module
 from stoker.loader.mixture import MemberPass, TurnSchedule, make_turns, normalize_shares
 from stoker.loader.order import apportion
+from tests.kit.amount import example_count
 
 laps = st.lists(
     st.builds(MemberPass, whole=st.integers(1, 9), tail=st.integers(0, 3), step=st.just(4)),
@@ -35,7 +36,7 @@ def members(turns: TurnSchedule, epoch: int, start: int = 0) -> list[int]:
     return list(chain.from_iterable(piece.tolist() for piece in turns.members(epoch, start)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(own=laps, mode=modes, seed=st.integers(0, 2**40), epoch=st.integers(0, 50), data=st.data())
 def test_any_step_is_what_it_is_from_the_begin_on(
     own: list[MemberPass], mode: tuple[str, str], seed: int, epoch: int, data: st.DataObject
@@ -50,7 +51,7 @@ def test_any_step_is_what_it_is_from_the_begin_on(
     assert tuple(np.bincount(whole, minlength=len(own))) == turns.counts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(own=laps, mode=modes, epochs=st.integers(1, 4))
 def test_a_pass_is_finished_before_the_next_one_begins(
     own: list[MemberPass], mode: tuple[str, str], epochs: int
@@ -94,7 +95,7 @@ def test_an_epoch_ends_with_the_first_that_is_exhausted_and_the_others_go_on_in_
     ]  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), steps=st.integers(50, 400))
 def test_weights_are_met_to_within_one_batch_in_every_epoch(weights: list[int], steps: int) -> None:
     own = [MemberPass(whole=7, tail=0, step=4)] * len(weights)

@@ -75,11 +75,13 @@ def without_leftovers() -> bool:
 
 
 def encoders_of(process: psutil.Process) -> list[psutil.Process]:
+    """Processes that encode for this one; their command line ends with its number."""
     found: list[psutil.Process] = []
-    for child in process.children(recursive=True):
+    for one in psutil.process_iter():
         with suppress(psutil.Error):
-            if "stoker.precompute.encoder_processes" in child.cmdline():
-                found.append(child)
+            words = one.cmdline()
+            if "stoker.precompute.encoder_processes" in words and words[-1] == str(process.pid):
+                found.append(one)
     return found
 
 

@@ -37,6 +37,12 @@ def made() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def darcy(made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small steady problem; it is only read."""
+    return made.darcy(tmp_path_factory.mktemp("darcy"), 24)
+
+
 def settings(path: Path, name: str, folder: Path, *more: str) -> Any:
     own = {
         "data.files": path,
@@ -147,10 +153,10 @@ def test_a_field_with_time_is_no_input_of_a_steady_problem() -> None:
     ],
 )
 def test_what_a_problem_cannot_train_is_refused(
-    made: ModuleType, tmp_path: Path, more: tuple[str, ...], match: str
+    darcy: Path, tmp_path: Path, more: tuple[str, ...], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        train_config(Run(settings(made.darcy(tmp_path, 24), "train_darcy.yaml", tmp_path, *more)))
+        train_config(Run(settings(darcy, "train_darcy.yaml", tmp_path, *more)))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

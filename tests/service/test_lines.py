@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.service.jobs import CHUNK_BYTES, LINE_BYTES, Line, end_line, parse, read_lines
+from tests.kit.amount import example_count
 
 
 def line(kind: str = "batch", **data: object) -> bytes:
@@ -110,7 +111,7 @@ _DATA = st.dictionaries(st.sampled_from(["epoch", "val_loss", "progress", "messa
 _METRICS = st.builds(lambda data: json.dumps({"kind": "metrics", "data": data}).encode(), _DATA)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(st.binary(max_size=60) | _METRICS)
 def test_nothing_that_a_process_writes_stops_its_worker(text: bytes) -> None:
     json.dumps(parse(text).data, allow_nan=False)

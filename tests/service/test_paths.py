@@ -31,6 +31,7 @@ from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_open import open_file
 from stoker.sources.images import images_below, read_file
 from stoker.sources.sql.databases import connect_read_only
+from tests.kit.amount import example_count
 from tests.service.job_folders import (
     burgers_dataset,
     finish,
@@ -187,7 +188,7 @@ PIECES = [
 ]
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=example_count(60), deadline=None)
 @hypothesis.given(parts=st.lists(st.sampled_from(PIECES), max_size=9))
 def test_no_combination_leads_out(place: Path, parts: list[str]) -> None:
     roots = Roots([place / "root"])

@@ -20,6 +20,7 @@ from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_fields import arrange, parse_axes
 from stoker.testing import check_source
+from tests.kit.amount import example_count
 
 
 def test_importing_and_reading_does_not_import_torch(write, ramp) -> None:
@@ -156,7 +157,9 @@ def test_dtypes_that_no_store_holds(write, values) -> None:
         HDF5Source(write("a.h5", {"v": values}), fields={"v": axes}).schema()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_range_of_any_layout_is_a_slice_of_the_array(tmp_path_factory, data) -> None:
     """Against numpy: axes in any order, chunks of any shape, subsampling, ranges along time."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import SourceError
 from stoker.sources.hdf5 import HDF5Source
+from tests.kit.amount import example_count
 
 SIZES = {"n": 2, "t": 9, "x": 16, "y": 12, "z": 10, "c": 3}
 """Sizes that differ, so that no axis can be taken for another."""
@@ -155,7 +156,7 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 11, 16, 17, 32]), min_size
 
 
 @settings(
-    max_examples=60,
+    max_examples=example_count(60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

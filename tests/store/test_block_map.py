@@ -19,6 +19,7 @@ from stoker.store.mirror import MirrorFolder
 from stoker.store.mirror_blocks import HERE, BlockMap, new_map
 from stoker.store.remote import FolderRemote
 from stoker.store.storage import make_root, open_storage
+from tests.kit.amount import example_count
 
 NAME = "shard-00-000000.safetensors"
 BLOCK, BLOCKS = 4096, 40
@@ -48,7 +49,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 @given(
     steps=st.lists(STEP, max_size=14), limit=st.sampled_from([None, 6 * BLOCK, 30 * BLOCK]), cut=st.integers()
 )

@@ -17,6 +17,7 @@ from stoker.store import Cache, Shard
 from stoker.store import shard as shard_module
 from stoker.store.format import LocalFile
 from stoker.store.values import block_sums, match
+from tests.kit.amount import example_count
 from tests.store.fakes import FakeSource, make_cache
 
 SCHEMA = {
@@ -67,7 +68,7 @@ def fresh(cache: Cache) -> Shard:
     return Cache(cache.path, cache.recipe, cache.index).shard(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(data=st.data())
 def test_rows_together_are_the_rows_one_by_one_and_so_is_damage(cache: Cache, data: st.DataObject) -> None:
     """A flipped bit in any block of any row is found, and names shard, field and sample."""
@@ -108,7 +109,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([value ^ 4]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(data=st.data())
 def test_steps_are_those_of_the_record_wherever_blocks_begin(cache: Cache, data: st.DataObject) -> None:
     field, row = (

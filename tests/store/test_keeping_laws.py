@@ -16,12 +16,13 @@ from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_fo
 from stoker.store.gc import DAY_S, GcPolicy, collect
 from stoker.store.maintain import compact
 from stoker.store.storage import idle_seconds
+from tests.kit.amount import example_count
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, expected, fill, same_bits
 from tests.store.kill_points import make_old
 
 PARTS = [("a", 11), ("b", 5)]
 LAWS = settings(
-    max_examples=30,
+    max_examples=example_count(30),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example empties the folder first

@@ -16,6 +16,7 @@ from stoker.loader.tiers import MemorySink
 from stoker.schema import DTYPE_BYTES, FLOATS, QUANTIZED_DTYPES, Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.values import unpack
+from tests.kit.amount import example_count
 from tests.store.fakes import FakeSource, assert_whole, batch_of, bits, expected, make_cache
 
 SIZES = st.integers(0, 4)
@@ -54,7 +55,7 @@ def caches(draw: st.DrawFn) -> tuple[Schema, list[tuple[str, int]], dict[str, st
     return schema, parts, dtypes
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=example_count(120), deadline=None)
 @given(
     what=caches(),
     shard_bytes=st.sampled_from([1, 100, 5000, 1 << 20]),

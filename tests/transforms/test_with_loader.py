@@ -16,6 +16,7 @@ from stoker.loader import Loader, Windows, transform
 from stoker.loader.order import example_keys
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll, Views, normal
+from tests.kit.amount import example_count
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import values_of
 
@@ -64,7 +65,7 @@ def measure_of(cache: Cache, epoch: int) -> Any:
     return examples_of(cache, epoch)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=example_count(30))
 @given(
     tier=st.sampled_from(["host", "disk"]),
     world_size=st.integers(1, 3),

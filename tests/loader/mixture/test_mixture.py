@@ -18,6 +18,7 @@ from stoker.monitor.meter import StallMeter
 from stoker.sources.arrays import ArraySource
 from stoker.store import Cache
 from stoker.store.storage import attach_mirror
+from tests.kit.amount import example_count
 from tests.loader.caches import write_cache
 from tests.loader.mixture.three import MODES, WINDOWS, same, values_of
 
@@ -79,7 +80,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     assert [mixture.epoch for mixture in ranks] == [epoch + 1] * world_size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=example_count(50), deadline=None)
 @given(data=st.data())
 def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     same_bytes_everywhere(caches, data)
