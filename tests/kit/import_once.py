@@ -3,9 +3,10 @@
 Each program that starts children has a preloaded process of its own (`stoker.runtime.processes`), which
 imports torch in 2.5 s of processor time. Tests start hundreds of programs. While `installed` holds, and in
 all forks of such processes, a preloaded process is a fork of a template: a process that imported exactly
-these modules once for the session. It has its owner's environment and ends with its owner, whose child it is
-not. Where a fork could tell (limits, namespaces, control groups, variables that libraries read when they are
-loaded), a Python is started. Tests of the preloaded process itself do without, see `real`.
+these modules once for the session, itself forked from one of fewer modules where there is one. It has its
+owner's environment and ends with its owner, whose child it is not. Where a fork could tell (limits,
+namespaces, control groups, variables that libraries read when they are loaded), a Python is started. Tests of
+the preloaded process itself do without, see `real`.
 
     python import_once.py SOCKET ADDRESS ...     the first process: makes templates until SOCKET is closed
 """
@@ -126,9 +127,13 @@ class Templates:
         return subprocess.Popen(words, pass_fds=pass_fds, stderr=stderr, **named)
 
     def _fork(self, words: list[str], control: int, stderr: int) -> Process:
+        from stoker.runtime.processes.child import TORCH
+
         if os.getpid() == self._session and self._first is None:
             self._start()
-        place, _ = ask(self.address, {"modules": words[-1].split(",")})
+        modules = words[7].split(",")
+        base = [*TORCH] if set(TORCH) <= set(modules) else []
+        place, _ = ask(self.address, {"modules": modules, "base": base})
         given = {"environment": dict(os.environ), "owner": int(words[6]), "modules": words[7]}
         answer, pidfd = ask(place["address"], given, [control, stderr])
         if pidfd < 0:
@@ -224,23 +229,32 @@ def make_templates(lifeline: socket.socket, address: str) -> None:
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     poller.register(lifeline, select.POLLIN)
+
+    def address_of(modules: list[str], connection: socket.socket) -> str:
+        key = ",".join(modules)
+        if key not in made:
+            smaller = [one for one in made if set(one.split(",")) < set(modules)]
+            made[key] = f"{address}-{len(made)}"
+            own, parent = listening(made[key]), os.getpid()
+            if smaller:
+                ask(made[max(smaller, key=len)], {"template": modules}, [own.fileno()])
+            elif os.fork() == 0:
+                for other in (connection, listener, lifeline):
+                    other.close()
+                be_template(own, modules, parent, templates)
+            own.close()
+        return made[key]
+
     while True:
         if any(fd == lifeline.fileno() for fd, _ in poller.poll()):
             os._exit(0)
         connection, _ = listener.accept()
         with connection:
-            modules = json.loads(connection.recv(MESSAGE_BYTES))["modules"]
-            key = ",".join(modules)
-            if key not in made:
-                made[key] = f"{address}-{len(made)}"
-                own = listening(made[key])
-                parent = os.getpid()
-                if os.fork() == 0:
-                    for other in (connection, listener, lifeline):
-                        other.close()
-                    be_template(own, modules, parent, templates)
-                own.close()
-            connection.send(json.dumps({"address": made[key]}).encode())
+            given = json.loads(connection.recv(MESSAGE_BYTES))
+            if given["base"]:
+                address_of(given["base"], connection)
+            found = address_of(given["modules"], connection)
+            connection.send(json.dumps({"address": found}).encode())
 
 
 def listening(address: str) -> socket.socket:
@@ -267,12 +281,15 @@ def be_template(listener: socket.socket, modules: list[str], parent: int, templa
         connection, _ = listener.accept()
         with connection, suppress(OSError):
             data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+            given, own = json.loads(data), os.getpid()
             pid = os.fork()
             if pid == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
                 connection.close()
-                be_preloaded(json.loads(data), *fds)
+                if "template" in given:
+                    be_template(socket.socket(fileno=fds[0]), given["template"], own, templates)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                be_preloaded(given, *fds)
             for fd in fds:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from stoker.service.database import COUNTERS, EVENTS, JOBS, METRICS, Database
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from tests.sources.sql.server import Server
+
+
+@pytest.fixture(autouse=True, scope="package")
+def no_wait_for_sqlite() -> Iterator[None]:
+    """A commit of SQLite does not wait for the disk: no test cuts the power of this machine."""
+
+    def relax(connection: Any, *_: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Pool, "checkout", relax)
+    yield
+    event.remove(Pool, "checkout", relax)
 
 
 @pytest.fixture(scope="module")
