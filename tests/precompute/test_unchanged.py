@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
@@ -16,56 +15,14 @@ from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.sources.hdf5 import HDF5Source
 from stoker.store import make_recipe, open_cache
 from tests.conftest import write_burgers
-
-
-class Meddled:
-    """A source that has something done to its file when sample 5 is read, before or after."""
-
-    def __init__(self, path: Path, how: str, when: str) -> None:
-        self.inner = HDF5Source(path, preset="pdebench")
-        self.path, self.how, self.when = path, how, when
-
-    def __getattr__(self, name: str):
-        if name.startswith("__") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def read(self, number: int, start: int | None = None, stop: int | None = None):
-        if number == 5 and self.when == "before":
-            self.meddle()
-        sample = self.inner.read(number, start, stop)
-        if number == 5 and self.when == "after":
-            self.meddle()
-        return sample
-
-    def meddle(self) -> None:
-        if self.how == "written":
-            with h5py.File(self.path.with_name("copy.h5"), "r+") as file:
-                file["tensor"][11] = 3
-            self.path.write_bytes(self.path.with_name("copy.h5").read_bytes())
-        elif self.how == "replaced":
-            write_burgers(self.path.with_name("new.h5"), seed=9)
-            os.replace(self.path.with_name("new.h5"), self.path)
-        elif self.how == "keeping times":
-            status = self.path.stat()
-            with self.path.open("r+b") as file:
-                file.seek(-4, os.SEEK_END)
-                file.write(b"\1\2\3\4")
-            os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        elif self.how == "touched":
-            os.utime(self.path, (1, 1))
-        elif self.how == "same bytes":
-            shutil.copy(self.path, self.path.with_name("new.h5"))
-            os.replace(self.path.with_name("new.h5"), self.path)
+from tests.precompute.meddled import Meddled
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = write_burgers(tmp_path / "1D_Burgers_Sols_Nu0.01.hdf5")
     shutil.copy(path, path.with_name("copy.h5"))
+    write_burgers(path.with_name("other.h5"), seed=9)
     return path
 
 

@@ -11,8 +11,6 @@ import pytest
 
 from stoker.train.report import curves_as_svg, draw_curves
 
-pytestmark = pytest.mark.draws
-
 
 def epoch(number: int, **changes: Any) -> dict[str, Any]:
     errors = {
@@ -56,6 +54,7 @@ def test_each_error_is_drawn_beside_its_own_persistence(figures: list[Any], tmp_
     assert lines["roll-out"][1] == lines["roll-out, persistence"][1] != lines["one step"][1]
 
 
+@pytest.mark.draws
 def test_pictures_of_the_page_take_its_colour_and_share_no_name() -> None:
     loss, error, stall = curves_as_svg([epoch(1), epoch(2)])
 
@@ -93,6 +92,7 @@ def test_stall_is_in_per_cent_on_an_axis_that_holds_it(
     assert axes.yaxis.get_major_formatter()(top) == f"{top} %"
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize(
     "rows",
     [
