@@ -2,7 +2,7 @@
 
 Each program that starts children has a preloaded process of its own (`stoker.runtime.processes`), which
 imports torch in 2.5 s of processor time. Tests start hundreds of programs. While `installed` holds, and in
-all forks of such processes, a preloaded process is a fork of a template: a process that imported exactly
+all forks of such processes, a preloaded process is a fork of a template: a process that imported just
 these modules once for the session, itself forked from one of fewer modules where there is one. It has its
 owner's environment and ends with its owner, whose child it is not. Where a fork could tell (limits,
 namespaces, control groups, variables that libraries read when they are loaded), a Python is started. Tests of
@@ -39,6 +39,8 @@ READ_AT_START = (
 SERVER = "stoker.runtime.processes.server"
 ANSWER_S = 120.0
 MESSAGE_BYTES = 1 << 17
+OF_TESTS = ("hypothesis.strategies", "pytest")
+"""Imported too, since children import the modules of the tests that hold their code."""
 ROOM = "." * 1000
 """For the command lines that forks show: they are written where the first process was handed its own."""
 READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
@@ -269,7 +271,7 @@ def be_template(listener: socket.socket, modules: list[str], parent: int, templa
     from stoker.runtime.libc import tie_to_parent
 
     tie_to_parent(signal.SIGKILL, parent)
-    for name in modules:
+    for name in (*modules, *OF_TESTS):
         with suppress(ImportError):
             importlib.import_module(name)
     install(templates)

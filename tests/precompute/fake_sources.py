@@ -196,3 +196,12 @@ class ConfinedSource(FakeSource):
         if confined_sources() != ["/data/x"]:
             raise SourceError(f"confined to {confined_sources()}")
         return super().read(number, start, stop)
+
+
+class BadEnds(FakeSource):
+    """Samples whose last quarter cannot be read, but for every eighth."""
+
+    def read(self, number, start=None, stop=None):
+        if number % 8 and (stop or self.steps) > self.steps * 3 // 4:
+            raise OSError(f"truncated at sample {number}")
+        return super().read(number, start, stop)

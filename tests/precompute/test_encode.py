@@ -16,7 +16,7 @@ from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
 from stoker.store import make_recipe
 from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import FakeSource, sample_values
+from tests.precompute.fake_sources import BadEnds, FakeSource, sample_values
 
 
 @pytest.mark.parametrize("encoder", [None, FakeEncoder()], ids=["identity", "passes-nu-through"])
@@ -99,15 +99,6 @@ class Moving:
 
     def to(self, device):
         return self.tensor
-
-
-class BadEnds(FakeSource):
-    """Samples whose last quarter cannot be read, but for every eighth."""
-
-    def read(self, number, start=None, stop=None):
-        if number % 8 and (stop or self.steps) > self.steps * 3 // 4:
-            raise OSError(f"truncated at sample {number}")
-        return super().read(number, start, stop)
 
 
 class Counting(FakeEncoder):
