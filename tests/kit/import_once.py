@@ -36,7 +36,7 @@ READ_AT_START = (
     *("OPENBLAS_", "PYTHON", "STOKER_START_METHOD", "TORCH", "TZ"),
 )
 """How variables begin that are read when a process or a library is loaded, and never again."""
-SERVER = "stoker.runtime.processes.server"
+SERVER = "stoker.runtime.processes.preloaded"
 ANSWER_S = 120.0
 MESSAGE_BYTES = 1 << 17
 OF_TESTS = ("hypothesis.strategies", "pytest")
@@ -308,7 +308,7 @@ def show(words: list[str]) -> None:
 
 
 def be_preloaded(given: dict[str, Any], control: int, stderr: int) -> NoReturn:
-    """Be what `python -P -m stoker.runtime.processes.server serve ...` is for its owner."""
+    """Be what `python -P -m stoker.runtime.processes.preloaded serve ...` is for its owner."""
     code = 1
     try:
         os.setsid()
