@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -17,7 +19,7 @@ from stoker.errors import CorruptError, FormatError, IncompleteError, StokerErro
 from stoker.schema import Field, canonical_json
 from stoker.store import Cache, Shard, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.index import ShardCatalog, damaged_rows, load_index
-from stoker.store.storage import open_storage
+from stoker.store.storage import Storage, open_storage
 from tests.kit.amount import example_count
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, expected, fill, make_cache, same_bits
 
@@ -96,6 +98,29 @@ def test_bit_flips_are_all_found_and_none_is_served(
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_an_index_made_while_a_shard_cannot_be_opened_is_not_kept(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    cache = make_cache(tmp_path, source)
+    path, shard = cache.path, cache.index.shards[0].file
+    (path / "index.json").unlink()
+    plain = Storage.open
+
+    def fails(storage: Storage, name: str) -> Any:
+        if name == shard:
+            raise OSError(number, os.strerror(number), name)
+        return plain(storage, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(open_storage(path)), "open", fails)
+        assert len(open_cache(path, require_complete=False)) < len(source)
+        with pytest.raises(IncompleteError):
+            open_cache(path)
+
+    assert_whole(open_cache(path), source)
+
+
 def test_a_shard_proves_itself_without_an_index(
     tmp_path: Path, source: FakeSource, caplog: pytest.LogCaptureFixture
 ) -> None:

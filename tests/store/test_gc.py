@@ -189,6 +189,16 @@ def test_the_one_used_last_is_kept_and_not_the_one_that_was_indexed_last(tmp_pat
     assert open_cache(tmp_path / "x").path == paths[3], "what the name alone opens is protected"
 
 
+def test_of_caches_used_at_the_same_instant_the_one_made_last_is_kept(tmp_path: Path) -> None:
+    paths = make_fingerprints(tmp_path, 6)
+    instant = time.time() - 40 * 86400
+    for path in paths:
+        for one in (path / "recipe.json", path):
+            os.utime(one, (instant, instant))
+
+    assert {*gone(collect(tmp_path, GcPolicy(keep=1)))} == {path.name for path in paths[:-1]}
+
+
 def test_opening_notes_the_time_of_use_once_an_hour(tmp_path: Path) -> None:
     (path,) = make_fingerprints(tmp_path, 1)
     assert idle_seconds(path) > 86400

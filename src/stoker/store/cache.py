@@ -394,15 +394,17 @@ def _open_folder(folder: Path) -> Cache:
 def rebuild_index(folder: Path, recipe: Recipe) -> Cache:
     """Read every shard in full and make the index from what is sound.
 
-    Where the folder cannot be written or is full, the index is kept in memory.
+    The index is kept in memory where the folder cannot be written or is full. The same holds where a shard
+    cannot be opened now, so that the next opening finds its records.
     """
     use = UsageLock(folder)
     storage = open_storage(folder)
     catalog = ShardCatalog(storage, recipe)
     catalog.verify()
     with suppress(ReadOnlyError, ResourceError, StalledError), lock_index(folder):
-        index = write_index(storage, recipe, catalog.refresh)
-        return Cache(folder, recipe, index, use=use)
+        catalog.refresh()
+        if not catalog.unread:
+            return Cache(folder, recipe, write_index(storage, recipe, catalog.refresh), use=use)
     index = build_index(storage, recipe, catalog.refresh(), None)
     return Cache(folder, recipe, index, use=use)
 

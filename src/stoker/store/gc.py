@@ -126,6 +126,7 @@ def scan(cache_dir: Path) -> list[ScannedFolder]:
         FormatError: A folder of caches cannot be listed, so it is unknown which weights they need.
     """
     found: list[ScannedFolder] = []
+    now = time.time()
     for parent in sorted(cache_dir.iterdir()):
         if parent.name.startswith(".") or parent.name == WEIGHTS_FOLDER or not parent.is_dir():
             continue
@@ -137,11 +138,11 @@ def scan(cache_dir: Path) -> list[ScannedFolder]:
             ) from error
         for path in paths:
             if FINGERPRINT.fullmatch(path.name) and path.is_dir():
-                found.append(_look(path, linked=parent.is_symlink() or path.is_symlink()))
+                found.append(_look(path, linked=parent.is_symlink() or path.is_symlink(), now=now))
     return found
 
 
-def _look(path: Path, *, linked: bool) -> ScannedFolder:
+def _look(path: Path, *, linked: bool, now: float) -> ScannedFolder:
     folder = ScannedFolder(path=path, linked=linked)
     try:
         with os.scandir(path) as entries:
@@ -151,7 +152,7 @@ def _look(path: Path, *, linked: bool) -> ScannedFolder:
                         status = entry.stat(follow_symlinks=False)
                         folder.files[entry.name] = status.st_size
                         folder.inodes[entry.name] = (status.st_dev, status.st_ino)
-        folder.unused_s = idle_seconds(path)
+        folder.unused_s = idle_seconds(path, now=now)
         recipe = load_recipe(path)
     except (FormatError, OSError) as error:
         folder.broken = str(error)

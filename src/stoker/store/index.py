@@ -472,6 +472,8 @@ class ShardCatalog:
         self._storage, self._recipe = storage, recipe
         self._infos: dict[str, ShardInfo] = {}
         self._refused: set[tuple[str, int]] = set()
+        self.unread: set[str] = set()
+        """Shards that could not be opened. They may be sound, so an index without them must not be kept."""
         self._bad: dict[str, tuple[int, ...]] | None = None if noted else {}
 
     def refresh(self) -> list[ShardInfo]:
@@ -486,6 +488,9 @@ class ShardCatalog:
                 self._infos[name] = replace(info, bad=self._bad.get(name, ()))
             else:
                 self._refused.add((name, sizes[name]))
+                if name in self.unread:
+                    log.warning("shard not read: %s. Its records are missing until it can be read", info)
+                    continue
                 log.warning(
                     "shard left out: %s. Precompute encodes again what only it held; then it may be deleted",
                     info,
@@ -499,6 +504,8 @@ class ShardCatalog:
             try:
                 return read_info(self._storage, name, self._recipe)
             except (FormatError, OSError) as error:
+                if isinstance(error, OSError):
+                    self.unread.add(name)
                 return str(error)  # an error that is kept would hold the folder open
 
         return map_shards(read, names, what=f"reading the shards of {self._storage.path}")
@@ -515,7 +522,7 @@ class ShardCatalog:
 
     def _verify(self, info: ShardInfo) -> bool:
         """Read every byte of a shard and exclude what is damaged; returns whether that is any more."""
-        rows = damaged_rows(self._storage, info, self._recipe)
+        rows = damaged_rows(self._storage, info, self._recipe, self.unread)
         if {*rows} <= {*info.bad}:
             return False
         log.warning("shard %s: %d of %d records are damaged and left out", info.file, len(rows), info.rows)
@@ -543,12 +550,19 @@ def noted_damage(index: Index | None) -> dict[str, tuple[int, ...]]:
     return {} if index is None else {shard.file: shard.bad for shard in index.shards if shard.bad}
 
 
-def damaged_rows(storage: Storage, info: ShardInfo, recipe: Recipe) -> list[int]:
-    """Return the rows of a shard that do not match their sums, over all fields."""
+def damaged_rows(
+    storage: Storage, info: ShardInfo, recipe: Recipe, unread: set[str] | None = None
+) -> list[int]:
+    """Return the rows of a shard that do not match their sums, over all fields.
+
+    All rows if it cannot be opened. Where the system did not let us open it, its name is added to `unread`.
+    """
     try:
         shard = Shard(storage.open(info.file), storage.path / info.file, recipe.schema)
     except (FormatError, OSError) as error:
         log.warning("shard %s cannot be read any more: %s", info.file, error)
+        if unread is not None and isinstance(error, OSError):
+            unread.add(info.file)
         return [*range(info.rows)]
     rows: set[int] = set()
     for name in shard.columns:

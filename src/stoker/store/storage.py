@@ -435,12 +435,15 @@ def preserve_times(folder: Path) -> Generator[None]:
             os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def idle_seconds(folder: Path) -> float:
-    """Return the seconds since a folder was last opened or written to; 0 when its times are in the future."""
+def idle_seconds(folder: Path, *, now: float | None = None) -> float:
+    """Return the seconds since a folder was last opened or written to; 0 when its times are in the future.
+
+    `now`: the time to count from, the same for all folders that are compared; None: the present.
+    """
     times = [folder.stat().st_mtime]
     with suppress(FileNotFoundError):
         times.append((folder / RECIPE_FILE).lstat().st_mtime)
-    return max(0.0, time.time() - max(times))
+    return max(0.0, (time.time() if now is None else now) - max(times))
 
 
 def _shared(folder: Path) -> RegularFile:
