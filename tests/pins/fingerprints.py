@@ -232,10 +232,16 @@ ENCODERS: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
 """Every public encoder with a source that it takes, and what is said to `precompute` about the records."""
 
 
+DECODER = "pillow 13.0.0, libjpeg-turbo 3.2.0, webp 1.6.0"
+
+
 def recipe(source: Any, encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of a cache that is made now, and everything that the fingerprint is made of."""
     with TemporaryDirectory() as folder, ExitStack() as versions:
-        if isinstance(encoder, FeatureEncoder):  # a recipe names the libraries that prepare its images
+        # A recipe names the libraries that decode and prepare its images.
+        if isinstance(source, ImageSource):
+            versions.enter_context(mock.patch("stoker.sources.image_decoding.decoder", return_value=DECODER))
+        if isinstance(encoder, FeatureEncoder):
             versions.enter_context(mock.patch("transformers.__version__", "5.23.0"))
             versions.enter_context(mock.patch("PIL.__version__", "13.0.0"))
         cache = precompute(source, encoder, folder, name="pin", workers=0, progress=None, **settings)
