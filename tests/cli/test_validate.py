@@ -158,7 +158,7 @@ def test_a_complete_cache_in_a_folder_that_cannot_be_written_is_no_failure(
 ) -> None:
     run("precompute", "c.yaml")
     monkeypatch.setattr(
-        "stoker.run.context.find_obstacle",
+        "stoker.plan.resources.find_obstacle",
         lambda path, **_: "no" if "latent_cache" in str(path) else None,
     )
 

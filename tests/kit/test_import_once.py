@@ -84,12 +84,15 @@ def test_children_find_what_those_of_a_started_one_find(
 
 def test_also_the_preloaded_process_of_a_program_is_forked_and_ends_with_it() -> None:
     command = [sys.executable, "-c", PROGRAM.format(modules=BARE)]
+    before = import_once.surroundings()
     with forked.Popen(command, stdout=forked.PIPE) as program:
-        assert program.stdout
-        pid = int(program.stdout.readline())
-        assert import_once.SERVER in words_of(pid)
-        assert psutil.Process(pid).ppid() != program.pid
-        program.kill()
+        try:
+            assert program.stdout
+            pid = int(program.stdout.readline())
+            assert import_once.SERVER in words_of(pid)
+            assert psutil.Process(pid).ppid() != program.pid, before
+        finally:
+            program.kill()
     until = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
