@@ -354,10 +354,6 @@ def _split(text: str) -> tuple[float, str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What surrounds one command.
-
-
-# ----------------------------------------------------------------------------------------------------------
 # The ranks of a command that `torchrun` started; the launcher's environment is read here alone.
 
 

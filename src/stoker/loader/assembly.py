@@ -69,7 +69,7 @@ def make_decoder(
 ) -> Callable[[list[Iterable[Any]]], list[Iterable[Any]]] | None:
     """Return what turns columns of `stored_outputs` into those of `outputs`; None where nothing is quantized.
 
-    Columns are as `MemoryBatches.strips` gives them, with that of `index` last.
+    Columns are as `MemoryBatches.columns` gives them, with that of `index` last.
     """
     if not any(output.parts for output in outputs):
         return None

@@ -26,7 +26,7 @@ from stoker.units import GIB, MIB, format_bytes, format_count, format_percent, f
 # ----------------------------------------------------------------------------------------------------------
 # What an epoch fetches of a set that lies elsewhere, through a local cache that is smaller than the set.
 #
-# Blocks that are needed last go first (`loader.read_ahead`). Where each block is needed once in an epoch,
+# Blocks that are needed last go first (`loader/prefetch.py`). Where each block is needed once in an epoch,
 # an epoch then fetches just what does not fit; where it is needed often, at random, it is fetched often. So
 # what decides is how many times an order comes to a block.
 
@@ -175,7 +175,7 @@ def _misses(uses: Sequence[int], room: int) -> list[bool]:
 # ----------------------------------------------------------------------------------------------------------
 # A plan in words: why these tiers, with the figures that decided.
 #
-# Text only; nothing here decides. It is separate from `tiers.py` so that the arithmetic stays readable.
+# Text only; nothing here decides.
 
 
 NO_STALL = 0.01

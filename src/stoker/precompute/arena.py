@@ -82,7 +82,7 @@ class Layout:
         }
 
     def to_json(self) -> dict[str, Json]:
-        """For the worker; the inverse of `from_json`."""
+        """For the worker; the inverse of `layout_from_json`."""
         return {
             "schema": schema_to_json(self.schema),
             "mode": self.mode,

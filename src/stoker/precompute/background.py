@@ -429,7 +429,7 @@ def recipe_of(
 
 
 class EncodeFiller:
-    """A `stoker.store.storage.Filler`: encodes in this process, exactly the groups asked for.
+    """A `stoker.store.cache.Filler`: encodes in this process, exactly the groups asked for.
 
     Works in the same fixed groups as `precompute`, so a record filled in has the bits it would have had. One
     worker process reads, under the timeouts of the settings; with `workers=0` this process does, without.

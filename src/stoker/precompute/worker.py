@@ -602,8 +602,8 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
 def serve(connection: Connection) -> int:
     """Run one worker, until the caller is gone.
 
-    Torch, whenever the source imports it, begins with one thread, as `InProcess` reads: workers share the
-    cores with the encoder. Numpy has read its own settings by now and keeps its threads.
+    Torch, whenever the source imports it, begins with one thread, as `InProcessReader` reads: workers share
+    the cores with the encoder. Numpy has read its own settings by now and keeps its threads.
     """
     use_one_thread()
     channel, heartbeat = WorkerChannel(connection.socket), connection.heartbeat

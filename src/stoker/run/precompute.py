@@ -548,7 +548,7 @@ def repair_cache(path: str | Path, run: Run | None = None) -> RepairResult:
         ConfigError: The settings make another cache.
         StokerError: As `repair` and `run_precompute`.
     """
-    from stoker.store.maintain import folder_to_repair, repair  # as most runs repair nothing
+    from stoker.store.maintain import folder_to_repair, repair  # most runs repair nothing
 
     folder = folder_to_repair(path)
     cache_dir, name = _place_of(folder)

@@ -1,7 +1,7 @@
 """Open HDF5 files, few at a time, per process, with errors that say what to do.
 
 h5py raises OSError, RuntimeError, KeyError, ValueError or TypeError for the same damaged file, depending
-on which bytes are hit; all of them become `SourceError` here and in `hdf5_blocks`.
+on which bytes are hit; all of them become `SourceError` here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_file(path: Path) -> Any:
     """
 
     def attempt() -> Any:
-        # `hdf5_blocks` keeps what is decoded; HDF5's own chunk cache would hold it twice.
+        # `BlockReader` keeps what is decoded; HDF5's own chunk cache would hold it twice.
         file: Any = h5py.File(path, "r", rdcc_nbytes=0)
         try:
             check_opened(int(file.id.get_vfd_handle()), path)

@@ -268,7 +268,7 @@ class StopFlag:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The loop.
+# Progress of a run, and the protocol of what it trains.
 
 
 @dataclass(slots=True, kw_only=True)

@@ -403,10 +403,6 @@ def cut(sizes: NDArray[np.int64] | int, count: int, limit: int) -> list[tuple[in
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The export.
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Files of an export while they are made: counted and hashed as they are written.
 
 

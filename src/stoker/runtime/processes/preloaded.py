@@ -38,7 +38,7 @@ from stoker.runtime.processes.heartbeat import anonymous_file
 # given back only when the owner has closed that: until then it may signal the child's process group
 # without reaching that of another process.
 #
-# `server run FD...` is a child without a preloaded process, see `entry.py`.
+# `... preloaded run OWNER FD...` is a child without a preloaded process, see `entry.py`.
 
 
 IDLE_S = 600.0
