@@ -79,7 +79,7 @@ def encoders_of(process: psutil.Process) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for one in psutil.process_iter():
         with suppress(psutil.Error):
-            words = one.cmdline()
+            words = [word for word in one.cmdline() if word]  # a command line written over a longer one
             if "stoker.precompute.encoder_processes" in words and words[-1] == str(process.pid):
                 found.append(one)
     return found
