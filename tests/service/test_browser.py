@@ -92,7 +92,7 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Runnin
     page.goto("/")
     page.get_by_role("link", name="New job").click()
     page.get_by_label("name", exact=True).fill("from the form")
-    page.get_by_text("More settings").click()
+    page.get_by_text("More settings", exact=True).click()
     page.get_by_label("validation split").fill("0")
     page.get_by_role("button", name="Submit").click()
     page.locator("#toast", has_text="early_stop_patience").wait_for()
