@@ -448,7 +448,7 @@ class TimeoutsConfig(SettingsSection):
     encode: PositiveFloat = 300.0
     """One call of the encoder, or bringing it to its device."""
     write: PositiveFloat = 120.0
-    """Writing one group, or sealing one shard."""
+    """Writing one encode batch, or committing one shard."""
 
 
 class PrecomputeConfig(SettingsSection):

@@ -599,8 +599,8 @@ def write_index(
 ) -> Index:
     """Make the index of a folder and put it in place; an unchanged one stays as it is.
 
-    Call it under the claim `index`, so that a later index never knows less. Other machines do not see that
-    claim at a URL: there, the index is made again when another machine has replaced it meanwhile.
+    Call it under the lock `index`, so that a later index never knows less. Other machines do not see that
+    lock at a URL: there, the index is made again when another machine has replaced it meanwhile.
 
     Args:
         storage, recipe: The folder.
