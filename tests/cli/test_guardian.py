@@ -16,6 +16,8 @@ import pytest
 
 from stoker.cli import process
 from stoker.cli.process import file_call
+from tests.kit import forked
+from tests.kit.as_python import START_CODE
 
 STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
@@ -45,7 +47,7 @@ def broken(self, batch, /):
     exec(FAULTS.get(calls, FAULTS.get("any", "")))
     return whole(self, batch)
 
-if sys.argv[0] == "-m":  # the child that runs the command; neither workers nor the guardian load an encoder
+if "stoker.cli.main" in sys.orig_argv:  # neither workers nor the guardian load an encoder
     signal.signal = noting
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.protocol import EncodeBatchSize
@@ -126,7 +128,7 @@ FAULTS = {
 }
 
 
-def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str]:
+def broken_encoder(project: Path, faults: dict[int | str, str], *, in_forks: bool = False) -> dict[str, str]:
     """An environment in which the encoder does what `faults` says at each call, counted over restarts.
 
     Groups are of two samples, so that there are six. Each process makes its first call twice.
@@ -134,6 +136,8 @@ def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str
     folder = project / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"FAULTS = {faults!r}\n{BREAK_ENCODER}")
+    if in_forks:
+        return {**os.environ, START_CODE: str(folder / "sitecustomize.py")}
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path}
 
@@ -143,11 +147,10 @@ def add_to_site(project: Path, text: str) -> None:
         file.write(text)
 
 
-def precompute(
-    project: Path, env: dict[str, str] | None = None, *args: str
-) -> subprocess.CompletedProcess[str]:
+def precompute(project: Path, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
     words = ["precompute", "c.yaml", "--splits", "train", "precompute.timeouts.encode=1", *args]
-    return subprocess.run(
+    run = forked.run if START_CODE in env else subprocess.run
+    return run(
         [*STOKER, *words],
         cwd=project,
         env=env,
@@ -245,7 +248,7 @@ def damage_one_sample(path: Path) -> None:
 
 
 def test_an_error_of_the_command_itself_is_passed_on_at_once(project: Path) -> None:
-    done = precompute(project, None, "latent.dimm=1")
+    done = precompute(project, broken_encoder(project, {}, in_forks=True), "latent.dimm=1")
 
     assert done.returncode == 3
     assert done.stderr.count("latent.dimm") == 1
@@ -277,7 +280,8 @@ class Begun:
     """A command in a process group of its own, in its second call of the encoder."""
 
     def __init__(self, project: Path, env: dict[str, str], *words: str, under: tuple[str, ...] = ()) -> None:
-        self.process = subprocess.Popen(
+        popen = forked.Popen if START_CODE in env else subprocess.Popen
+        self.process = popen(
             [*under, *STOKER, "precompute", "c.yaml", "--splits", "train", *words],
             cwd=project,
             env=env,
@@ -321,7 +325,7 @@ HANGS = {
 @pytest.mark.parametrize("whole_group", [False, True], ids=["guardian", "group"])
 def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
     """Sent to the whole group, as `timeout` and Slurm do, it reaches the child twice."""
-    begun = Begun(project, broken_encoder(project, WAITS))
+    begun = Begun(project, broken_encoder(project, WAITS, in_forks=True))
 
     if whole_group:
         os.killpg(begun.process.pid, signal.SIGTERM)
@@ -335,7 +339,7 @@ def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
 
 
 def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, WAITS))
+    begun = Begun(project, broken_encoder(project, WAITS, in_forks=True))
 
     os.killpg(begun.process.pid, signal.SIGHUP)
 
@@ -353,7 +357,8 @@ def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
 
 
 def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_to_end(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, HANGS), "precompute.timeouts.encode=4")
+    env = broken_encoder(project, HANGS, in_forks=True)
+    begun = Begun(project, env, "precompute.timeouts.encode=1")
 
     begun.process.send_signal(signal.SIGTERM)
 

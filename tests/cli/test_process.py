@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
+from tests.kit import forked
 
 STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
@@ -93,7 +94,7 @@ def test_json_is_the_only_thing_on_standard_output(project: Path) -> None:
     ],
 )
 def test_exit_codes(project: Path, args: list[str], exit_code: int, words: str) -> None:
-    done = stoker(project, *args)
+    done = forked.run([*STOKER, *args], cwd=project, capture_output=True, text=True, timeout=DEADLINE_S)
 
     assert done.returncode == exit_code, done.stderr
     assert words in done.stderr
@@ -113,7 +114,7 @@ COMMANDS = [
 @pytest.mark.parametrize("args", COMMANDS)
 def test_a_full_standard_output_is_one_line_and_an_exit_code(cached_project: Path, args: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        done = forked.run(
             [*STOKER, *args], cwd=cached_project, stdout=full, stderr=subprocess.PIPE, text=True,
             timeout=DEADLINE_S, check=False,
         )  # fmt: skip
@@ -134,7 +135,7 @@ def test_a_full_standard_output_is_one_line_and_an_exit_code(cached_project: Pat
 def test_a_reader_that_went_away_is_no_fault_to_talk_about(cached_project: Path, args: list[str]) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
-    done = subprocess.run(
+    done = forked.run(
         [*STOKER, *args], cwd=cached_project, stdout=write_fd, stderr=subprocess.PIPE, text=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
@@ -193,7 +194,7 @@ def test_a_second_run_in_one_folder_is_refused_at_once_and_names_the_first(proje
 
 
 def test_sigterm_ends_a_run_with_130(project: Path) -> None:
-    running = subprocess.Popen(
+    running = forked.Popen(
         [*STOKER, "train", "c.yaml", "training.epochs=4000", "training.batch_size=4"],
         cwd=project,
         stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kit import forked
+from tests.kit.as_python import START_CODE
 from tests.kit.import_once import READ_AT_START
 
 ABOUT = """
@@ -152,3 +153,29 @@ def test_the_usual_is_forked() -> None:
     with forked.Popen([sys.executable, "-c", "pass"], env={**others, **forked.AT_START}) as process:
         assert process.child is not None
     assert process.returncode == 0
+
+
+def test_what_a_guardian_starts_is_a_fork_of_it(tmp_path: Path) -> None:
+    """With the answer, the exit code and the parent that a started one has."""
+    (tmp_path / "start.py").write_text(
+        "import os, sys\n"
+        "if 'stoker.cli.main' in sys.orig_argv:\n"
+        "    open('child', 'w').write(f'{sys.orig_argv[1:]} {sys.path[0]} {os.getppid()} ')\n"
+        "    open('descriptors', 'w').write(' '.join(sorted(os.listdir('/proc/self/fd'))))\n"
+        "    assert 'torch' in sys.modules\n"
+    )
+    words = ["-m", "stoker", "plan", "none.yaml", "--json"]
+    own = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True)
+    env = {**os.environ, START_CODE: str(tmp_path / "start.py")}
+
+    with forked.Popen([sys.executable, *words], cwd=tmp_path, env=env, stdout=-1, stderr=-1) as fork:
+        said = fork.communicate()
+
+    assert fork.returncode == own.returncode == 3
+    assert said == (own.stdout, own.stderr)
+    assert own.stdout
+    found = (tmp_path / "child").read_text()
+    assert f"{['-P', '-m', 'stoker.cli.main', *words[2:]]} " in found
+    assert found.endswith(f" {fork.pid} ")
+    assert str(tmp_path) not in found
+    assert len((tmp_path / "descriptors").read_text().split()) == 3 + 3 + 2  # of the guardian, and those open
