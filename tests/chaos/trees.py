@@ -110,7 +110,8 @@ def differences(root: Path, reference: Cache) -> list[str]:
 def leavings(place: Path) -> set[str]:
     """Shared segments, temporary files, and processes of ours, by name."""
     shm = (path.name for path in Path("/dev/shm").glob("*"))
-    found = {f"shared segment {name}" for name in shm if not name.startswith(program.PREFIX)}
+    others = (program.PREFIX, "PostgreSQL.")
+    found = {f"shared segment {name}" for name in shm if not name.startswith(others)}
     found |= {f"temporary {path}" for path in place.rglob("*")}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -129,9 +130,8 @@ def left_after(place: Path, before: set[str]) -> list[str]:
 
 def lose_workers(root: Path, cycles: int, seed: int, say: children.Say) -> None:
     """One process runs again and again, its workers killed at random; says how many descriptors it has."""
-    chance = random.Random(seed)
+    chance, counts = random.Random(seed), shared_counts(SAMPLES)
     for i in range(cycles):
-        counts = shared_counts(SAMPLES)
         delay_s = chance.uniform(0.1, 0.5)
         killer = os.fork()
         if not killer:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise, repeat
 from math import prod
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
 from stoker.loader.chunks import RECORD
-from stoker.runtime.threads import Pool
+from stoker.runtime.threads import Pool, Ticket
 from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -427,17 +428,24 @@ def gather_into(
             view, out = from_words, to_words
     shared = pool is not None and size * row_bytes >= THREADS_FROM_BYTES
     parts = min(size, PIECES_PER_THREAD * (1 + pool.size)) if shared and pool is not None else 1
-    pieces = pairwise(size * part // parts for part in range(parts + 1))
+    # A list's iterator may be shared by threads; neither a generator nor `pairwise` may.
+    pieces = iter([*pairwise(size * part // parts for part in range(parts + 1))])
     work = partial(_select, view, index, out, pieces)
     _run_on_all(pool if parts > 1 else None, work if places is None else partial(work, places=places))
 
 
 def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
     """Do work in this thread and in all of a pool, which share what is to be done."""
-    tickets = [] if pool is None else [pool.submit(work) for _ in range(pool.size)]
-    work()
+    tickets: list[Ticket[None]] = []
+    try:
+        with suppress(RuntimeError):  # no thread can be started: fewer share the work
+            tickets.extend(pool.submit(work) for _ in range(0 if pool is None else pool.size))
+        work()
+    finally:  # they write into memory that is used again
+        for ticket in tickets:
+            ticket.wait(GATHER_TIMEOUT_S)
     for ticket in tickets:
-        ticket.result(GATHER_TIMEOUT_S, "a gather from memory")
+        ticket.result(0.0, "a gather from memory")
 
 
 def _words(view: Tensor) -> Tensor | None:

@@ -422,18 +422,17 @@ class Placement:
                 for shard in sorted(targets[memory.tier])
                 if not memory.ready[shard]
             )
-            helpers = min(0 if self._helpers is None else self._helpers.size, len(todo) - 1)
             load = partial(self._load, todo, targets)
-            tickets = [self._helpers.submit(load) for _ in range(helpers)] if self._helpers else []
-            try:
-                load()
-            finally:
-                for ticket in tickets:  # nothing may refer to a memory that is to go
-                    while not ticket.wait(LOOK_S):
-                        pass
-            for ticket in tickets:
-                ticket.result(0.0, "filling memory")
-            if self._stopped or is_exiting() or targets is not self._targets:
+            tickets: list[Ticket[None]] = []
+            if self._helpers is not None:
+                with suppress(RuntimeError):  # no thread can be started: fewer fill
+                    helpers = min(self._helpers.size, len(todo) - 1)
+                    tickets.extend(self._helpers.submit(load) for _ in range(helpers))
+            load()
+            for ticket in tickets:  # nothing may refer to a memory that is to go
+                while not ticket.wait(LOOK_S):
+                    pass
+            if self._error is not None or self._stopped or is_exiting() or targets is not self._targets:
                 return
             # `_settle` holds the same lock: an outdated fill must not put old memories back.
             with self._lock:
@@ -447,9 +446,12 @@ class Placement:
         self.complete = True
 
     def _load(self, todo: deque[tuple[Memory, int]], targets: Mapping[str, frozenset[int]]) -> None:
-        """Bring shards into memory until none is left; several threads share `todo`."""
-        device_tier.begin_thread(self._design.options.device)
+        """Bring shards into memory until none is left; several threads share `todo`.
+
+        An error is kept at once: another thread may be waiting for storage that does not answer.
+        """
         try:
+            device_tier.begin_thread(self._design.options.device)
             while todo:
                 # Other targets: the serving thread has queued another `_fill`, which takes over.
                 if self._stopped or is_exiting() or targets is not self._targets:
@@ -461,9 +463,9 @@ class Placement:
                 # In this order: other threads read `ready` without a lock, and gather where it is 1.
                 memory.load(shard)
                 memory.ready[shard] = 1
-        except BaseException:
+        except Exception as error:  # noqa: BLE001 - the edge of a thread, as in `_fill`
+            self._error = error
             todo.clear()
-            raise
 
     def _release(self, targets: Mapping[str, frozenset[int]], held: MemorySet) -> None:
         """Drop the shards of host memory that have another target, once they are there."""

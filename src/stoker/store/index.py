@@ -473,7 +473,7 @@ class ShardCatalog:
         self._infos: dict[str, ShardInfo] = {}
         self._refused: set[tuple[str, int]] = set()
         self.unread: set[str] = set()
-        """Shards that could not be opened. They may be sound, so an index without them must not be kept."""
+        """Shards that could not be opened and may be sound: a process that only reads keeps no index then."""
         self._bad: dict[str, tuple[int, ...]] | None = None if noted else {}
 
     def refresh(self) -> list[ShardInfo]:
@@ -489,7 +489,9 @@ class ShardCatalog:
             else:
                 self._refused.add((name, sizes[name]))
                 if name in self.unread:
-                    log.warning("shard not read: %s. Its records are missing until it can be read", info)
+                    log.warning(
+                        "shard not read: %s. Its records count as missing; the next run tries again", info
+                    )
                     continue
                 log.warning(
                     "shard left out: %s. Precompute encodes again what only it held; then it may be deleted",
