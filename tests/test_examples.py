@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.kit import forked
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, run: Any = subprocess.run) -> str:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,7 +34,7 @@ def test_a_dataset_in_ten_lines_is_encoded_once_and_trained_on(tmp_path: Path) -
 
 def test_one_line_serves_a_dataset(tmp_path: Path) -> None:
     assert "1,000 examples" in run("one_line.py", str(tmp_path))
-    assert "1,000 examples" in run("one_line.py", str(tmp_path))
+    assert "1,000 examples" in run("one_line.py", str(tmp_path), run=forked.run)
 
 
 @pytest.mark.slow
@@ -96,7 +99,7 @@ def test_boxes_of_real_images_are_learned_and_the_second_start_decodes_nothing(
 def test_an_example_that_needs_arguments_says_which(tmp_path: Path) -> None:
     for name in ("images_dinov2.py", "images_bccd.py"):
         command = [sys.executable, str(EXAMPLES / name)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
         assert done.returncode == 2
         assert "usage" in done.stderr
         assert "Traceback" not in done.stderr

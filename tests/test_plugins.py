@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from stoker import plugins
 from stoker.errors import ConfigError
 from stoker.plugins import find_plugin, plugins_of
 from stoker.testing import check_source
+from tests.kit import forked
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -42,10 +44,10 @@ def package(site: Path, name: str, points: str, code: str = "") -> None:
 
 
 def stoker(
-    *words: str, site: Path, folder: Path | None = None, exit_code: int = 0
+    *words: str, site: Path, folder: Path | None = None, exit_code: int = 0, run: Any = forked.run
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user with these packages would."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "stoker", *words],
         env={**os.environ, "PYTHONPATH": str(site)},
         cwd=folder or site,
@@ -171,9 +173,9 @@ def test_a_module_of_a_plugin_is_imported_when_its_name_is_used(tmp_path: Path) 
     points = "".join(f"[{group}]\nwhole = whole:main\n" for group in plugins.GROUPS)
     package(tmp_path, "whole", points, code)
 
-    stoker("validate", str(_config(tmp_path, "hdf5")), site=tmp_path, exit_code=3)
+    stoker("validate", str(_config(tmp_path, "hdf5")), site=tmp_path, exit_code=3, run=subprocess.run)
     assert not (tmp_path / "imported").exists()
-    assert stoker("whole", site=tmp_path).stdout == "hello\n"
+    assert stoker("whole", site=tmp_path, run=subprocess.run).stdout == "hello\n"
     assert (tmp_path / "imported").exists()
 
 

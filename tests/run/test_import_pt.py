@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,21 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, SourceError
+from stoker.extras.import_pt import run
 from stoker.extras.import_pt.run import ImportSettings, PtReader, RefusedFileError, import_pt
 from stoker.loader import Loader, Windows
 from stoker.run.precompute import repair_cache
+from stoker.runtime.processes.child import TORCH, Child
 from stoker.units import MIB
 
 STEPS, TOKENS, WIDTH = 9, 4, 8
+READER = (*TORCH, "stoker.extras.import_pt.run")
+
+
+@pytest.fixture(autouse=True)
+def loaded_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers find their module imported, which takes a second each; the tests of what they import do not."""
+    monkeypatch.setattr(run, "Child", partial(Child, modules=READER))
 
 
 def sample(number: int, **more: Any) -> dict[str, Any]:
@@ -49,7 +59,10 @@ class Evil:
         return os.system, (f"touch {self.trace}",)
 
 
-def test_records_are_what_the_files_hold_and_serve_as_windows(tmp_path: Path) -> None:
+def test_records_are_what_the_files_hold_and_serve_as_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "Child", Child)
     old = make_old(tmp_path / "old", bc={"left": torch.ones(STEPS, 2), "kind": "periodic"})
 
     result = import_pt(old, tmp_path / "new", name="burgers1d_train")
@@ -194,7 +207,8 @@ def test_a_file_that_claims_huge_entries_or_sizes_is_refused(tmp_path: Path) -> 
 
 def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = make_old(tmp_path / "old", [0]).iterdir()
-    monkeypatch.setattr("stoker.extras.import_pt.run.START_S", 0.0)
+    monkeypatch.setattr(run, "START_S", 0.0)
+    monkeypatch.setattr(run, "Child", Child)
 
     with (
         PtReader(MIB, timeout_s=0.05) as reader,
@@ -241,6 +255,7 @@ def test_modules_in_the_working_folder_are_not_imported(
     for name in ("torch", "safetensors", "json", "stoker"):
         (old / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(old)
+    monkeypatch.setattr(run, "Child", Child)
 
     assert import_pt(".", tmp_path / "new", name="x").imported == 1
     assert not (tmp_path / "ran").exists()
