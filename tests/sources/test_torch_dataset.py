@@ -20,6 +20,7 @@ from stoker.schema import Field
 from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.testing import check_source
+from tests.kit import forked
 
 
 class Items(Dataset):
@@ -377,7 +378,7 @@ def test_a_dataset_defined_in_a_script_reaches_another_process(tmp_path: Path) -
         "assert '__main__.Mine' in source.identity().settings['code']\n"
         "sys.stdout.buffer.write(cloudpickle.dumps(source))\n"
     )
-    packed = subprocess.run([sys.executable, script], capture_output=True, check=True, timeout=120).stdout
+    packed = forked.run([sys.executable, script], capture_output=True, check=True, timeout=120).stdout
 
     copied = cloudpickle.loads(packed)
     assert copied.read(4)["x"].tolist() == [4.0, 4.0, 4.0]

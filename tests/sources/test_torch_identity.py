@@ -21,6 +21,7 @@ from stoker import used_code
 from stoker.sources import torch_identity
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import make_recipe
+from tests.kit import forked
 
 ROWS = 2000
 HIDDEN = 777
@@ -477,4 +478,4 @@ def test_a_dataset_of_a_script_is_the_same_in_another_process(tmp_path: Path) ->
         "assert done.stdout.decode().strip() == str(source.identity().settings), done.stdout\n"
     )
 
-    assert subprocess.run([sys.executable, str(script)], timeout=60, check=False).returncode == 0
+    assert forked.run([sys.executable, str(script)], timeout=60, check=False).returncode == 0
