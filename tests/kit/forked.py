@@ -8,6 +8,9 @@ its own, and the same exit codes; signals reach it as ever. Where a fork could t
 other options of the interpreter, variables that libraries read when they are loaded, a `sitecustomize`,
 `preexec_fn`, further descriptors. Not for tests of the start of the interpreter, of what is imported, of
 command lines in /proc, or of sessions: a fork is always in one of its own.
+
+The child that the guardian of a `stoker` command starts is a fork of the guardian. A test that has to change
+the program names a script in `as_python.START_CODE`: it runs first, in the guardian and in its child.
 """
 
 from __future__ import annotations
