@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parents[2]
 LONG_S = 120.0
 """Against hangs only: starting a rank takes seconds on a busy machine."""
 
@@ -19,10 +20,11 @@ LONG_S = 120.0
 @contextmanager
 def torchrun(count: int, *words: str, cwd: Path) -> Generator[subprocess.Popen[str]]:
     """`torchrun --nproc-per-node count words`; everything that is left of it is killed at the end."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), *words],
         cwd=cwd,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -55,7 +55,7 @@ for mode in MODES:
             gathered = [torch.empty_like(values) for _ in range(world_size)]
             dist.all_gather(gathered, values.contiguous())
             served[f"{number:04}.{part}"] = torch.cat(gathered)
-    states = [None] * world
+    states = [None] * world_size
     dist.all_gather_object(states, {**mixture.state_dict(), "loaders": None})
     assert all(state == states[0] for state in states)
     if rank == world_size - 1:
