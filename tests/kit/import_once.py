@@ -43,7 +43,8 @@ OF_TESTS = ("hypothesis.strategies", "pytest")
 """Imported too, since children import the modules of the tests that hold their code."""
 ROOM = "." * 1000
 """For the command lines that forks show: they are written where the first process was handed its own."""
-READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
+"""Not read when a library is loaded. The last is set by `torch.compile` itself, for good."""
 LINES = ("CapEff", "Groups", "NoNewPrivs", "Seccomp", "Uid", "Gid")
 
 

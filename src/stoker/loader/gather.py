@@ -438,8 +438,9 @@ def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
     """Do work in this thread and in all of a pool, which share what is to be done."""
     tickets: list[Ticket[None]] = []
     try:
-        with suppress(RuntimeError):  # no thread can be started: fewer share the work
-            tickets.extend(pool.submit(work) for _ in range(0 if pool is None else pool.size))
+        if pool is not None:
+            with suppress(RuntimeError):  # no thread can be started: fewer share the work
+                tickets.extend(pool.submit(work) for _ in range(pool.size))
         work()
     finally:  # they write into memory that is used again
         for ticket in tickets:
