@@ -240,7 +240,9 @@ def make_templates(lifeline: socket.socket, address: str) -> None:
             made[key] = f"{address}-{len(made)}"
             own, parent = listening(made[key]), os.getpid()
             if smaller:
-                ask(made[max(smaller, key=len)], {"template": modules}, [own.fileno()])
+                _, pidfd = ask(made[max(smaller, key=len)], {"template": modules}, [own.fileno()])
+                if pidfd >= 0:  # templates that are forked later would inherit it
+                    os.close(pidfd)
             elif os.fork() == 0:
                 for other in (connection, listener, lifeline):
                     other.close()
@@ -252,7 +254,7 @@ def make_templates(lifeline: socket.socket, address: str) -> None:
         if any(fd == lifeline.fileno() for fd, _ in poller.poll()):
             os._exit(0)
         connection, _ = listener.accept()
-        with connection:
+        with connection, suppress(OSError, ValueError):  # a client that was killed while it asked
             given = json.loads(connection.recv(MESSAGE_BYTES))
             if given["base"]:
                 address_of(given["base"], connection)
@@ -282,7 +284,7 @@ def be_template(listener: socket.socket, modules: list[str], parent: int, templa
     gc.freeze()
     while True:
         connection, _ = listener.accept()
-        with connection, suppress(OSError):
+        with connection, suppress(OSError, ValueError):
             data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
             given, own = json.loads(data), os.getpid()
             pid = os.fork()
