@@ -261,7 +261,7 @@ def serve_pair(case: str, versions: dict[str, Path], folder: Path, first: int) -
     return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
 
 
-def measured(
+def measure_pairs(
     case: str, versions: dict[str, Path], folder: Path, scale: int, pairs: int
 ) -> list[dict[str, float]]:
     """Seconds of both versions, pair by pair; the first pair of a case that is not of serving is not counted."""
@@ -297,7 +297,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="before-after-") as place:
             folder = Path(place)
             run_once(versions["before"], case, folder, scale, mode="make")
-            taken = measured(case, versions, folder, scale, 1 if options.quick else options.pairs)
+            taken = measure_pairs(case, versions, folder, scale, 1 if options.quick else options.pairs)
         ratios = sorted(row["before"] / row["after"] for row in taken)
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
         rows.append(

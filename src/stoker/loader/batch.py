@@ -1,4 +1,4 @@
-"""Define what a loader hands out: whole records, or windows cut from trajectories."""
+"""Batches as a loader hands them out: whole records, or windows cut from trajectories."""
 
 from __future__ import annotations
 

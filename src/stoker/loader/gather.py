@@ -426,12 +426,12 @@ def gather_into(
         from_words, to_words = _words(view), _words(out)
         if from_words is not None and to_words is not None:
             view, out = from_words, to_words
-    shared = pool is not None and size * row_bytes >= THREADS_FROM_BYTES
-    parts = min(size, PIECES_PER_THREAD * (1 + pool.size)) if shared and pool is not None else 1
+    if size * row_bytes < THREADS_FROM_BYTES:
+        pool = None
+    parts = 1 if pool is None else min(size, PIECES_PER_THREAD * (1 + pool.size))
     # A list's iterator may be shared by threads; neither a generator nor `pairwise` may.
     pieces = iter([*pairwise(size * part // parts for part in range(parts + 1))])
-    work = partial(_select, view, index, out, pieces)
-    _run_on_all(pool if parts > 1 else None, work if places is None else partial(work, places=places))
+    _run_on_all(pool, partial(_select, view, index, out, pieces, places))
 
 
 def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:

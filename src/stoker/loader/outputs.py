@@ -1,4 +1,4 @@
-"""Describe what a batch is made of: the tensors handed out, and how a gather converts values on their way.
+"""The tensors of a batch: which are handed out, and how a gather converts values on their way.
 
 An output takes rows of one field: entire records, or steps of a trajectory at a lag from the window's start.
 A gather is one `index_select` on a *view* of the field, shifted by the lag, or overlapping for several steps

@@ -402,7 +402,6 @@ def rebuild_index(folder: Path, recipe: Recipe) -> Cache:
     catalog = ShardCatalog(storage, recipe)
     catalog.verify()
     with suppress(ReadOnlyError, ResourceError, StalledError), lock_index(folder):
-        catalog.refresh()
         if not catalog.unread:
             return Cache(folder, recipe, write_index(storage, recipe, catalog.refresh), use=use)
     index = build_index(storage, recipe, catalog.refresh(), None)
