@@ -214,11 +214,6 @@ def _of_percent(value: object) -> object:
         return value
 
 
-def _of_one(value: object) -> object:
-    """Return a name alone as a list of one."""
-    return (value,) if isinstance(value, str) else value
-
-
 StorageDtype: TypeAlias = Annotated[
     Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
 ]
@@ -246,7 +241,7 @@ class DataConfig(SettingsSection):
     fields: dict[str, str] | None = None
     """Datasets and their axes, as `{latent: "n t x c"}`, in place of a preset."""
     include: Annotated[
-        tuple[Literal["time", "dt", "coordinates", "boundary"], ...], BeforeValidator(_of_one)
+        tuple[Literal["time", "dt", "coordinates", "boundary"], ...], BeforeValidator(as_names)
     ] = ()
     """Serve these as fields too, where HDF5 files state them: times, time step, coordinates, boundaries."""
     input: str | None = None
@@ -382,7 +377,7 @@ class TrainingConfig(SettingsSection):
     """Steps of the trajectory between z0 and z1; of a range, as `[1, 4]`, each example draws its own."""
     rollout_horizon: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     """Strides that a window reaches ahead, or a range to draw from; above 1 a batch carries `future`."""
-    state_fields: Annotated[tuple[str, ...] | None, BeforeValidator(_of_one)] = None
+    state_fields: Annotated[tuple[str, ...] | None, BeforeValidator(as_names)] = None
     """Fields with time that make up the state, side by side; null: the only one, or `latent`, or `data`."""
     start_every: PositiveInt = 1
     """Steps between the starts of windows; equal to `time_stride`: the pairs of the earlier systems."""
@@ -416,7 +411,7 @@ class TrainingConfig(SettingsSection):
     """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
-    trackers: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    trackers: Annotated[tuple[str, ...], BeforeValidator(as_names)] = ()
     """Who gets the figures of a run as well: `tensorboard`, `wandb`, `mlflow`, or an entry point's name."""
     price_per_hour: PositiveFloat | None = None
     """Price of the machine per hour, in any currency, for the cost of the run; null: not told."""
@@ -456,7 +451,7 @@ class PrecomputeConfig(SettingsSection):
 
     workers: CountInt | None = None
     """Worker processes; 0 reads in this process, without timeouts; null: as many as pay."""
-    devices: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    devices: Annotated[tuple[str, ...], BeforeValidator(as_names)] = ()
     """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001
     """Largest part of the samples that may be quarantined before the run counts as failed."""
