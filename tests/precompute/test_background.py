@@ -88,9 +88,8 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
 ) -> None:
     cache = begin(tmp_path, FakeSource((60,)))
     loader = Loader(cache, batch_size=8)
-    other = os.getpid() + 1
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: other)
+        patch.setattr(cache.filling, "_owner", os.getpid() + 1)
         with pytest.raises(ConfigError, match="is a fork of that"):
             iter(loader)
     assert numbers(loader) == numbers(loader) == [*range(60)]
