@@ -112,7 +112,7 @@ def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, 
     folder = open_folder(tmp_path, "c", make_recipe(source, encoder))
     numbers = np.array([n for n in range(24) if n])
     order = {
-        "threads": torch.get_num_threads(), "num_cpus": 1.0, "seal_after_s": 30.0, "device": "cpu",
+        "threads": torch.get_num_threads(), "num_cpus": 1.0, "commit_after_s": 30.0, "device": "cpu",
         "numbers": numbers, "lasts_s": lasts_s,
     }  # fmt: skip
 

@@ -336,7 +336,7 @@ def damage(steps: Steps) -> None:
             shard.write_bytes(bytes(data))
 
 
-def test_a_damaged_record_is_mended_on_the_way(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_damaged_record_is_repaired_on_the_way(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
     loader = Loader(steps.cache(), batch_size=5)
     batches = iter(loader)

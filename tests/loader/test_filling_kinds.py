@@ -179,7 +179,7 @@ def test_a_place_amid_draws_goes_on_whatever_was_ready_when(
     assert values(again) == rest
 
 
-def test_a_record_damaged_amid_draws_is_mended(tmp_path: Path) -> None:
+def test_a_record_damaged_amid_draws_is_repaired(tmp_path: Path) -> None:
     steps = Steps(tmp_path, FIXED, bad=[1])
     loader = Loader(steps.cache(), batch_size=5, weights=np.ones(COUNT))
     list(loader)

@@ -34,7 +34,7 @@ def shard(cache):
     return cache.path / entry.file
 
 
-def assert_mended(folder, cache, *, encoded):
+def assert_repaired(folder, cache, *, encoded):
     before = {number: cache[number] for number in range(6)}
 
     report = run(folder)
@@ -52,7 +52,7 @@ def assert_mended(folder, cache, *, encoded):
 def test_a_flipped_byte_in_a_shards_header_costs_that_shards_records(tmp_path, cache, shard, offset, caplog):
     flip(shard, offset)
 
-    assert_mended(tmp_path, cache, encoded=4)
+    assert_repaired(tmp_path, cache, encoded=4)
 
     assert str(shard) in caplog.text
 
@@ -61,7 +61,7 @@ def test_a_flipped_byte_in_a_shards_header_costs_that_shards_records(tmp_path, c
 def test_a_flipped_byte_in_its_numbers_or_sums_does_too(tmp_path, cache, shard):
     flip(shard, shard.stat().st_size - 3)
 
-    assert_mended(tmp_path, cache, encoded=4)
+    assert_repaired(tmp_path, cache, encoded=4)
 
 
 @pytest.mark.chaos
@@ -69,14 +69,14 @@ def test_a_flipped_byte_in_its_numbers_or_sums_does_too(tmp_path, cache, shard):
 def test_so_does_a_truncated_shard(tmp_path, cache, shard, size):
     shard.write_bytes(shard.read_bytes()[:size])
 
-    assert_mended(tmp_path, cache, encoded=4)
+    assert_repaired(tmp_path, cache, encoded=4)
 
 
 @pytest.mark.chaos
 def test_so_does_a_lost_one(tmp_path, cache, shard):
     shard.unlink()
 
-    assert_mended(tmp_path, cache, encoded=4)
+    assert_repaired(tmp_path, cache, encoded=4)
 
 
 @pytest.mark.chaos
@@ -84,7 +84,7 @@ def test_so_does_one_in_whose_place_another_was_put(tmp_path, cache, shard):
     other = next(path for path in cache.path.glob("shard-*") if path != shard)
     shard.write_bytes(other.read_bytes().ljust(shard.stat().st_size, b"\0")[: shard.stat().st_size])
 
-    assert_mended(tmp_path, cache, encoded=4)
+    assert_repaired(tmp_path, cache, encoded=4)
 
 
 @pytest.mark.chaos
@@ -96,4 +96,4 @@ def test_a_damaged_index_is_made_again_from_records_that_are_read(tmp_path, cach
         part = next(i for i, entry in enumerate(cache.index.shards) if entry.part == 1)
         flip(shard, cache.shard(part).columns["latent"].offset)
 
-    assert_mended(tmp_path, cache, encoded=int(damaged))
+    assert_repaired(tmp_path, cache, encoded=int(damaged))

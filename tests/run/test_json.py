@@ -56,7 +56,7 @@ REPORT = TrainReport(
 TRAIN = TrainResult(
     report=REPORT, phases=(StartupPhase(name="caches", seconds=1.5, note="none"),),
     metrics={"m": 1.0}, gpu="no GPU",
-    caches=(), cache_s=1.5, total_s=3.0, train_s=4.0, reason="fits", epoch_steps=4, mended=1,
+    caches=(), cache_s=1.5, total_s=3.0, train_s=4.0, reason="fits", epoch_steps=4, repaired=1,
     spot_check=SpotReport(wanted=2, checked=2, different=(), failed=()), over_budget="waited",
 )  # fmt: skip
 TRAIN_JSON: dict[str, Any] = {

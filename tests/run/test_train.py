@@ -253,7 +253,7 @@ def test_without_a_free_gpu_the_device_is_the_cpu(
 
 
 @pytest.mark.parametrize("cached_before", [True, False], ids=["second run", "first run"])
-def test_damage_met_while_training_is_mended_and_counted(configure: Configure, cached_before: bool) -> None:
+def test_damage_met_while_training_is_repaired_and_counted(configure: Configure, cached_before: bool) -> None:
     overrides = ("training.tier=disk", "precompute.workers=1", "verify.spot_check=3")
     sound = train_config(
         Run(configure(*overrides, "training.latent_cache_dir=sound", "training.run_dir=sound"))
@@ -270,7 +270,7 @@ def test_damage_met_while_training_is_mended_and_counted(configure: Configure, c
 
     result = train_prepared(Run(config), prepared, started=time.monotonic())
 
-    assert result.mended == 1
+    assert result.repaired == 1
     assert result.to_json()["mended"] == 1
     assert sound.spot_check is not None
     assert sound.spot_check.wanted == 3

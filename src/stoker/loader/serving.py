@@ -61,7 +61,7 @@ REPAIR_TIMEOUT_S = 600.0
 """Seconds that one repair may take: waiting for another process, reading a shard, encoding its records."""
 TRIES = 2
 """How often a loader has the same record encoded again: storage that damages it each time is broken."""
-LOCK_NAME = "mend"
+LOCK_NAME = "repair"
 
 
 class Repairer:

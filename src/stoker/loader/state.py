@@ -164,7 +164,7 @@ def note_transforms(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 # A mixture's state: a few numbers that say which step comes next, and what they depend on.
 
 
-_FREE = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
+_MAY_DIFFER = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
 """Entries of a loader's state that are no terms of it here: fingerprints are compared by cache."""
 
 
@@ -220,11 +220,11 @@ def _loaders_that_differ(there: Mapping[str, Any], here: Mapping[str, Any], posi
     different: list[str] = []
     for name, terms in here.items():
         saved = there.get(name, {})
-        free = [*_FREE, *(["world"] if terms["order"] != "sequential" or not position else [])]
+        may_differ = [*_MAY_DIFFER, *(["world"] if terms["order"] != "sequential" or not position else [])]
         different += [
             f"{name!r} has {key} {saved.get(key)!r} there, {value!r} here"
             for key, value in terms.items()
-            if key not in free and saved.get(key) != value
+            if key not in may_differ and saved.get(key) != value
         ]
     return different
 

@@ -264,11 +264,11 @@ class TrackerProcesses:
 
     def end(self, status: Ending) -> None:
         """Tell how the run ended, and wait for all trackers together; what is not done by then is killed."""
-        deadline_s = time.monotonic() + self._end_s
+        until = time.monotonic() + self._end_s
         for pipe in self._pipes:
-            pipe.close(status, deadline_s)
+            pipe.close(status, until)
         for pipe in self._pipes:
-            pipe.finish(deadline_s, self._end_s)
+            pipe.finish(until, self._end_s)
 
 
 class _TrackerProcess:
@@ -321,16 +321,16 @@ class _TrackerProcess:
             self._stop_sending()
         return False
 
-    def close(self, status: Ending, deadline_s: float) -> None:
+    def close(self, status: Ending, until: float) -> None:
         """Say how the run ended, as soon as there is room for that, and close the pipe."""
         if not self._ended:
-            select.select([], [self._stdin], [], max(0.0, deadline_s - time.monotonic()))
+            select.select([], [self._stdin], [], max(0.0, until - time.monotonic()))
             self.send({"end": status})
         self._stop_sending()
 
-    def finish(self, deadline_s: float, all_s: float) -> None:
+    def finish(self, until: float, all_s: float) -> None:
         """Wait for the process until then, and say what it did not do."""
-        if not self._child.wait(deadline_s - time.monotonic()):
+        if not self._child.wait(until - time.monotonic()):
             self._child.stop(0.0)
             self._say(f"tracker {self._name} was not done {all_s:g} s after the run: ended ({self._log})")
         elif self._child.exit and self._child.exit.code and not self._dropped:

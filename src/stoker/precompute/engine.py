@@ -156,7 +156,7 @@ def encode_parts(
         encode(0, True)
         return
     left = [(rank + step) % world_size for step in range(world_size)]
-    patience_s = settings.timeouts.start if settings.among == "rest" else 0.0
+    wait_s = settings.timeouts.start if settings.among == "rest" else 0.0
     apart, said = open_storage(folder.path).mirror is not None and world_size > 1, False
     mark, changed = _mark(folder.path, apart), time.monotonic()
     while left:
@@ -165,7 +165,7 @@ def encode_parts(
         quiet = time.monotonic() - changed
         overdue, done = quiet > quiet_s, list[int]()
         for number in left:
-            mine = quiet >= patience_s and (number == rank or not apart)
+            mine = quiet >= wait_s and (number == rank or not apart)
             if _take(folder, number, world_size, encode, mine, overdue=overdue):
                 done.append(number)
         left = [number for number in left if number not in done]

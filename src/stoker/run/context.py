@@ -459,7 +459,7 @@ def describe_machine() -> str:
 
 FILE = "run.json"
 LIMIT_BYTES = 1 << 20
-_FREE = (
+_CHANGES_NO_BATCH = (
     "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
     "rank_deadline", "trackers", "price_per_hour",
 )  # fmt: skip
@@ -469,7 +469,7 @@ _FREE = (
 def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
     """Return the digest of what an interrupted run must share with this one: model, training and data."""
     settings: dict[str, Any] = config.to_dict()
-    training = {k: v for k, v in settings["training"].items() if k not in _FREE}
+    training = {k: v for k, v in settings["training"].items() if k not in _CHANGES_NO_BATCH}
     kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
     if settings["stages"]:  # how long each is may change from one to the next
         kept["stages"] = [{k: v for k, v in own.items() if k != "epochs"} for own in settings["stages"]]

@@ -371,7 +371,7 @@ class TrainResult:
     """Why the records are served from where they are."""
     epoch_steps: int
     """Steps of one whole epoch."""
-    mended: int = 0
+    repaired: int = 0
     """Damaged records of both caches that were encoded again while they were served."""
     spot_check: SpotReport | None = None
     """Records compared with what source and encoder give now; None: not asked for."""
@@ -424,7 +424,7 @@ class TrainResult:
             "gpu": self.gpu,
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
-            "mended": self.mended,
+            "mended": self.repaired,
             "spot_check": as_json(self.spot_check),
             "reason": self.reason,
             "caches": as_json(self.caches),
@@ -598,7 +598,7 @@ def _final_facts(prepared: PreparedCaches, served: RunLoaders, tracked: RunTrack
         "gpu": None if tracked.gpu is None else tracked.gpu.reason,
         "caches": _final_caches(prepared.caches, served),
         "reason": served.reason,
-        "mended": sum(loader.repaired for loader in served.loaders),
+        "repaired": sum(loader.repaired for loader in served.loaders),
     }
 
 

@@ -428,9 +428,9 @@ def _encoder_row(run: Run, job: CacheJob) -> CheckRow:
     check = f"encoder {run.task}"
     if job.encoder is None:
         return passed(check, "none: samples are stored as they are")
-    device, deadline_s = run.device, run.config.precompute.timeouts.encode
+    device, timeout_s = run.device, run.config.precompute.timeouts.encode
     try:
-        took_s = try_encoder(job.encoder, job.source.schema(), device, deadline_s)
+        took_s = try_encoder(job.encoder, job.source.schema(), device, timeout_s)
     except StokerError as error:
         code = error.exit_code if isinstance(error, ResourceError) else ConfigError.exit_code
         return failed(check, error, code)

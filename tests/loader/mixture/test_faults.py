@@ -18,7 +18,7 @@ from tests.loader.test_repair import flip
 from tests.loader.test_repair import make as make_mendable
 
 
-def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) -> None:
+def test_damage_in_one_of_several_caches_is_repaired_on_the_way(tmp_path: Path) -> None:
     own = [make_mendable(tmp_path / name) for name in "ab"]
     names = ["a", "b"]
     expected = list(Mixture(own, 5, names=names))
@@ -31,7 +31,7 @@ def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "twice"])
-def test_damage_is_mended_in_the_folder_where_it_is(tmp_path: Path, *, copied: bool) -> None:
+def test_damage_is_repaired_in_the_folder_where_it_is(tmp_path: Path, *, copied: bool) -> None:
     names = ["a", "b"]
     first = make_mendable(tmp_path / "a")
     if copied:

@@ -563,7 +563,7 @@ class Round:
             "threads": self._threads,
             "num_cpus": self._need.num_cpus,
             "device": self._device,
-            "seal_after_s": min(COMMIT_MOST_S, max(COMMIT_LEAST_S, COMMIT_SHARE * elapsed_s)),
+            "commit_after_s": min(COMMIT_MOST_S, max(COMMIT_LEAST_S, COMMIT_SHARE * elapsed_s)),
         }
 
     def _collect(self, timeout_s: float) -> None:

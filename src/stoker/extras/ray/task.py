@@ -313,7 +313,7 @@ def _encode(order: dict[str, Any], run: _LoadedRun, reporter: _BoardReporter) ->
     tasks_here = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))
     settings = replace(
         run.load.settings,
-        commit_after_s=order["seal_after_s"],
+        commit_after_s=order["commit_after_s"],
         device=order["device"],
         memory_bytes=max(
             _LEAST_BYTES, min(run.load.settings.memory_bytes, machine.host_bytes // (2 * tasks_here))
