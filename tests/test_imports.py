@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from tests.kit import forked as subprocess
 
 SRC = Path(__file__).parents[1] / "src"
+SHORT_WAITS = Path(__file__).parent / "chaos" / "short_waits" / "sitecustomize.py"
 IMPORT_ALL = """
 import importlib, sys
 missing = []
@@ -42,3 +44,17 @@ def test_every_module_can_be_imported(tmp_path: Path) -> None:
     assert int(count) <= 10, missing
     assert len(done.stdout.splitlines()) == 1, "an import printed something"
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_waits_that_slow_tests_shorten_have_these_names() -> None:
+    code = f"import runpy, sys; sys.orig_argv.append('serve'); runpy.run_path({str(SHORT_WAITS)!r})"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "STOKER_SHORT_WAITS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr

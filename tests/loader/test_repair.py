@@ -95,9 +95,7 @@ def test_a_flipped_byte_is_encoded_again_and_batches_are_the_same(
 
 
 @pytest.mark.parametrize("windows", [None, Windows()], ids=["records", "windows"])
-def test_damage_between_and_within_epochs_is_repaired_at_first_touch(
-    tmp_path: Path, windows: Any
-) -> None:
+def test_damage_between_and_within_epochs_is_repaired_at_first_touch(tmp_path: Path, windows: Any) -> None:
     def serve(cache: Cache, *, damage: bool) -> list[Any]:
         loader = Loader(cache, batch_size=2, seed=3, tier="disk", windows=windows)
         batches = list(loader)
