@@ -240,30 +240,31 @@ def test_both_nodes_work_and_no_record_depends_on_which(cluster, environment, tm
     assert (report["records"], report["encoded"], report["quarantined"]) == (202, 202, 1)
     assert "sample 50" in said
     assert len(workers(tmp_path)) >= 2
-    assert set(calls(tmp_path).values()) == {1}
+    assert sum(calls(tmp_path).values()) <= 1.1 * 202  # an idle worker may take what another has begun
     same = alone(environment, tmp_path, 203, run=7, faults={"50": "raise"}, max_quarantined=0.1)
     same_records(report["path"], same)
 
 
-def test_a_node_killed_midway_costs_a_little_work(environment, tmp_path):
-    with (
-        nodes(environment) as cluster,
-        running(
-            environment, folder=str(tmp_path), samples=1400, sleep_s=0.1, ray={"address": cluster.address}
-        ) as process,
-    ):
-        wait_for(lambda: len(calls(tmp_path)) > 600)
-        cluster.kill_a_node()
-        out, said = process.communicate(timeout=LONG_S)
+def test_a_node_killed_midway_costs_a_little_work(tmp_path):
+    with an_environment() as environment:  # a cluster takes all processes of its environment along
+        with (
+            nodes(environment) as cluster,
+            running(
+                environment, folder=str(tmp_path), samples=1400, sleep_s=0.1, ray={"address": cluster.address}
+            ) as process,
+        ):
+            wait_for(lambda: len(calls(tmp_path)) > 600)
+            cluster.kill_a_node()
+            out, said = process.communicate(timeout=LONG_S)
 
-    assert process.returncode == 0, said
-    assert "go to another worker" in said
-    report = last_line(out)
-    assert (report["records"], report["encoded"]) == (1400, 1400)
-    encoded = calls(tmp_path)
-    assert len(encoded) == 1400
-    assert sum(encoded.values()) <= 1.1 * 1400
-    same_records(report["path"], alone(environment, tmp_path, 1400))
+        assert process.returncode == 0, said
+        assert "go to another worker" in said
+        report = last_line(out)
+        assert (report["records"], report["encoded"]) == (1400, 1400)
+        encoded = calls(tmp_path)
+        assert len(encoded) == 1400
+        assert sum(encoded.values()) <= 1.1 * 1400
+        same_records(report["path"], alone(environment, tmp_path, 1400))
 
 
 def test_a_killed_driver_takes_its_tasks_along_and_is_resumed(cluster, environment, tmp_path):
@@ -356,12 +357,13 @@ def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment
 
 
 @pytest.mark.parametrize("place", ["file", "s3"])
-def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, tmp_path, monkeypatch, place):
+def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(tmp_path, monkeypatch, place):
     """The second node has another disk at the path of the driver's mirror."""
     mirror, other = tmp_path / "mirror", tmp_path / "other"
     mirror.mkdir()
     other.mkdir()
     with ExitStack() as stack:
+        environment = stack.enter_context(an_environment())
         url, variables = f"file://{tmp_path}/there", {}
         if place == "s3":
             if reason := missing():

@@ -261,4 +261,4 @@ def test_many_more_races(system: str, request: pytest.FixtureRequest) -> None:
             """The next one uses it too."""
 
     machine = Races if shared is None else OnServer
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=400, stateful_step_count=60))
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=100, stateful_step_count=60))

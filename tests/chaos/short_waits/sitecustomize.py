@@ -25,6 +25,7 @@ def shorten(wait_s):
     threads = put("runtime.threads", {"MAP_TIMEOUT_S": wait_s, "MAP_CLOSE_S": wait_s})
     threads.map_in_order.__kwdefaults__["timeout_s"] = wait_s
     put("runtime.signals", {"EXIT_S": wait_s})
+    put("loader.disk", {"READ_TIMEOUT_S": wait_s})
     put("plan.resources", {"DISK_TIMEOUT_S": wait_s})
     put("plan.rates", {"TIMEOUT_S": wait_s, "ANSWER_S": wait_s})
     put("cli.process", {"STORAGE_S": wait_s})
