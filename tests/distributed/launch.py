@@ -48,7 +48,8 @@ def rank_processes(launcher: subprocess.Popen[str], module: str) -> list[tuple[p
     found: list[tuple[psutil.Process, int]] = []
     for child in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if module in child.cmdline():
+            words = child.cmdline()
+            if module in words and "stoker.runtime.processes.preloaded" not in words:  # which imports it
                 found.append((child, int(child.environ()["RANK"])))
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -239,7 +240,9 @@ def test_both_nodes_work_and_no_record_depends_on_which(cluster, environment, tm
     assert code == 0, said
     assert (report["records"], report["encoded"], report["quarantined"]) == (202, 202, 1)
     assert "sample 50" in said
-    assert len(workers(tmp_path)) >= 2
+    assert len(set(re.findall(r"\((\w{6})\) \w+", said))) == 2, (
+        said
+    )  # progress names the worker and its stage
     assert sum(calls(tmp_path).values()) <= 1.1 * 202  # an idle worker may take what another has begun
     same = alone(environment, tmp_path, 203, run=7, faults={"50": "raise"}, max_quarantined=0.1)
     same_records(report["path"], same)
@@ -293,13 +296,14 @@ def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environm
 
     assert process.returncode == 130, said
     encoded = sum(calls(tmp_path).values())
-    assert f"{encoded:,} of 1,000 records are stored" in said
+    (stored,) = map(int, re.findall(r"(\d+) of 1,000 records are stored", said))
+    assert encoded - 32 <= stored <= encoded  # what two encoders have in hand is let go
 
     code, report, said = run(environment, **given)
 
     assert code == 0, said
-    assert (report["reused"], report["encoded"]) == (encoded, 1000 - encoded)
-    assert set(calls(tmp_path).values()) == {1}
+    assert (report["reused"], report["encoded"]) == (stored, 1000 - stored)
+    assert sum(calls(tmp_path).values()) == 1000 + encoded - stored
 
 
 def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, environment, tmp_path):
@@ -325,19 +329,20 @@ def test_a_frozen_worker_is_given_up_ended_and_replaced(cluster, environment, tm
     given = {"folder": str(tmp_path), "samples": 400, "timeouts": timeouts, "ray": ray}
     with running(environment, sleep_s=0.1, **given) as process:
         wait_for(lambda: len(calls(tmp_path)) > 100)
-        frozen = psutil.Process(next(iter(workers(tmp_path))))
+        encoder = psutil.Process(next(iter(workers(tmp_path))))
+        (frozen,) = (one for one in encoder.parents() if one.cmdline()[0].startswith("ray::"))
         frozen.suspend()
         out, said = process.communicate(timeout=LONG_S)
 
     assert process.returncode == 0, said
-    assert "said nothing for 40 s in stage encode" in said
+    assert re.search(r"said nothing for \d+ s in stage", said)
     assert last_line(out)["records"] == 400
     assert sum(calls(tmp_path).values()) <= 1.1 * 400
     wait_for(lambda: not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, limit_s=30.0)
 
 
-@pytest.mark.parametrize(("times", "code"), [("once", 0), ("always", 1)])
-def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment, tmp_path, times, code):
+@pytest.mark.parametrize(("times", "code"), [("once", 0), ("always", 5)])
+def test_an_encoder_that_hangs_is_started_again_and_named(cluster, environment, tmp_path, times, code):
     found, report, said = run(
         environment,
         folder=str(tmp_path),
@@ -348,10 +353,9 @@ def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment
     )
 
     assert found == code, said
-    assert "at samples 40-43 for more than 10 s" in said
-    assert "go to another worker" in said
+    assert "lost at samples 40-43: it made no progress for 10 s" in said
     if code:
-        assert "were lost with their worker 2 times" in said
+        assert "3 encoders in a row ended at samples 40-43" in said
     else:
         assert report["records"] == 80
 
@@ -386,7 +390,6 @@ def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(tmp_path, monk
         assert code == 0, said
         assert (report["records"], report["encoded"]) == (200, 200)
         assert set(calls(tmp_path).values()) == {1}
-        assert len(workers(tmp_path)) == 2
         assert [*other.glob("*/c/*/shard-*")], "the second node stored nothing"
         here = attach_mirror(f"{url}/c", tmp_path / "third")
         same_records(here, alone(environment, tmp_path, 200))
