@@ -60,6 +60,7 @@ def real() -> Iterator[str]:
     try:
         command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]
         subprocess.run(command, env=environment, check=True, timeout=170, stdout=subprocess.DEVNULL)
+        soon(lambda: _listens(dashboard))  # it starts after the command has ended
         yield f"http://127.0.0.1:{dashboard}"
     finally:
         for one in psutil.process_iter(["environ"]):
@@ -71,6 +72,11 @@ def real() -> Iterator[str]:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(
