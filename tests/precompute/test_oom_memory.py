@@ -35,9 +35,13 @@ def test_halving_keeps_nothing_of_the_calls_that_failed(tmp_path: Path) -> None:
     source = TorchSource(torch.utils.data.TensorDataset(torch.randn(8, 4)))
     field = next(iter(source.schema()))
 
-    cache = precompute(
-        source, ModuleEncoder(Hungry(), field=field, time="none", version="1"), tmp_path, name="a", workers=0
-    )
+    encoder = ModuleEncoder(Hungry(), field=field, time="none", version="1")
+
+    gc.freeze()  # what other tests have left makes each collection take seconds
+    try:
+        cache = precompute(source, encoder, tmp_path, name="a", workers=0)
+    finally:
+        gc.unfreeze()
 
     assert len(cache) == 8
     assert max(ALIVE) == 0
