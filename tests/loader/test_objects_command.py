@@ -105,7 +105,7 @@ def test_what_is_trained_from_a_bucket_is_what_is_trained_from_a_folder(
     assert made["caches"][0]["complete"]
     assert sum(entry.bytes for entry in whole.index.shards) > 3 * ROOM
     assert held <= ROOM + MIB
-    assert len(met) > 4
+    assert len(met) >= 3  # of eight kinds, drawn for a few requests
     assert verified.ok
     assert through["val_nrmse"] == local["val_nrmse"]
     expected = weights(project / "one")

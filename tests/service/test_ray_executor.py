@@ -60,8 +60,9 @@ def real() -> Iterator[str]:
     try:
         command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]
         subprocess.run(command, env=environment, check=True, timeout=170, stdout=subprocess.DEVNULL)
-        soon(lambda: _listens(dashboard))  # it starts after the command has ended
-        yield f"http://127.0.0.1:{dashboard}"
+        address = f"http://127.0.0.1:{dashboard}"
+        soon(lambda: _runs_jobs(RayJobs(address, TOKEN)))
+        yield address
     finally:
         for one in psutil.process_iter(["environ"]):
             if (one.info["environ"] or {}).get("RAY_TMPDIR") == folder:
@@ -74,9 +75,12 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+def _runs_jobs(jobs: RayJobs) -> bool:
+    """Whether it has run one: the command that starts a cluster ends before the dashboard takes jobs."""
+    with suppress(ResourceError):
+        jobs.submit("first", "true", gpus=0.0)
+        return jobs.info("first")["status"] == "SUCCEEDED"
+    return False
 
 
 @pytest.fixture(
