@@ -102,6 +102,23 @@ if sys.argv[0] == "-m":
     PrecomputeLoop._adjust = killed
 """
 
+KILLED_AS_ITS_ENCODER_STARTS = """\
+
+if sys.argv[0] == "-m":
+    from stoker.precompute import run
+    from stoker.precompute.encoder_processes import _Device
+    run.FEW_GROUPS = 0  # which would be encoded without a child
+    start = _Device.start
+
+    def killed(self, *given):
+        if not os.path.exists("begun"):
+            open("begun", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(self, *given)
+
+    _Device.start = killed
+"""
+
 SLOW_DISK = """\
 
 if sys.argv[0] == "-m":
@@ -401,6 +418,17 @@ def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("between two groups. Starting it again") == 4
     assert len((project / "calls").read_text()) == 4 * 2 + 3
+
+
+def test_a_kill_while_the_encoders_child_starts_is_survived(project: Path) -> None:
+    env = broken_encoder(project, {})
+    add_to_site(project, KILLED_AS_ITS_ENCODER_STARTS)
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Starting it again") == 1
+    assert json.loads(done.stdout)["caches"][0]["records"] == 12
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def real() -> Iterator[str]:
     port, dashboard = _free_port(), _free_port()
     words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"]
     words += [f"--dashboard-port={dashboard}", "--object-store-memory=100000000", "--disable-usage-stats"]
-    # Its agent, which starts jobs, would take a fixed port, and another cluster may have that.
+    # Its agent, which starts jobs, takes a fixed port by default, which another cluster may have.
     words += [f"--dashboard-agent-listen-port={_free_port()}", f"--dashboard-agent-grpc-port={_free_port()}"]
     try:
         command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]

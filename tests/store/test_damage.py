@@ -145,7 +145,7 @@ def test_a_shard_proves_itself_without_an_index(
         flip(path, bit)
 
 
-def test_a_flip_anywhere_in_index_or_recipe_is_refused_or_mended(tmp_path: Path, source: FakeSource) -> None:
+def test_a_flip_in_index_or_recipe_is_refused_or_repaired(tmp_path: Path, source: FakeSource) -> None:
     cache = make_cache(tmp_path, source)
     for name, load in (
         ("index.json", lambda: load_index(cache.path, cache.recipe)),
@@ -338,7 +338,7 @@ def test_an_index_of_something_else_is_refused(
      b'{"complete": true}', "{\"complete\":\"é\"}".encode()],
     ids=lambda data: repr(data[:20]),
 )  # fmt: skip
-def test_garbage_in_place_of_an_index_is_refused_and_mended(
+def test_garbage_in_place_of_an_index_is_refused_and_repaired(
     tmp_path: Path, source: FakeSource, data: bytes
 ) -> None:
     cache = make_cache(tmp_path, source)

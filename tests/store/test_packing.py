@@ -127,7 +127,7 @@ def test_statistics_are_of_the_values_that_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED_DTYPES)
-def test_a_flipped_bit_in_a_scale_is_found_named_and_mended(tmp_path: Path, dtype: str) -> None:
+def test_a_flipped_bit_in_a_scale_is_found_named_and_repaired(tmp_path: Path, dtype: str) -> None:
     source = FakeSource()
     cache = make_cache(tmp_path, source, dtype=dtype)
     shard = cache.shard(0)

@@ -107,8 +107,8 @@ class RayJobs:
         except (HttpFailure, ServiceError) as error:
             raise ResourceError(
                 f"the Ray cluster at {self.address} does not answer {method} {path}: {error}. Expected its "
-                "dashboard there. On the head node, `ray status` says whether the cluster runs; its "
-                "dashboard needs `pip install 'ray[default]'` and is started with it"
+                "dashboard there. If `ray status` on the head node shows a running cluster, run "
+                "`pip install 'ray[default]'` there and restart the cluster: plain `ray` has no dashboard"
             ) from error
         raise self._refused(answer, path)
 

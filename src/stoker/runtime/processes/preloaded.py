@@ -204,8 +204,10 @@ START_S = 120.0
 """Seconds that the imports may take; past them the process is ended and children start one by one."""
 ANSWER_S = 30.0
 """Seconds that a fork may take."""
-_END_S = 0.5
 _TRIES = 2
+FORK_S = _TRIES * (START_S + ANSWER_S)
+"""Seconds after which `Preloaded.fork` has returned or raised."""
+_END_S = 0.5
 _SAID_BYTES = 1 << 16
 
 
