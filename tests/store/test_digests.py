@@ -57,6 +57,20 @@ def test_an_unchanged_file_is_read_once(file: FileRef, tmp_path: Path, reads: li
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_reading_that_takes_long_is_announced_before_it_begins(
+    file: FileRef, tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = Digests(tmp_path / "cache", before_long=lambda: reads.append("announced"))
+
+    digests.files([FileRef(name="small.bin", path=file.path)])
+    monkeypatch.setattr(recipe, "LONG_BYTES", 100)
+    digests.files([file])
+    digests.files([file])
+
+    assert reads == ["small.bin", "announced", "data.bin"], "neither a small file nor a known one"
+
+
+@pytest.mark.usefixtures("settled")
 def test_a_changed_file_is_read_again(file: FileRef, tmp_path: Path, reads: list[str]) -> None:
     (first,) = Digests(tmp_path / "cache").files([file])
     before = file.path.stat()

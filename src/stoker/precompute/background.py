@@ -40,7 +40,7 @@ from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
 from stoker.precompute.run import LOG_FOLDER, StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, LoggedChild, preload
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
@@ -416,8 +416,18 @@ class SpotCheck:
 def recipe_of(
     source: Source, encoder: Encoder | None, cache_dir: Path, settings: PrecomputeSettings
 ) -> Recipe:
-    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its timeout."""
-    digests = Digests(cache_dir, settings.identity)
+    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its timeout.
+
+    Large files that are not known take long to digest, and are likely to be encoded next: what workers and
+    encoder are forked from is started meanwhile.
+    """
+
+    def before_long() -> None:
+        preload(LIGHT)
+        if encoder is not None:
+            preload(TORCH)
+
+    digests = Digests(cache_dir, settings.identity, before_long=before_long)
     return make_recipe(
         source,
         encoder,

@@ -75,6 +75,8 @@ FULL_BYTES = 4 * GIB
 SAMPLE_BYTES = MIB
 SAMPLE_BLOCKS = 256
 """Blocks read between head and tail of a sampled file, at most; one for each 64 MiB of the file."""
+LONG_BYTES = 128 * MIB
+"""A file above this takes tenths of a second or more: time to start something else meanwhile."""
 SETTLED_S = 2.0
 """Age below which a digest is not remembered: the file may change within one tick of its time stamp. Age is
 counted from the change time, which unlike the modification time no program can set back."""
@@ -110,13 +112,24 @@ class Digests:
     """Digests files, with a memo in `<cache_dir>/.digests` when a folder is given.
 
     A damaged memo is ignored, and a folder that cannot be written is allowed: then nothing is remembered.
+
+    Args:
+        cache_dir, identity: Folder of the memo, and how large files are digested.
+        before_long: Called before a file is digested that takes a noticeable time.
     """
 
-    def __init__(self, cache_dir: Path | None = None, identity: Literal["auto", "full"] = "auto") -> None:
+    def __init__(
+        self,
+        cache_dir: Path | None = None,
+        identity: Literal["auto", "full"] = "auto",
+        *,
+        before_long: Callable[[], None] | None = None,
+    ) -> None:
         if identity not in ("auto", "full"):
             raise ConfigError(f"identity is {identity!r}, expected 'auto' or 'full'")
         self._memo = None if cache_dir is None else Path(cache_dir) / MEMO
         self._identity = identity
+        self._before_long = before_long
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
         """Digest files, in their order.
@@ -136,6 +149,8 @@ class Digests:
             key = " ".join((*map(str, known_by), "sampled" if sampled else "full", ref.name))
             digest = memo.get(key) or fresh.get(key)
             if digest is None:
+                if self._before_long is not None and status.st_size > LONG_BYTES:
+                    self._before_long()
                 digest = _digest(ref, status, sampled=sampled)
                 if time.time() - status.st_ctime > SETTLED_S:
                     fresh[key] = digest

@@ -434,6 +434,8 @@ class Accumulator:
         exact = field.dtype in _BYTES and not field.quantized
         dtype = torch.float32 if exact else torch.float64
         self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
+        # Torch widens 16 bits to 32 with vector instructions, to 64 one by one: two steps are twice as fast.
+        self._between = torch.empty(len(self._buffer), dtype=torch.float32, device="cpu")
         self._sum, self._squares = np.zeros(self._width), np.zeros(self._width)
         self._min, self._max = np.full(self._width, np.inf), np.full(self._width, -np.inf)
 
@@ -443,6 +445,8 @@ class Accumulator:
         step = max(1, CHUNK // self._width) * self._width
         for begin in range(0, len(flat), step):
             chunk = flat[begin : begin + step]
+            if chunk.dtype.is_floating_point and chunk.itemsize == 2:
+                chunk = self._between[: len(chunk)].copy_(chunk)
             self._add(self._buffer[: len(chunk)].copy_(chunk).numpy())
 
     def _add(self, values: NDArray[np.floating[Any]]) -> None:
