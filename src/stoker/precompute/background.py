@@ -373,7 +373,7 @@ class SpotCheck:
             self._compare_all(builder, feed, builder.encoder())
         finally:
             feed.close()
-            builder.remove_empty_logs()
+            builder.close()
 
     def _compare_all(self, builder: StageBuilder, feed: SampleFeed, encoder: BatchEncoder) -> None:
         while not (feed.finished or self._stop.is_set()):
@@ -540,19 +540,18 @@ class EncodeFiller:
         )
         with ExitStack() as ends:
             feed = builder.feed()
-            ends.callback(builder.remove_empty_logs)
+            ends.callback(builder.close)
             ends.callback(feed.close)
             encoding, writer = builder.encoding(feed, compare_first=False), builder.writer()
             ends.callback(encoding.close)
             loop = PrecomputeLoop(
-                builder.stages(feed, encoding, writer),
                 totals,
                 interrupts=Interrupts(),
                 sink=None,
                 pacing=None,
             )
             try:
-                finished = loop.run(until)
+                finished = loop.run(builder.stages(feed, encoding, writer), until=until)
             finally:
                 encoding.clock.alive(bounded=False)
                 builder.commit(writer)

@@ -151,6 +151,7 @@ class EncoderProcesses:
         feed: SampleFeed,
         queue: WorkQueue,
         ledger: SampleLedger,
+        clock: EncodeClock,
     ) -> None:
         self._launch = launch
         self._feed = feed
@@ -162,7 +163,8 @@ class EncoderProcesses:
         self._tries = Counter[int]()
         self._broken: set[int] = set()
         """Keys of samples whose encoder was lost half-way; what still comes of them is let go."""
-        self.clock = EncodeClock(lanes=len(devices), limit_s=launch.limit_s)
+        self.clock = clock
+        clock.lanes, clock.limit_s = len(devices), launch.limit_s
         self._devices = [_Device(name, place) for place, name in enumerate(devices)]
         self._last: StokerError | None = None
         self._used_s = 0.0

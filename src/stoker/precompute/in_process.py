@@ -1,6 +1,8 @@
-"""Read and encode in the calling process: for `workers=0`, few batches, and where a child is not possible.
+"""Read and encode in the calling process: the first batches, with `workers=0`, and where a child cannot.
 
-Reading is in order, in one thread, and so without timeouts. The encoder is called in a thread that can be
+Reading is in order, in the calling thread. Before there are workers, a read that hangs is interrupted by a
+signal (`ReadWatch`), and workers try that sample again; a call in C that looks at no signal goes on. With
+`workers=0` reading has no timeouts. The encoder is called in a thread that can be
 left behind, since a call cannot be ended there. Past its timeout the stacks of all threads go to a file, and
 the caller gets a `StalledError`; what was encoded before is kept. A process under a guardian is killed by
 that, also while the interpreter's lock is held, which no thread of ours could notice: it needs no thread.
@@ -9,8 +11,10 @@ that, also while the interpreter's lock is held, which no thread of ours could n
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -26,10 +30,20 @@ from stoker.precompute.arena import Layout, LoadedBatch, ReadTask, private_array
 from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, TorchState
 from stoker.precompute.progress import WorkerView
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
-from stoker.precompute.worker import SampleFault, SampleFaultError, SampleReader, fill_group, pad_steps
+from stoker.precompute.settings import Timeouts
+from stoker.precompute.worker import (
+    SampleFault,
+    SampleFaultError,
+    SampleReader,
+    fill_group,
+    pad_steps,
+    passing_fault,
+)
 from stoker.runtime.signals import Interrupts, guard_page
-from stoker.runtime.threads import Pool
+from stoker.runtime.threads import Pool, start_thread
 from stoker.schema import Sample
+
+log = logging.getLogger("stoker")
 
 T = TypeVar("T")
 
@@ -41,16 +55,64 @@ _LOOK_S = 0.25
 class ReadingPosition:
     """Position of reading in this process, in place of a heartbeat page."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_s: float = 0.0) -> None:
+        """`limit_s`: seconds without progress after which a guardian kills this process; 0: it does not."""
         self.stage = "wait"
         self.number = -1
+        self.since = time.monotonic()
+        """When it last moved."""
+        self._limit_s = limit_s
+        self._page = guard_page() if limit_s else None
 
     def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
-        """Remember stage and sample for the progress display."""
+        """Note stage and sample."""
         self.stage, self.number = stage, number
+        self.progress(done)
 
     def progress(self, done: int) -> None:
-        """Do nothing: reading in this process has no timeout."""
+        """Note that some of the sample has been read."""
+        self.since = time.monotonic()
+        if self._page is not None:
+            self._page.write(self.stage, self.number, limit_s=0.0 if self.stage == "wait" else self._limit_s)
+
+
+class ReadWatch:
+    """A thread that interrupts a read of this process which hangs; a context manager.
+
+    Args:
+        position: Of the reader.
+        timeouts: Seconds by stage.
+        interrupts: Catches the signals of this process.
+        logs: Folder for the stacks of all threads.
+    """
+
+    def __init__(
+        self, position: ReadingPosition, timeouts: Timeouts, interrupts: Interrupts, logs: Path
+    ) -> None:
+        self._position = position
+        self._limits_s = {"open": timeouts.open, "read": timeouts.read}
+        self._interrupts = interrupts
+        self._logs = logs
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        start_thread(self._run, "stoker-read-watch")
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(min(_LOOK_S, min(self._limits_s.values()) / 4)):
+            stage, since = self._position.stage, self._position.since
+            limit_s = self._limits_s.get(stage)
+            if limit_s is None or time.monotonic() - since <= limit_s:
+                continue
+            path = _dump_stacks(self._logs, "reader")
+            self._interrupts.stall(
+                f'made no progress for {limit_s:g} s in stage "{stage}", in the calling process; stacks of '
+                f"all threads: {path}"
+            )
+            self._position.since = time.monotonic()
 
 
 class InProcessReader:
@@ -76,6 +138,8 @@ class InProcessReader:
         self._interrupts = interrupts
         self._todo: deque[ReadTask] = deque()
         self._start = 0
+        self.stalled = False
+        """A read hung, and was interrupted."""
         # One buffer for the whole run: a batch is encoded before the next is read.
         self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
 
@@ -91,6 +155,12 @@ class InProcessReader:
                 arrays, faults, stop = self._read(work)
         except Interrupted:
             return []  # the loop that polls looks at signals itself
+        except StalledError as error:
+            self.stalled = True
+            number, stage = self._position.number, self._position.stage
+            log.warning("%s: sample %d %s", self._ledger.place(number), number, error.marked)
+            arrays, faults, stop = {}, [passing_fault(number, stage, error.marked)], None
+        self._position.write("wait")
         start, last = self._start, bool(faults) or stop is None
         self._start = 0 if last or stop is None else stop
         if last:
@@ -143,6 +213,11 @@ class InProcessReader:
             self._queue.done()
 
     @property
+    def between_samples(self) -> bool:
+        """No sample has been read in part."""
+        return not self._start
+
+    @property
     def finished(self) -> bool:
         """See `SampleFeed.finished`."""
         return not self._todo and self._queue.finished
@@ -152,7 +227,10 @@ class InProcessReader:
         return [WorkerView(number=0, stage=self._position.stage, sample=self._position.number, seconds=0.0)]
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Leave to others what has not been begun."""
+        while self._todo:
+            self._queue.give_back(self._todo.pop())
+        self._queue.leave(0)
 
 
 @contextmanager
@@ -236,15 +314,20 @@ def ask_encoder(
 
 def _stalled(where: str, timeout_s: float, logs: Path) -> StalledError:
     """Return the error for a call that hangs, with the stacks of all threads in a file."""
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = logs / f"encoder-{os.getpid()}.txt"
-    with path.open("w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    path = _dump_stacks(logs, "encoder")
     return StalledError(
         f"the encoder has been {where} for more than {timeout_s:g} s; stacks of all threads: {path}. Its "
         "call is left behind in a thread of this process. What was encoded is kept; run it again to encode "
         f"the rest. For an encoder that is only slow, give timeouts={{'encode': {10 * timeout_s:g}}}"
     )
+
+
+def _dump_stacks(logs: Path, what: str) -> Path:
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = logs / f"{what}-{os.getpid()}.txt"
+    with path.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path
 
 
 def _state_of_caller() -> Callable[[Callable[[], T]], T]:

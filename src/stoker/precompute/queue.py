@@ -15,6 +15,7 @@ That cut costs a run decoded twice, unless a group ends there, so few cuts of th
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ _ITEM_GROUPS = 256
 _RUNS_A_SHARED_ONE = 12
 """One run in so many may be decoded twice; at least one, since a second worker gains more than that costs."""
 _NOBODY = -1
+FIRST_START_S = 2.0
+"""What the first child of a program takes to import torch; later ones are forked in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,15 @@ class WorkQueue:
     def untaken(self) -> int:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
+
+    def is_worth_a_start(self, since: float) -> bool:
+        """Return True if what is left takes longer than the start of the first child of a program.
+
+        Args:
+            since: `time.monotonic()` when the groups that are done were begun.
+        """
+        done = self.groups - self.untaken - self._outstanding - len(self._again)
+        return done > 0 and self.untaken * (time.monotonic() - since) / done > FIRST_START_S
 
     def take(self, worker: int, workers: int) -> list[ReadTask]:
         """Return the next item for `worker` out of `workers`: consecutive groups, or nothing."""

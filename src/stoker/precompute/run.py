@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
-from stoker.plan.resources import Resources, probe, resolve_device
+from stoker.plan.resources import Resources, probe, resolve_device, storage_of
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
     PRECISION,
@@ -37,6 +38,7 @@ from stoker.precompute.in_process import (
     InProcessEncoder,
     InProcessReader,
     ReadingPosition,
+    ReadWatch,
     ask_encoder,
     call_encoder,
 )
@@ -46,13 +48,13 @@ from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueu
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
 from stoker.precompute.workers import Supervisor, WorkerLaunch
-from stoker.runtime.processes.child import LIGHT, TORCH, Drain, preload
-from stoker.runtime.signals import Interrupts
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
+from stoker.runtime.signals import Interrupts, first_time
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
-from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
+from stoker.sources.protocol import FileRef, LocatableSource, SelfCheckingSource, Source
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
@@ -75,6 +77,8 @@ FEW_GROUPS = 16
 
 Many encoders take those in the second or two that the first child of a program needs to import torch.
 """
+_SMALL_ENCODER_BYTES = 64 * MIB
+"""A larger one is not pickled for a child that may not be needed: a child encodes from the beginning."""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
 _GROUPS_A_WORKER = 8
@@ -102,7 +106,7 @@ class StageBuilder:
         self.missing = missing
         self.name = folder.name
         self.logs = folder.path.parent.parent / LOG_FOLDER
-        self._clock = EncodeClock(page=None) if rehearsal else EncodeClock()
+        self.clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
         self._source = source
         self._encoder = encoder
@@ -142,6 +146,10 @@ class StageBuilder:
         self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_workers, self.most_workers = self._plan()
         self._children = () if rehearsal else self._devices_of_children()
+        self._encoded_here = False
+        self._pickled: bytes | None = None
+        self._encoders: EncoderLaunch | None = None
+        """Made before this process first called the encoder, for the child that follows."""
 
     def _devices_of_children(self) -> tuple[str, ...]:
         """Return the devices on which a child encodes; none where this process encodes.
@@ -187,13 +195,7 @@ class StageBuilder:
         if self._children:
             preload(TORCH)
         if self._first_workers == 0:
-            position = ReadingPosition()
-            samples = SampleReader(
-                self._reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
-            )
-            return InProcessReader(
-                samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
-            )
+            return self._reader(ReadingPosition())
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
@@ -203,13 +205,79 @@ class StageBuilder:
             raise
         return feed
 
+    def _reader(self, position: ReadingPosition) -> InProcessReader:
+        """Return what reads in this process."""
+        samples = SampleReader(
+            self._reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
+        )
+        return InProcessReader(
+            samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
+        )
+
+    def head_start(self) -> HeadStart | None:
+        """Return what reads and encodes in this process before there are children; None: start with children.
+
+        Not where a read or call that hangs could not be ended: in other threads than the first, and for files
+        that lie elsewhere; nor in a command that its guardian has started again.
+        """
+        settings = self.settings
+        if (
+            settings.workers is not None
+            or settings.always_in_child
+            or settings.device != "cpu"
+            or len(settings.devices) > 1
+            or not self._interrupts.can_stall
+            or not _are_local(file for files in self.folder.recipe.refs for file in files)
+            or not first_time(f"begin {self.folder.path} in this process")
+        ):
+            return None
+        if self._children and estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
+            return None
+        if self._children:  # before a call, which may leave in it what cannot be sent
+            self._encoders = self._launch_of_encoders(compare_first=False)
+            if self._encoders is None:
+                self._children = ()
+        if estimate_pickle_bytes(self._source) <= _SMALL_SOURCE_BYTES:  # the same for a read
+            self._payload()
+        position = ReadingPosition(limit_s=2 * max(settings.timeouts.open, settings.timeouts.read))
+        return HeadStart(self, self._reader(position), position)
+
+    def is_ready(self) -> bool:
+        """Return True if children can be forked at once; what they are forked from is started."""
+        modules = {self._payload()[1]} | ({TORCH} if self._children else set())
+        for one in modules:
+            preload(one)
+        return all(map(is_preloaded, modules))
+
+    def check_source(self) -> None:
+        """Have a source that can check itself in a child do so, before workers read it."""
+        if self.settings.workers != 0 and isinstance(self._source, SelfCheckingSource):
+            with self._interrupts.raising():
+                self._source.check_in_child()
+
+    def watch(self, position: ReadingPosition) -> ReadWatch:
+        """Return what interrupts a read of this process that hangs."""
+        return ReadWatch(position, self.settings.timeouts, self._interrupts, self.logs)
+
     def _at_once(self, cores: int) -> int:
         if self.settings.workers is not None:
             return self._first_workers
         return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER))
 
+    def _payload(self) -> tuple[bytes, tuple[str, ...]]:
+        """Return the source as workers get it, and what they import.
+
+        Raises:
+            SourceError: The source cannot be sent to a worker.
+        """
+        if self._pickled is None:
+            self._pickled = pickle_for_process(self._reading)
+        # What a pickle names it will import. A worker that needs torch all the same imports it then.
+        return self._pickled, TORCH if b"torch" in self._pickled else LIGHT
+
     def _launch(self) -> WorkerLaunch:
-        payload = pickle_for_process(self._reading)
+        payload, modules = self._payload()
+        self._pickled = None
         frame = {
             "kind": "start",
             "confined": confined_sources(),
@@ -217,8 +285,6 @@ class StageBuilder:
             "offsets": list(self._parts.offsets),
             "nan": self.settings.nan,
         }
-        # What a pickle names it will import. A worker that needs torch all the same imports it then.
-        modules = TORCH if b"torch" in payload else LIGHT
         return WorkerLaunch(
             payload=payload,
             frame=frame,
@@ -236,20 +302,27 @@ class StageBuilder:
                 if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
                     path.unlink()
 
-    def remove_empty_logs(self) -> None:
-        """Remove the folder of logs, unless a process was lost and its log is to be read."""
+    def close(self) -> None:
+        """Release what no child needed, and the folder of logs unless a process was lost."""
+        if self._encoders is not None:
+            os.close(self._encoders.task_fd)
+            self._encoders = None
         with suppress(OSError):
             self.logs.rmdir()
 
     def encoder(self) -> BatchEncoder:
-        """Return the encoder on its device; getting there has the timeout of one of its calls."""
+        """Return the encoder on its device, from which `leave_device` brings it back.
+
+        Getting there has the timeout of one of its calls.
+        """
+        self._encoded_here = True
         encoder = BatchEncoder(
             self._encoder,
             self.folder.recipe,
             self._schema,
             device=self.settings.device,
             nan=self.settings.nan,
-            clock=self._clock,
+            clock=self.clock,
         )
         self._move(torch.device(self.settings.device))
         return encoder
@@ -262,7 +335,7 @@ class StageBuilder:
             timeout_s=self.settings.timeouts.encode,
             logs=self.logs,
             what=f"on its way to {device}",
-            clock=self._clock,
+            clock=self.clock,
             interrupts=self._interrupts,
         )
 
@@ -272,23 +345,32 @@ class StageBuilder:
         Args:
             compare_first: See `BatchEncoder`; needless, and twice the time, for single groups of a cache.
         """
-        if self._children and (launch := self._launch_of_encoders(compare_first)) is not None:
+        launch, self._encoders = self._encoders, None
+        if self._children and (launch := launch or self._launch_of_encoders(compare_first)) is not None:
             try:
                 return EncoderProcesses(
-                    self._children, launch, feed=feed, queue=self.queue, ledger=self.ledger
+                    self._children,
+                    launch,
+                    feed=feed,
+                    queue=self.queue,
+                    ledger=self.ledger,
+                    clock=self.clock,
                 )
             except ResourceError as error:
                 if len(self._children) > 1:
                     raise
                 log.warning("%s: the encoder runs in this process: %s", self.name, error)
-        # From here on this process encodes, so `leave_device` has to bring the encoder back.
         self._children = ()
+        return self.encoding_here(feed, compare_first=compare_first)
+
+    def encoding_here(self, feed: SampleFeed, *, compare_first: bool) -> InProcessEncoder:
+        """Return what encodes in this process."""
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.timeouts.encode
         encoder.compare_first = compare_first
         call = partial(
             call_encoder,
-            clock=self._clock,
+            clock=self.clock,
             timeout_s=self.settings.timeouts.encode,
             logs=self.logs,
             interrupts=self._interrupts,
@@ -346,7 +428,7 @@ class StageBuilder:
 
         An encoder in children never left; one that is still at a call which was given up stays where it is.
         """
-        if self._home is not None and not self._children and not self._clock.given_up:
+        if self._home is not None and self._encoded_here and not self.clock.given_up:
             self._move(self._home)
             if self.settings.device.startswith("cuda"):
                 torch.cuda.empty_cache()
@@ -373,7 +455,6 @@ class StageBuilder:
         """Return all stages of the run together."""
         return RunStages(
             feed=feed,
-            queue=self.queue,
             ledger=self.ledger,
             encoding=encoding,
             writer=writer,
@@ -385,6 +466,33 @@ class StageBuilder:
         """Commit what was handed over, also when the run fails: the error under way is what counts."""
         with suppress(StokerError):
             writer.close()
+
+
+class HeadStart:
+    """Reads in this process, and knows when that is enough.
+
+    The first child of a program takes seconds to import what it needs. Small sets are read and encoded by
+    then; of others, the first groups are.
+    """
+
+    def __init__(self, builder: StageBuilder, reader: InProcessReader, position: ReadingPosition) -> None:
+        self.reader = reader
+        self.watch = builder.watch(position)
+        self._builder = builder
+        self._begun = time.monotonic()
+
+    def is_enough(self) -> bool:
+        """Return True if children are worth their start, and can be forked at once, or a read hung."""
+        if not self.reader.between_samples:
+            return False
+        worth = self._builder.queue.is_worth_a_start(self._begun)
+        return self.reader.stalled or (worth and self._builder.is_ready())
+
+
+def _are_local(files: Iterable[FileRef]) -> bool:
+    """Return True if no file is known to lie on another machine."""
+    mounts = [storage_of(folder) for folder in {file.path.parent for file in files}]
+    return not any(mount.network for mount in mounts if mount is not None)
 
 
 def _forget(failures: Sequence[Failure]) -> None:
@@ -412,9 +520,6 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     source, folder = share.source, share.folder
     share = replace(share, settings=_on_device(share, sink))
     settings, copies = _with_copies(source, share.settings)
-    if settings.workers != 0 and isinstance(source, SelfCheckingSource):
-        with share.interrupts.raising():
-            source.check_in_child()
     resources = probe(path=folder.path)
     settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
     most = max(1, min(most, copies, _useful(resources)))
@@ -425,7 +530,7 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     try:
         return _encode(builder, sink, share, pacing)
     finally:
-        builder.remove_empty_logs()
+        builder.close()
 
 
 def _on_device(share: EncodeShare, sink: ProgressSink | None) -> PrecomputeSettings:
@@ -460,17 +565,12 @@ def _useful(resources: Resources) -> int:
 def _encode(
     builder: StageBuilder, sink: ProgressSink | None, share: EncodeShare, pacing: WorkerPacing
 ) -> ShareOutcome:
-    """Start the stages, run them, and end them in an order that keeps what was encoded."""
-    settings, feed = builder.settings, builder.feed(cores=pacing.most // _WORKERS_A_CORE)
+    """Run the stages, and end them in an order that keeps what was encoded."""
+    settings, pool = builder.settings, None
     pacing.most = min(pacing.most, builder.most_workers)
-    writer = encoding = None
+    writer = builder.writer()
     try:
-        if feed.pool is None and sink is not None:
-            sink.note(f"{builder.name}: workers=0, reading in this process: in order and without timeouts")
-        encoding = _encoding(builder, feed, share)  # the workers are starting meanwhile
-        writer = builder.writer()
         loop = PrecomputeLoop(
-            builder.stages(feed, encoding, writer),
             RunTotals(
                 name=builder.name,
                 total=builder.folder.recipe.count if settings.part[1] == 1 else len(builder.missing),
@@ -483,27 +583,34 @@ def _encode(
             pacing=pacing if settings.workers is None else None,
         )
         try:
-            finished = loop.run(lasts_s=share.lasts_s)
+            finished = False
+            if (head := builder.head_start()) is not None:
+                finished = _run_head(builder, head, loop, writer, share)
+            if not finished and share.interrupts.signal is None:
+                if settings.workers == 0 and sink is not None:
+                    sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
+                builder.check_source()
+                feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
+                with closing(feed):
+                    encoding = _encoding(
+                        builder, feed, share, first=head is None
+                    )  # the workers are starting meanwhile
+                    with closing(encoding):
+                        finished = loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
+                pool = feed.pool
         finally:
-            encoding.clock.alive(bounded=False)
-            feed.close()
-            encoding.close()
+            builder.clock.alive(bounded=False)
             builder.commit(writer)
         writer.check()
         builder.leave_device()
     except BaseException:
-        feed.close()
-        if encoding is not None:
-            encoding.close()
-        if writer is not None:
-            writer.abandon()
+        writer.abandon()
         raise
-    pool = feed.pool
     return ShareOutcome(
         finished=finished,
         encoded=loop.encoded,
         adopted=writer.copied,
-        encode_seconds=encoding.clock.seconds,
+        encode_seconds=builder.clock.seconds,
         workers=0 if pool is None else pool.workers,
         lost_workers=0 if pool is None else pool.losses,
         abandoned_workers=0 if pool is None else pool.abandoned,
@@ -511,9 +618,20 @@ def _encode(
     )
 
 
-def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
+def _run_head(
+    builder: StageBuilder, head: HeadStart, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare
+) -> bool:
+    """Work in this process until children are worth their start and can be forked at once; True: all done."""
+    encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+    if share.encoder is not None:
+        encoding = builder.recognizing(encoding, share.same)
+    with closing(head.reader), head.watch:
+        return loop.run(builder.stages(head.reader, encoding, writer), enough=head.is_enough)
+
+
+def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare, *, first: bool) -> EncodeStage:
     """Return the stage that encodes; a feed that waits for workers wakes up for it, and for signals."""
-    inner = builder.encoding(feed, compare_first=share.compare_first)
+    inner = builder.encoding(feed, compare_first=share.compare_first and first)
     children = isinstance(inner, EncoderProcesses)
     if children:
         inner.watch(share.interrupts.fd)

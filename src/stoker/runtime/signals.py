@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from stoker.errors import Interrupted
+from stoker.errors import Interrupted, StalledError
 from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 
@@ -48,6 +48,8 @@ class Interrupts:
         self._write_fd = -1
         self._since = 0.0
         self._raises = False
+        self._due = self._stalled = ""
+        """Why `stall` was called: its signal is on the way, and has arrived."""
 
     @contextmanager
     def raising(self) -> Generator[None]:
@@ -58,6 +60,7 @@ class Interrupts:
 
         Raises:
             Interrupted: One came.
+            StalledError: Another thread called `stall`.
         """
         try:
             try:
@@ -68,9 +71,26 @@ class Interrupts:
             finally:
                 self._raises = False
         except KeyboardInterrupt:
-            if self.signal is None:
-                raise
-            raise Interrupted(f"stopped by {self.signal.name}. Run it again to resume") from None
+            if self.signal is not None:
+                raise Interrupted(f"stopped by {self.signal.name}. Run it again to resume") from None
+            why, self._stalled = self._stalled, ""
+            if why:
+                raise StalledError(why) from None
+            raise
+
+    @property
+    def can_stall(self) -> bool:
+        """`stall` has an effect: signals are caught, in the main thread."""
+        return bool(self._previous)
+
+    def stall(self, why: str) -> None:
+        """End what is done within `raising`; for another thread, which has seen that it hangs.
+
+        Code in C that neither waits in the kernel nor looks at signals is not ended.
+        """
+        if self._raises and self._previous:
+            self._due = why
+            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -82,6 +102,12 @@ class Interrupts:
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
+        if self._due:
+            why, self._due = self._due, ""
+            if self._raises:
+                self._stalled = why
+                raise KeyboardInterrupt
+            return
         if self.signal is not None:
             if not self._patient and now - self._since > TOGETHER_S:
                 os._exit(_EXIT_INTERRUPTED)  # committed shards stay complete; workers die with us

@@ -42,7 +42,7 @@ from stoker.sources.pickling import (
 )
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
 from stoker.sources.torch_identity import Description, describe
-from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
+from stoker.sources.torch_items import Item, PlainItems, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
@@ -378,6 +378,7 @@ class TorchSource:
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
+        self._plain: PlainItems | None = None
 
     def _length(self, dataset: MapDataset) -> int:
         try:
@@ -400,7 +401,14 @@ class TorchSource:
         seen = None if self._version is not None else self._seen or describe(self._dataset)
         if seen is not None and not any(name.startswith("__main__.") for name in seen.code):
             seen = None
-        return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None, "_seen": seen}
+        return {
+            **self.__dict__,
+            "_live": None,
+            "_last": None,
+            "_elsewhere": None,
+            "_plain": None,
+            "_seen": seen,
+        }
 
     def __len__(self) -> int:
         """Return the Dataset's length when the source was made."""
@@ -510,18 +518,24 @@ class TorchSource:
         The copy is shallow, so data is shared. Whatever a Dataset opens on first use (files, connections)
         lands on the copy, so the original can still be sent to workers.
         """
-        if self._live is None:
-            self._live = copy.copy(self._dataset)
-        with preserve_random_state(index) if seeded else nullcontext():
-            item = self._live[index]
+        item = self._get(index, seeded=seeded)
         found = flatten_item(item, where=self.locate(index), text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
         return found
 
+    def _get(self, index: int, *, seeded: bool) -> Any:
+        if self._live is None:
+            self._live = copy.copy(self._dataset)
+        with preserve_random_state(index) if seeded else nullcontext():
+            return self._live[index]
+
     def _checked(self, index: int, schema: Schema) -> Sample:
-        found = self._item(index, seeded=self._freeze)
+        item = self._get(index, seeded=self._freeze)
+        if self._plain is not None and (sample := self._plain.read(item)) is not None:
+            return sample
         where = self.locate(index)
+        found = flatten_item(item, where=where, text=self._text)
         if found.keys() != schema.keys():
             raise SourceError(
                 f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples. "
@@ -537,6 +551,7 @@ class TorchSource:
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} {field.shape} "
                     f"as in the probed samples. Fix the item{cure if longer else ''}"
                 )
+        self._plain = self._plain or PlainItems(item, found)
         return {name: array for name, (array, _) in found.items()}
 
     def _look_ahead(self) -> None:

@@ -246,6 +246,15 @@ class Preloaded:
         with self._lock:
             self._start()
 
+    def is_ready(self) -> bool:
+        """Return True if `fork` would not wait for its imports: they are done, or it cannot be used."""
+        with self._lock:
+            if self._ready or self._control is None or self._process is None:
+                return True
+            poller = select.poll()
+            poller.register(self._control, select.POLLIN)
+            return bool(poller.poll(0))
+
     def fork(self, fds: Sequence[int]) -> tuple[int, int]:
         """Fork a child that has copies of these descriptors; see `Server`.
 

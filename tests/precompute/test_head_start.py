@@ -1,0 +1,110 @@
+"""The first groups are read and encoded where `precompute` is called; children follow where they pay."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.errors import SourceError
+from stoker.precompute import queue
+from stoker.precompute.workers import Supervisor
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+
+
+@pytest.fixture
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(Supervisor, "start", start)
+
+
+def same(one: stoker.Cache, two: stoker.Cache) -> None:
+    assert one.fingerprint == two.fingerprint
+    assert one.numbers.tolist() == two.numbers.tolist() != []
+    for number in one.numbers.tolist():
+        for name, value in one[number].items():
+            assert torch.equal(value, two[number][name]), (number, name)
+
+
+@pytest.mark.usefixtures("no_workers")
+@pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
+def test_a_small_set_starts_no_process(tmp_path: Path, encoder: Any) -> None:
+    cache = stoker.precompute(FakeSource((100, 30)), encoder, tmp_path, name="a")
+
+    assert len(cache) == 130
+    same(cache, stoker.precompute(FakeSource((100, 30)), encoder, tmp_path / "b", name="a", workers=0))
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_sample_that_fails_here_is_quarantined(tmp_path: Path) -> None:
+    source = FakeSource((60,), faults={7: "raise", 20: "nan"})
+
+    cache = stoker.precompute(source, None, tmp_path, name="a", max_quarantined=0.1)
+
+    assert len(cache) == 58
+    assert [*cache.quarantined] == [7, 20]
+
+
+@pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
+@pytest.mark.parametrize("start_s", [0.0, 0.5])
+def test_workers_take_over_and_no_record_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any, start_s: float
+) -> None:
+    monkeypatch.setattr(queue, "_START_S", start_s)
+    started: list[int] = []
+    start = Supervisor.start
+    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
+
+    cache = stoker.precompute(FakeSource((300, 300), delay_s=0.004, run=13), encoder, tmp_path, name="a")
+
+    assert started
+    same(
+        cache, stoker.precompute(FakeSource((300, 300), run=13), encoder, tmp_path / "b", name="a", workers=0)
+    )
+
+
+def test_a_read_that_hangs_here_is_given_to_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = FakeSource((60,), faults={17: "hang"})
+
+    with caplog.at_level(logging.WARNING, "stoker"):
+        cache = stoker.precompute(
+            source, None, tmp_path, name="a", max_quarantined=0.1, timeouts={"open": 2.0, "read": 2.0}
+        )
+
+    assert [*cache.quarantined] == [17]
+    assert len(cache) == 59
+    assert "sample 17 made no progress for 2 s in the calling process" in caplog.text
+
+
+class Locked(FakeSource):
+    """Cannot be sent to another process."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__((300,), run=13, delay_s=0.002, **given)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_what_cannot_be_sent_to_workers_is_read_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(queue, "_START_S", 0.0)
+
+    with caplog.at_level(logging.WARNING, "stoker"):
+        cache = stoker.precompute(Locked(), None, tmp_path, name="a")
+
+    assert len(cache) == 300
+    assert "this process reads alone" in caplog.text
+
+
+def test_with_a_number_of_workers_nothing_is_read_here(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="workers=0"):
+        stoker.precompute(Locked(), None, tmp_path, name="a", workers=1)
