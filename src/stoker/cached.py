@@ -32,7 +32,6 @@ from stoker.loader.outputs import check_dtype, check_names
 from stoker.plan.resources import encode_on, resolve_device, storage_of
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.runtime.locks import FileLock
-from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -95,8 +94,6 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
-    if cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists():
-        _preload(source, encoding)  # while items are probed here
     encoder = _as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
@@ -105,12 +102,6 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     if cache_dir is None:
         return _in_memory(source, encoder, encoding, own)
     return Loader(fill_cache(source, encoder, resolve_local(cache_dir, must_exist=False), **encoding), **own)
-
-
-def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
-    """Start to import what workers need, unless this process reads alone."""
-    if encoding.get("workers") != 0:
-        preload(TORCH if isinstance(source, TorchSource) else LIGHT)
 
 
 def _in_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_a_sample_that_fails_here_is_quarantined(tmp_path: Path) -> None:
 def test_workers_take_over_and_no_record_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any, start_s: float
 ) -> None:
-    monkeypatch.setattr(queue, "_START_S", start_s)
+    monkeypatch.setattr(queue, "FIRST_START_S", start_s)
     started: list[int] = []
     start = Supervisor.start
     monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
@@ -81,7 +82,7 @@ def test_a_read_that_hangs_here_is_given_to_workers(tmp_path: Path, caplog: pyte
 
     assert [*cache.quarantined] == [17]
     assert len(cache) == 59
-    assert "sample 17 made no progress for 2 s in the calling process" in caplog.text
+    assert "sample 17 made no progress for 2 s" in caplog.text
 
 
 class Locked(FakeSource):
@@ -92,19 +93,25 @@ class Locked(FakeSource):
         self.lock = threading.Lock()
 
 
-@pytest.mark.usefixtures("no_workers")
-def test_what_cannot_be_sent_to_workers_is_read_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(queue, "_START_S", 0.0)
-
-    with caplog.at_level(logging.WARNING, "stoker"):
-        cache = stoker.precompute(Locked(), None, tmp_path, name="a")
-
-    assert len(cache) == 300
-    assert "this process reads alone" in caplog.text
-
-
-def test_with_a_number_of_workers_nothing_is_read_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [None, 1])
+def test_what_cannot_be_sent_to_workers_is_refused_before_it_is_read(tmp_path: Path, workers: Any) -> None:
     with pytest.raises(SourceError, match="workers=0"):
-        stoker.precompute(Locked(), None, tmp_path, name="a", workers=1)
+        stoker.precompute(Locked(), None, tmp_path, name="a", workers=workers)
+
+
+def test_without_signals_to_interrupt_a_read_workers_read_from_the_beginning(tmp_path: Path) -> None:
+    read_in: set[int] = set()
+
+    class Noting(FakeSource):
+        def read(self, *where: Any) -> Any:
+            read_in.add(os.getpid())
+            return super().read(*where)
+
+    thread = threading.Thread(
+        target=lambda: stoker.precompute(Noting((40,)), None, tmp_path, name="a"), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+
+    assert len(stoker.open_cache(tmp_path / "a")) == 40
+    assert not read_in

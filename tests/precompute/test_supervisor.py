@@ -250,9 +250,9 @@ def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_ru
     tries = refuse_all_but(monkeypatch, 1)
     before = held()
 
-    report = run(FakeSource((60,), delay_s=0.02), tmp_path, workers=workers)
+    report = run(FakeSource((300,), delay_s=0.02), tmp_path, workers=workers)
 
-    assert (report.records, report.workers) == (60, 1)
+    assert (report.records, report.workers) == (300, 1)
     assert len(tries) > 1
     assert "another worker cannot be started; continuing with 1: a worker process cannot" in caplog.text
     gc.collect()
