@@ -315,9 +315,9 @@ def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, en
 
     assert code == 0, said
     slow = int((tmp_path / "slow").read_text())
-    assert sum(workers(tmp_path).values()) == 100
+    assert len(calls(tmp_path)) == 100
+    assert sum(calls(tmp_path).values()) <= 1.1 * 100  # one that it has begun may be taken from it
     assert workers(tmp_path)[slow] < 32
-    assert set(calls(tmp_path).values()) == {1}
     same_records(report["path"], alone(environment, tmp_path, 400))
 
 

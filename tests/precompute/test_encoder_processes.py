@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 
-from stoker import ModuleEncoder
 from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
 from stoker.plan.resources import probe
 from stoker.precompute import (
@@ -27,14 +26,12 @@ from stoker.precompute import (
     PrecomputeReport,
     PrecomputeSettings,
     Timeouts,
-    background,
     encoder_processes,
     precompute,
 )
 from stoker.precompute import run as run_module
-from stoker.runtime.processes.child import LIGHT, TORCH
 from stoker.sources.arrays import ArraySource
-from stoker.store import open_cache, recipe
+from stoker.store import open_cache
 from stoker.units import MIB
 from tests.kit import forked as subprocess
 from tests.precompute.fake_encoders import FakeEncoder
@@ -270,24 +267,6 @@ def test_a_child_that_cannot_be_started_is_done_without(
     assert report.encoded == MANY
     assert [path.name for path in marker.iterdir()] == [str(os.getpid())]
     assert "no process is left (fake)" in caplog.text
-
-
-def test_processes_start_while_a_large_file_is_digested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((4, 8), np.float32))
-    source = ArraySource(tmp_path / "x.npy", layout="rows")
-    encoder = ModuleEncoder(torch.nn.Linear(8, 2), field="data", output="y", version="1")
-    happened: list[object] = []
-    digest = recipe._digest
-    monkeypatch.setattr(recipe, "LONG_BYTES", 0)
-    monkeypatch.setattr(recipe, "_digest", lambda *a, **k: happened.append("digest") or digest(*a, **k))
-    monkeypatch.setattr(background, "preload", happened.append)
-
-    background.recipe_of(source, None, tmp_path, PrecomputeSettings())
-    background.recipe_of(source, encoder, tmp_path, PrecomputeSettings())
-
-    assert happened == [LIGHT, "digest", LIGHT, TORCH, "digest"]
 
 
 def test_few_groups_have_a_child_where_the_settings_say_so(tmp_path: Path, marker: Path) -> None:

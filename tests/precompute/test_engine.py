@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import stoker
 from stoker.config.names import in_settings
 from stoker.errors import (
     ConfigError,
@@ -27,13 +28,16 @@ from stoker.errors import (
     ResourceError,
     SourceError,
 )
-from stoker.precompute import PrecomputeSettings, precompute, run_precompute
+from stoker.precompute import PrecomputeSettings, engine, precompute, run_precompute
 from stoker.precompute.progress import LineProgress
+from stoker.precompute.run import encode_here
 from stoker.precompute.workers import Worker
+from stoker.runtime.processes.child import LIGHT, TORCH
+from stoker.sources.arrays import ArraySource
 from stoker.sources.files import confine_sources
 from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
-from stoker.store import open_cache
+from stoker.store import open_cache, recipe
 from stoker.store.storage import exclusive_use
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import (
@@ -618,3 +622,41 @@ def test_a_run_too_short_for_a_line_says_nothing(tmp_path):
     run(FakeSource((20,)), FakeEncoder(), tmp_path, workers=1, progress=LineProgress(out, first_s=60))
 
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("workers", "encoded", "started"),
+    [(1, True, [LIGHT, TORCH]), (1, False, [LIGHT]), (0, True, [TORCH]), (0, False, [])],
+)
+def test_what_children_are_forked_from_starts_while_a_large_file_is_digested(
+    tmp_path, monkeypatch, workers, encoded, started
+):
+    np.save(tmp_path / "x.npy", np.zeros((4, 8), np.float32))
+    source = ArraySource(tmp_path / "x.npy", layout="rows")
+    linear = stoker.ModuleEncoder(torch.nn.Linear(8, 2), field="data", output="y", version="1")
+    encoder = linear if encoded else None
+    happened = []
+    digest = recipe._digest
+    monkeypatch.setattr(recipe, "LARGE_BYTES", 0)
+    monkeypatch.setattr(recipe, "SETTLED_S", -1.0)
+    monkeypatch.setattr(recipe, "_digest", lambda *a, **k: happened.append("digest") or digest(*a, **k))
+    monkeypatch.setattr(engine, "preload", happened.append)
+
+    run(source, encoder, tmp_path / "c", workers=workers)
+    assert happened == [*started, "digest"]
+
+    run(source, encoder, tmp_path / "c", workers=workers)
+    assert happened == [*started, "digest"], "a known file starts nothing"
+
+
+def test_an_engine_that_encodes_elsewhere_starts_nothing_here(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.zeros((4, 8), np.float32))
+    source = ArraySource(tmp_path / "x.npy", layout="rows")
+    happened = []
+    monkeypatch.setattr(recipe, "LARGE_BYTES", 0)
+    monkeypatch.setattr(engine, "preload", happened.append)
+
+    precompute(source, None, tmp_path / "c", name="c", workers=1, progress=None, engine=encode_here)
+
+    assert len(open_cache(tmp_path / "c" / "c")) == 4
+    assert not happened

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -45,7 +46,7 @@ SERVE = Path(__file__).with_name("serve.py")
 class Report:
     """What a storm left behind."""
 
-    jobs: int
+    jobs: int = 0
     seconds: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
     attempts: int = 0
@@ -145,6 +146,7 @@ class Storm:
     """How hard it blows."""
 
     jobs: int
+    """At least: while kills are left and all have ended there is one more."""
     kills: int
     workers: int = 3
     every_s: float = 0.3
@@ -159,13 +161,13 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
     state = StateFolder(folder)
     state.make()
     database = Database(url)
-    report = Report(jobs=storm.jobs)
+    report = Report()
     started = time.monotonic()
     service = Service(url, folder, storm.workers)
     ids: dict[str, str] = {}
-    over = threading.Event()
+    calm, over = threading.Event(), threading.Event()
     helpers = [
-        threading.Thread(target=_submit, args=(database, storm, ids)),
+        threading.Thread(target=_submit, args=(database, storm, ids, calm)),
         threading.Thread(target=_watch, args=(database, service, report, over)),
     ]
     try:
@@ -180,13 +182,16 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
                 assert time.monotonic() < started + storm.limit_s, f"no {what} to kill; {kills} until now"
                 time.sleep(0.02)  # there is none at the moment: the one before was killed just now
             kills[what] += 1
+        calm.set()
         helpers[0].join(storm.limit_s)
+        report.jobs = len(ids)
         deadline = started + storm.limit_s
         while _unended(database, ids.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         report.kills = {what: kills[what] for what in weights}
         report.seconds = time.monotonic() - started
     finally:
+        calm.set()
         over.set()
         for helper in helpers:
             helper.join(storm.limit_s)
@@ -205,10 +210,14 @@ def _cut(database: Database) -> bool:
     return False
 
 
-def _submit(database: Database, storm: Storm, ids: dict[str, str]) -> None:
+def _submit(database: Database, storm: Storm, ids: dict[str, str], calm: threading.Event) -> None:
     jobs, rng = Jobs(database), random.Random(storm.seed + 1)
     pause_s = 0.9 * storm.kills * storm.every_s / storm.jobs
-    for number in range(storm.jobs):
+    for number in count():
+        while number >= storm.jobs and _unended(database, ids.values()) and not calm.wait(0.1):
+            pass
+        if number >= storm.jobs and calm.is_set():
+            return
         key, epochs = f"job {number}", rng.randint(1, 4)
         config = {"epoch_s": rng.choice((0.0, 0.02, 0.1))}
         for _ in range(rng.choice((1, 1, 2))):  # a client that repeats itself

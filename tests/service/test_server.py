@@ -251,6 +251,7 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
             f"{started['address']}/api/v1/training/datasets/generate",
             json={"kind": "radio", "name": "radio", "rows": 4030},
             headers=headers,
+            timeout=60.0,
         ).json()
         wait(client, made["job"]["id"], "completed")
         config = {
@@ -263,7 +264,8 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
             "accelerator": "auto",
         }
         body = {"job_name": "rx-night-run", "config": config}
-        answer = httpx.post(f"{started['address']}/api/training/jobs", json=body, headers=headers)
+        address = f"{started['address']}/api/training/jobs"
+        answer = httpx.post(address, json=body, headers=headers, timeout=60.0)
         assert answer.status_code == 201
         job = answer.json()["id"]
         deadline = time.monotonic() + 120

@@ -57,13 +57,13 @@ def test_an_unchanged_file_is_read_once(file: FileRef, tmp_path: Path, reads: li
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_reading_that_takes_long_is_announced_before_it_begins(
+def test_a_large_file_is_announced_before_it_is_read(
     file: FileRef, tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = Digests(tmp_path / "cache", before_long=lambda: reads.append("announced"))
+    digests = Digests(tmp_path / "cache", on_large_file=lambda: reads.append("announced"))
 
     digests.files([FileRef(name="small.bin", path=file.path)])
-    monkeypatch.setattr(recipe, "LONG_BYTES", 100)
+    monkeypatch.setattr(recipe, "LARGE_BYTES", 100)
     digests.files([file])
     digests.files([file])
 

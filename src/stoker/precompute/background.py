@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +40,7 @@ from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
 from stoker.precompute.run import LOG_FOLDER, StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.runtime.processes.child import LIGHT, TORCH, Drain, LoggedChild, preload
+from stoker.runtime.processes.child import Drain, LoggedChild
 from stoker.runtime.signals import Interrupts
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
@@ -414,20 +414,20 @@ class SpotCheck:
 
 
 def recipe_of(
-    source: Source, encoder: Encoder | None, cache_dir: Path, settings: PrecomputeSettings
+    source: Source,
+    encoder: Encoder | None,
+    cache_dir: Path,
+    settings: PrecomputeSettings,
+    *,
+    on_large_file: Callable[[], None] | None = None,
 ) -> Recipe:
     """Return the recipe of what `settings` ask for; the encoder may be run for it, within its timeout.
 
-    Large files that are not known take long to digest, and are likely to be encoded next: what workers and
-    encoder are forked from is started meanwhile.
+    Args:
+        source, encoder, cache_dir, settings: As for `run_precompute`.
+        on_large_file: See `Digests`.
     """
-
-    def before_long() -> None:
-        preload(LIGHT)
-        if encoder is not None:
-            preload(TORCH)
-
-    digests = Digests(cache_dir, settings.identity, before_long=before_long)
+    digests = Digests(cache_dir, settings.identity, on_large_file=on_large_file)
     return make_recipe(
         source,
         encoder,

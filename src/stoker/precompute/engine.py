@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -39,6 +40,7 @@ from stoker.runtime.disk import FreeSpace, explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts, first_time
@@ -328,7 +330,8 @@ def begin_precompute(
     """
     _require_devices(encoder, settings)
     tally, cache_dir = _RunCounts(), resolve_local(cache_dir, must_exist=False)
-    recipe = recipe_of(source, encoder, cache_dir, settings)
+    start_early = partial(_start_early, encoder, settings)
+    recipe = recipe_of(source, encoder, cache_dir, settings, on_large_file=start_early)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     if not settings.overwrite and _ready(folder, settings) is not None:
@@ -356,7 +359,8 @@ def run_precompute(
         _require_devices(encoder, settings)
     tally = _RunCounts()
     cache_dir = resolve_local(cache_dir, must_exist=False)
-    recipe = recipe_of(source, encoder, cache_dir, settings)
+    start_early = partial(_start_early, encoder, settings) if engine is None else None
+    recipe = recipe_of(source, encoder, cache_dir, settings, on_large_file=start_early)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     cache = None if settings.overwrite else _ready(folder, settings)
@@ -388,6 +392,14 @@ def run_precompute(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
     return _report(cache, folder, tally)
+
+
+def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
+    """Start what children are forked from: a large file takes long to digest; encoding follows."""
+    if settings.workers != 0:
+        preload(LIGHT)
+    if encoder is not None:
+        preload(TORCH)
 
 
 def _require_devices(encoder: Encoder | None, settings: PrecomputeSettings) -> None:

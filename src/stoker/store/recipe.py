@@ -75,8 +75,8 @@ FULL_BYTES = 4 * GIB
 SAMPLE_BYTES = MIB
 SAMPLE_BLOCKS = 256
 """Blocks read between head and tail of a sampled file, at most; one for each 64 MiB of the file."""
-LONG_BYTES = 128 * MIB
-"""A file above this takes tenths of a second or more: time to start something else meanwhile."""
+LARGE_BYTES = 128 * MIB
+"""A file above this takes tenths of a second or more to digest."""
 SETTLED_S = 2.0
 """Age below which a digest is not remembered: the file may change within one tick of its time stamp. Age is
 counted from the change time, which unlike the modification time no program can set back."""
@@ -115,7 +115,7 @@ class Digests:
 
     Args:
         cache_dir, identity: Folder of the memo, and how large files are digested.
-        before_long: Called before a file is digested that takes a noticeable time.
+        on_large_file: Called each time that a file of more than `LARGE_BYTES` is about to be read.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Digests:
         cache_dir: Path | None = None,
         identity: Literal["auto", "full"] = "auto",
         *,
-        before_long: Callable[[], None] | None = None,
+        on_large_file: Callable[[], None] | None = None,
     ) -> None:
         if identity not in ("auto", "full"):
             raise ConfigError(f"identity is {identity!r}, expected 'auto' or 'full'")
         self._memo = None if cache_dir is None else Path(cache_dir) / MEMO
         self._identity = identity
-        self._before_long = before_long
+        self._on_large_file = on_large_file
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
         """Digest files, in their order.
@@ -149,8 +149,8 @@ class Digests:
             key = " ".join((*map(str, known_by), "sampled" if sampled else "full", ref.name))
             digest = memo.get(key) or fresh.get(key)
             if digest is None:
-                if self._before_long is not None and status.st_size > LONG_BYTES:
-                    self._before_long()
+                if self._on_large_file is not None and status.st_size > LARGE_BYTES:
+                    self._on_large_file()
                 digest = _digest(ref, status, sampled=sampled)
                 if time.time() - status.st_ctime > SETTLED_S:
                     fresh[key] = digest
