@@ -51,7 +51,9 @@ def test_it_finds_what_a_python_of_its_own_finds(tmp_path: Path, how: str) -> No
     env = {**os.environ, "PYTHONPATH": f"/nowhere{os.pathsep}relative", "OWN": "1"}
     ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell has its background jobs ignore it
     try:
-        own, fork = both([*words, "a", "-b"], cwd=tmp_path, env=env, input="in", capture_output=True, text=True)
+        own, fork = both(
+            [*words, "a", "-b"], cwd=tmp_path, env=env, input="in", capture_output=True, text=True
+        )
     finally:
         signal.signal(signal.SIGQUIT, ignored)
 

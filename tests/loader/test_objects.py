@@ -125,7 +125,7 @@ def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
 def test_requests_that_hang_twice_are_given_up_before_the_loader_is(
     local: Cache, server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One batch may wait for two such requests, one after the other: that of a header, then that of records."""
+    """A batch may wait for two such requests in a row, that of a header and that of records."""
     from stoker.store import object_store
 
     monkeypatch.setattr(object_store, "SILENCE_S", 2.0)
