@@ -127,7 +127,7 @@ def test_a_cache_is_complete_and_verified_or_says_what_is_missing(burgers: Path,
 
 
 @pytest.mark.chaos
-def test_no_wait_without_a_deadline(tmp_path: Path) -> None:
+def test_every_wait_has_a_timeout(tmp_path: Path) -> None:
     settings = PrecomputeSettings(workers=2, timeouts=Timeouts(read=1.0), max_quarantined=0.5)
     begin = time.monotonic()
 
@@ -139,7 +139,7 @@ def test_no_wait_without_a_deadline(tmp_path: Path) -> None:
     assert sorted(set(range(20)) - {7}) == report.cache.numbers.tolist()
 
 
-def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
+def test_nothing_is_dropped_silently(tmp_path: Path) -> None:
     settings = PrecomputeSettings(workers=1, max_quarantined=0.5)
 
     cache = run_precompute(Faulty({3: "raise", 11: "nan"}), None, tmp_path, name="f", settings=settings).cache

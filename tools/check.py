@@ -39,8 +39,8 @@ PASS_THE_ENVIRONMENT_ON = {"child.py", "entry.py"}
 GUARANTEES = (
     "same_bytes_everywhere",
     "a_cache_is_complete_and_verified_or_says_what_is_missing",
-    "no_wait_without_a_deadline",
-    "nothing_is_dropped_in_silence",
+    "every_wait_has_a_timeout",
+    "nothing_is_dropped_silently",
     "one_copy_of_the_cached_bytes_per_node",
     "no_code_in_data",
     "the_key_is_right_and_explains_itself",

@@ -49,8 +49,13 @@ def test_it_finds_what_a_python_of_its_own_finds(tmp_path: Path, how: str) -> No
         "without warnings": ["-W", "ignore", "-c", "import warnings; warnings.warn('unseen')" + ABOUT],
     }[how]
     env = {**os.environ, "PYTHONPATH": f"/nowhere{os.pathsep}relative", "OWN": "1"}
-
-    own, fork = both([*words, "a", "-b"], cwd=tmp_path, env=env, input="in", capture_output=True, text=True)
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell has its background jobs ignore it
+    try:
+        own, fork = both(
+            [*words, "a", "-b"], cwd=tmp_path, env=env, input="in", capture_output=True, text=True
+        )
+    finally:
+        signal.signal(signal.SIGQUIT, ignored)
 
     assert own.returncode == fork.returncode == 7
     assert own.stderr == fork.stderr == "err\n"

@@ -125,10 +125,10 @@ def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
 def test_requests_that_hang_twice_are_given_up_before_the_loader_is(
     local: Cache, server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the ratio of the defaults: 60 s for a batch, 15 s of silence for an answer."""
+    """A batch may wait for two such requests in a row, that of a header and that of records."""
     from stoker.store import object_store
 
-    monkeypatch.setattr(object_store, "SILENCE_S", 4.0)
+    monkeypatch.setattr(object_store, "SILENCE_S", 2.0)
     faults = Faults(rate=0.3, kinds=("hang",), most=2, seed=7, under=".safetensors")
     with a_wire(server.url, faults) as wire, variables(server.variables(wire.url)):
         remote, mirror = opened(url, tmp_path)

@@ -27,8 +27,7 @@ from stoker.store import open_cache
 placement.LOOK_S = 0.05
 loader = Loader(open_cache(sys.argv[1]), batch_size=16, seed=1)
 epochs = {}
-until = time.monotonic() + 90
-while time.monotonic() < until:
+while True:
     digest, epoch = hashlib.sha256(), loader.epoch % 2
     loader.set_epoch(epoch)
     for batch in loader:
@@ -75,6 +74,7 @@ def fused_cuts(group: Path, limit_bytes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_limit_lowered_in_a_running_job_costs_memory_and_no_batch(tmp_path: Path, group: Path) -> None:
     """The kernel takes back what is mapped; the loader must notice before it reads page by page."""
     cache = write_cache(tmp_path, {"x": torch.randn(256, 64 * 1024)}, shards=(32,) * 8)  # 64 MiB
@@ -109,10 +109,10 @@ def held_bytes(pid: int) -> int:
 
 
 def wait_for(child: subprocess.Popen[str], wanted: object) -> bool:
-    """Whether a line of two numbers comes that is as wanted, within a minute."""
+    """Whether a line of two numbers comes that is as wanted, within minutes: memory is short there."""
     assert child.stdout is not None
     assert callable(wanted)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while time.monotonic() < until and (line := child.stdout.readline()):
         if wanted(*map(int, line.split())):
             return True

@@ -33,7 +33,7 @@ def test_work_runs_beside_and_gives_its_result_or_error() -> None:
         pool.submit(lambda: 1 // 0).result(10, "division")
 
 
-def test_no_wait_without_a_deadline() -> None:
+def test_every_wait_has_a_timeout() -> None:
     gate = threading.Event()
 
     with pytest.raises(StalledError, match=r"reading x made no progress for 0\.05 s"):

@@ -146,7 +146,7 @@ class Storm:
     """How hard it blows."""
 
     jobs: int
-    """At least: while kills are left and all have ended there is one more."""
+    """At least this many; another is submitted when all have ended and kills remain."""
     kills: int
     workers: int = 3
     every_s: float = 0.3

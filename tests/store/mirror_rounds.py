@@ -42,6 +42,7 @@ def write(url: str, mirror_dir: str, seed: int) -> None:
     for begin in range(0, len(missing), 4):
         fill(folder, SOURCE, sorted(missing[begin : begin + 4]), shard_bytes=MIB)
         folder.finish()
+    folder.finish()  # the one that stored the last shard may have been killed before its index
 
 
 def storm(kind: str, url: str, mirror_dirs: list[Path], *, seconds: float, seed: int) -> list[str]:
