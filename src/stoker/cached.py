@@ -32,6 +32,7 @@ from stoker.loader.outputs import check_dtype, check_names
 from stoker.plan.resources import encode_on, resolve_device, storage_of
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.runtime.locks import FileLock
+from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -94,6 +95,10 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
+    if encoding.get("workers") and (
+        cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists()
+    ):
+        preload(TORCH if isinstance(source, TorchSource) else LIGHT)  # while items are probed here
     encoder = _as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))

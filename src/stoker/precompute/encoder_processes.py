@@ -86,8 +86,6 @@ class EncodeTask:
     schema: Schema
     """Fields of a raw sample."""
     nan: str
-    compare_first: bool
-    """See `BatchEncoder`."""
     state: TorchState
     """How the program that asked has set torch and numpy."""
 
@@ -106,6 +104,8 @@ class EncoderLaunch:
     """Seconds that a process may take to import and unpickle what it needs."""
     limit_s: float
     """Seconds that a call of the encoder, or its way to the device, may take."""
+    compare_first: bool
+    """See `BatchEncoder`."""
     logs: Path
     """Folder of output and stack dumps."""
 
@@ -419,7 +419,8 @@ class _Device:
                 exchange.close()
             raise
         self.child, self.shared, self.ready, self.begun = child, shared, False, time.monotonic()
-        child.channel.send({"kind": "start", "device": self.name, "limit_s": launch.limit_s})
+        start = {"device": self.name, "limit_s": launch.limit_s, "compare_first": launch.compare_first}
+        child.channel.send({"kind": "start", **start})
         return child
 
     def stop(self, *, keep_log: bool) -> None:
@@ -519,7 +520,7 @@ def _work(channel: WorkerChannel, start: Frame, connection: Connection) -> None:
     encoder = BatchEncoder(
         task.encoder, task.recipe, task.schema, device=str(device), nan=task.nan, clock=clock
     )
-    encoder.compare_first = task.compare_first
+    encoder.compare_first = start["compare_first"]
     with task.state.entered(), full_precision():
         with clock.starting(start["limit_s"]):
             try:

@@ -1,8 +1,8 @@
 """Read and encode in the calling process: the first batches, with `workers=0`, and where a child cannot.
 
 Reading is in order, in the calling thread. Before there are workers, a read that hangs is interrupted by a
-signal (`ReadWatch`), and workers try that sample again; a call in C that looks at no signal goes on. With
-`workers=0` reading has no timeouts. The encoder is called in a thread that can be
+signal (`ReadWatch`), and workers try that sample again. Code in C that ignores signals cannot be interrupted:
+that is said, and the next run begins with workers. With `workers=0` reading has no timeouts. The encoder is called in a thread that can be
 left behind, since a call cannot be ended there. Past its timeout the stacks of all threads go to a file, and
 the caller gets a `StalledError`; what was encoded before is kept. A process under a guardian is killed by
 that, also while the interpreter's lock is held, which no thread of ours could notice: it needs no thread.
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,9 +36,11 @@ from stoker.precompute.worker import (
     SampleFaultError,
     SampleReader,
     fill_group,
+    fill_rows,
     pad_steps,
     passing_fault,
 )
+from stoker.precompute.workers import ProgressTimeout
 from stoker.runtime.signals import Interrupts, guard_page
 from stoker.runtime.threads import Pool, start_thread
 from stoker.schema import Sample
@@ -47,6 +49,10 @@ log = logging.getLogger("stoker")
 
 T = TypeVar("T")
 
+_TURN_S = 0.25
+"""Seconds for which a group is read before the loop looks around: for progress, signals and workers."""
+_NO_WORKER = 1 << 30
+"""Named as the worker that failed here, so that any worker may try again."""
 GRACE_S = 3.0
 """Seconds that a call of the encoder may take after a signal, so that its batch is not lost."""
 _LOOK_S = 0.25
@@ -72,6 +78,10 @@ class ReadingPosition:
     def progress(self, done: int) -> None:
         """Note that some of the sample has been read."""
         self.since = time.monotonic()
+        self.renew()
+
+    def renew(self) -> None:
+        """Tell a guardian that bytes still come."""
         if self._page is not None:
             self._page.write(self.stage, self.number, limit_s=0.0 if self.stage == "wait" else self._limit_s)
 
@@ -94,25 +104,45 @@ class ReadWatch:
         self._interrupts = interrupts
         self._logs = logs
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        start_thread(self._run, "stoker-read-watch")
+        self._thread = start_thread(self._run, "stoker-read-watch")
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(GRACE_S)
 
     def _run(self) -> None:
+        progress = ProgressTimeout(os.getpid(), first_thread=True)
         while not self._over.wait(min(_LOOK_S, min(self._limits_s.values()) / 4)):
-            stage, since = self._position.stage, self._position.since
+            stage, since, now = self._position.stage, self._position.since, time.monotonic()
             limit_s = self._limits_s.get(stage)
-            if limit_s is None or time.monotonic() - since <= limit_s:
+            if limit_s is None or now < progress.due(since, limit_s):
                 continue
-            path = _dump_stacks(self._logs, "reader")
-            self._interrupts.stall(
-                f'made no progress for {limit_s:g} s in stage "{stage}", in the calling process; stacks of '
-                f"all threads: {path}"
+            if not progress.overdue(limit_s, now):
+                self._position.renew()
+                continue
+            self._interrupt(stage, since, limit_s)
+            while self._position.since == since and not self._over.wait(_LOOK_S):
+                pass
+
+    def _interrupt(self, stage: str, since: float, limit_s: float) -> None:
+        """End the read that began at `since`; say so if it goes on all the same."""
+        with suppress(OSError):
+            _dump_stacks(self._logs, "reader")
+        self._interrupts.stall(
+            f'made no progress for {limit_s:g} s in stage "{stage}", in the calling process; stacks of all '
+            f"threads: {self._logs}",
+            lambda: self._position.since == since,
+        )
+        if not self._over.wait(GRACE_S) and self._position.since == since:
+            log.warning(
+                "sample %d still hangs: code in C that ignores signals cannot be interrupted. End this program "
+                "and start it again: it begins with worker processes then, which can be killed",
+                self._position.number,
             )
-            self._position.since = time.monotonic()
 
 
 class InProcessReader:
@@ -138,6 +168,11 @@ class InProcessReader:
         self._interrupts = interrupts
         self._todo: deque[ReadTask] = deque()
         self._start = 0
+        self._rows: Iterator[SampleFault | None] | None = None
+        """What reads the rest of the group in hand."""
+        self._rows_read = 0
+        self._faults: list[SampleFault] = []
+        """Of the rows that are read."""
         self.stalled = False
         """A read hung, and was interrupted."""
         # One buffer for the whole run: a batch is encoded before the next is read.
@@ -152,15 +187,15 @@ class InProcessReader:
         work = self._todo[0]
         try:
             with self._interrupts.raising(), _one_thread():
-                arrays, faults, stop = self._read(work)
+                read = self._read(work)
         except Interrupted:
             return []  # the loop that polls looks at signals itself
         except StalledError as error:
-            self.stalled = True
-            number, stage = self._position.number, self._position.stage
-            log.warning("%s: sample %d %s", self._ledger.place(number), number, error.marked)
-            arrays, faults, stop = {}, [passing_fault(number, stage, error.marked)], None
+            return self._leave(work, error)
         self._position.write("wait")
+        if read is None:
+            return []
+        arrays, faults, stop = read
         start, last = self._start, bool(faults) or stop is None
         self._start = 0 if last or stop is None else stop
         if last:
@@ -170,19 +205,34 @@ class InProcessReader:
         again = [self._ledger.fault(fault) for fault in faults]
         if any(again) or not self._queue.wanted(work):
             if any(again):
-                self._queue.give_back(work, avoid=0)
+                self._queue.give_back(work, avoid=_NO_WORKER)
             elif last:
                 self._queue.done()
             return [LoadedBatch.end(work)] if start else []
         return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
 
-    def _read(self, work: ReadTask) -> tuple[Sample, list[SampleFault], int | None]:
-        """Return arrays, faults, and where to continue within a sample that comes in stretches."""
+    def _leave(self, work: ReadTask, error: StalledError) -> list[LoadedBatch]:
+        """Leave a group to workers: a read of it hung, and was interrupted."""
+        self.stalled = True
+        number, stage, start = self._position.number, self._position.stage, self._start
+        log.warning("%s: sample %d %s", self._ledger.place(number), number, error.marked)
+        self._position.write("wait")
+        for fault in (*self._faults, passing_fault(number, stage, error.marked)):
+            self._ledger.fault(fault)
+        self._start, self._rows, self._rows_read, self._faults = 0, None, 0, []
+        self._queue.give_back(self._todo.popleft(), avoid=_NO_WORKER)
+        return [LoadedBatch.end(work)] if start else []
+
+    def _read(self, work: ReadTask) -> tuple[Sample, list[SampleFault], int | None] | None:
+        """Return arrays, faults, and where to continue within a sample that comes in stretches.
+
+        None: some of the group is read.
+        """
         bad: Callable[[int], bool] = self._ledger.is_bad
         if self._arrays is None:
             return *self._read_whole(work, bad), None
         if self._layout.mode == "group":
-            return self._arrays, fill_group(self._samples, self._arrays, work.numbers, bad), None
+            return self._read_rows(self._arrays, work, bad)
         length = time_length(self._layout.schema)
         stop = min(self._start + self._layout.steps, length)
         try:
@@ -191,6 +241,22 @@ class InProcessReader:
             return self._arrays, [error.fault], None
         pad_steps(self._arrays, self._layout.schema, stop - self._start)
         return self._arrays, [], None if stop == length else stop
+
+    def _read_rows(
+        self, arrays: Sample, work: ReadTask, bad: Callable[[int], bool]
+    ) -> tuple[Sample, list[SampleFault], None] | None:
+        """Read samples of a group for some time; None: there are more."""
+        if self._rows is None:
+            self._rows = fill_rows(self._samples, arrays, work.numbers, bad)
+        until = time.monotonic() + _TURN_S
+        for fault in self._rows:
+            self._rows_read += 1
+            if fault is not None:
+                self._faults.append(fault)
+            if time.monotonic() > until:
+                return None
+        faults, self._faults, self._rows, self._rows_read = self._faults, [], None, 0
+        return arrays, faults, None
 
     def _read_whole(self, work: ReadTask, bad: Callable[[int], bool]) -> tuple[Sample, list[SampleFault]]:
         """Return a group of unknown or very large size, in memory of its own."""
@@ -214,8 +280,13 @@ class InProcessReader:
 
     @property
     def between_samples(self) -> bool:
-        """No sample has been read in part."""
+        """No sample has been handed out in part."""
         return not self._start
+
+    @property
+    def begun(self) -> float:
+        """The part of a group that has been read and not handed out."""
+        return self._rows_read / len(self._todo[0].numbers) if self._rows_read else 0.0
 
     @property
     def finished(self) -> bool:

@@ -161,11 +161,6 @@ class RunStages:
     in_process: bool
     """Samples are read or encoded in this process."""
 
-    def close(self) -> None:
-        """End what reads and encodes, and leave to others what it has not done; safe to call twice."""
-        self.feed.close()
-        self.encoding.close()
-
 
 class PrecomputeLoop:
     """Drives stages until everything is encoded or a signal asks for an end.

@@ -146,14 +146,16 @@ class WorkQueue:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
-    def is_worth_a_start(self, since: float) -> bool:
+    def is_worth_a_start(self, since: float, *, begun: float = 0.0) -> bool:
         """Return True if what is left takes longer than the start of the first child of a program.
 
         Args:
             since: `time.monotonic()` when the groups that are done were begun.
+            begun: Groups that are read in part, as a fraction.
         """
-        done = self.groups - self.untaken - self._outstanding - len(self._again)
-        return done > 0 and self.untaken * (time.monotonic() - since) / done > FIRST_START_S
+        left = self.untaken + self._outstanding + len(self._again) - begun
+        done = self.groups - left
+        return done > 0 and left * (time.monotonic() - since) / done > FIRST_START_S
 
     def take(self, worker: int, workers: int) -> list[ReadTask]:
         """Return the next item for `worker` out of `workers`: consecutive groups, or nothing."""

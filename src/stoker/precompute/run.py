@@ -49,7 +49,7 @@ from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOut
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
 from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
-from stoker.runtime.signals import Interrupts, first_time
+from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
@@ -81,6 +81,8 @@ _SMALL_ENCODER_BYTES = 64 * MIB
 """A larger one is not pickled for a child that may not be needed: a child encodes from the beginning."""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
+_JUDGED_AFTER_S = 0.5
+"""Seconds after which the first samples tell how long the others will take; the very first take longer."""
 _GROUPS_A_WORKER = 8
 """Fewer are read before another worker has started."""
 
@@ -106,6 +108,9 @@ class StageBuilder:
         self.missing = missing
         self.name = folder.name
         self.logs = folder.path.parent.parent / LOG_FOLDER
+        self._mark = (
+            self.logs / f"begun-here-{folder.name}-{folder.recipe.fingerprint}-{settings.part[0]}.txt"
+        )
         self.clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
         self._source = source
@@ -144,6 +149,11 @@ class StageBuilder:
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.encode_batch.samples, missing, bad=self.ledger.is_bad)
         self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
+        size = recipe.encode_batch.samples
+        group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
+        self.queue.follow_runs(source.runs(), group_bytes)
+        if settings.by_blocks:
+            self.queue.follow_blocks(fill_blocks(recipe))
         self._layout, self._first_workers, self.most_workers = self._plan()
         self._children = () if rehearsal else self._devices_of_children()
         self._encoded_here = False
@@ -187,11 +197,6 @@ class StageBuilder:
         Raises:
             SourceError: The source cannot be sent to a worker.
         """
-        size = self.folder.recipe.encode_batch.samples
-        group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
-        self.queue.follow_runs(self._source.runs(), group_bytes)
-        if self.settings.by_blocks:
-            self.queue.follow_blocks(fill_blocks(self.folder.recipe))
         if self._children:
             preload(TORCH)
         if self._first_workers == 0:
@@ -218,7 +223,8 @@ class StageBuilder:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
         Not where a read or call that hangs could not be ended: in other threads than the first, and for files
-        that lie elsewhere; nor in a command that its guardian has started again.
+        that lie elsewhere; nor for a source that may hold what it opens, which could not be sent to workers
+        then; nor where a program ended during this the last time, since a sample may have crashed it.
         """
         settings = self.settings
         if (
@@ -228,8 +234,11 @@ class StageBuilder:
             or len(settings.devices) > 1
             or not self._interrupts.can_stall
             or not _are_local(file for files in self.folder.recipe.refs for file in files)
-            or not first_time(f"begin {self.folder.path} in this process")
+            or self._mark.exists()
         ):
+            return None
+        large = estimate_pickle_bytes(self._source) > _SMALL_SOURCE_BYTES
+        if large and not isinstance(self._source, SelfCheckingSource):
             return None
         if self._children and estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
             return None
@@ -237,10 +246,19 @@ class StageBuilder:
             self._encoders = self._launch_of_encoders(compare_first=False)
             if self._encoders is None:
                 self._children = ()
-        if estimate_pickle_bytes(self._source) <= _SMALL_SOURCE_BYTES:  # the same for a read
+        if not large:  # the same for a read
             self._payload()
+        try:
+            self._make_logs()
+            self._mark.touch()
+        except OSError:
+            return None
         position = ReadingPosition(limit_s=2 * max(settings.timeouts.open, settings.timeouts.read))
         return HeadStart(self, self._reader(position), position)
+
+    def forget_head(self) -> None:
+        """Note that this process has come through its head start, or has done without one."""
+        self._mark.unlink(missing_ok=True)
 
     def is_ready(self) -> bool:
         """Return True if children can be forked at once; what they are forked from is started."""
@@ -350,7 +368,7 @@ class StageBuilder:
             try:
                 return EncoderProcesses(
                     self._children,
-                    launch,
+                    replace(launch, compare_first=compare_first),
                     feed=feed,
                     queue=self.queue,
                     ledger=self.ledger,
@@ -391,7 +409,6 @@ class StageBuilder:
             recipe=recipe,
             schema=self._schema,
             nan=self.settings.nan,
-            compare_first=compare_first,
             state=TorchState.of_caller(),
         )
         several = len(self._children) > 1
@@ -415,6 +432,7 @@ class StageBuilder:
             records=recipe.encoded,
             start_s=limits.start,
             limit_s=limits.encode,
+            compare_first=compare_first,
             logs=self.logs,
         )
 
@@ -485,13 +503,21 @@ class HeadStart:
         """Return True if children are worth their start, and can be forked at once, or a read hung."""
         if not self.reader.between_samples:
             return False
-        worth = self._builder.queue.is_worth_a_start(self._begun)
-        return self.reader.stalled or (worth and self._builder.is_ready())
+        if self.reader.stalled:
+            return True
+        if time.monotonic() - self._begun < _JUDGED_AFTER_S:
+            return False
+        worth = self._builder.queue.is_worth_a_start(self._begun, begun=self.reader.begun)
+        return worth and self._builder.is_ready()
 
 
 def _are_local(files: Iterable[FileRef]) -> bool:
     """Return True if no file is known to lie on another machine."""
-    mounts = [storage_of(folder) for folder in {file.path.parent for file in files}]
+    devices: dict[int, Path] = {}
+    for folder in {file.path.parent for file in files}:
+        with suppress(OSError):
+            devices.setdefault(folder.stat().st_dev, folder)
+    mounts = map(storage_of, devices.values())
     return not any(mount.network for mount in mounts if mount is not None)
 
 
@@ -583,21 +609,19 @@ def _encode(
             pacing=pacing if settings.workers is None else None,
         )
         try:
-            finished = False
-            if (head := builder.head_start()) is not None:
-                finished = _run_head(builder, head, loop, writer, share)
+            finished = _run_head(builder, loop, writer, share)
             if not finished and share.interrupts.signal is None:
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
-                builder.check_source()
+                _check_source(builder, writer)
                 feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
-                with closing(feed):
-                    encoding = _encoding(
-                        builder, feed, share, first=head is None
-                    )  # the workers are starting meanwhile
-                    with closing(encoding):
+                with closing(feed), closing(_encoding(builder, feed, share)) as encoding:  # workers start now
+                    try:
                         finished = loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
+                    finally:
+                        builder.clock.alive(bounded=False)
                 pool = feed.pool
+            builder.forget_head()
         finally:
             builder.clock.alive(bounded=False)
             builder.commit(writer)
@@ -618,10 +642,19 @@ def _encode(
     )
 
 
-def _run_head(
-    builder: StageBuilder, head: HeadStart, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare
-) -> bool:
+def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
+    """Have a source check itself; if it fails, what was read of it here is not kept."""
+    try:
+        builder.check_source()
+    except SourceError:
+        writer.abandon()
+        raise
+
+
+def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare) -> bool:
     """Work in this process until children are worth their start and can be forked at once; True: all done."""
+    if (head := builder.head_start()) is None:
+        return False
     encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
     if share.encoder is not None:
         encoding = builder.recognizing(encoding, share.same)
@@ -629,9 +662,9 @@ def _run_head(
         return loop.run(builder.stages(head.reader, encoding, writer), enough=head.is_enough)
 
 
-def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare, *, first: bool) -> EncodeStage:
+def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
     """Return the stage that encodes; a feed that waits for workers wakes up for it, and for signals."""
-    inner = builder.encoding(feed, compare_first=share.compare_first and first)
+    inner = builder.encoding(feed, compare_first=share.compare_first and not builder.clock.calls)
     children = isinstance(inner, EncoderProcesses)
     if children:
         inner.watch(share.interrupts.fd)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -20,9 +20,11 @@ from stoker.runtime.processes.heartbeat import HeartbeatPage
 TOGETHER_S = 0.3
 """Signals this close are one request: one to a whole group reaches a child twice, by its guardian as well."""
 _EXIT_INTERRUPTED = 130
+_STALL = int(signal.SIGRTMAX) - 2 if hasattr(signal, "SIGRTMAX") else 0
+"""A signal that nothing else is likely to use, and that is not confused with one of a user's; 0: there is none."""
 
 
-def takes(number: signal.Signals) -> bool:
+def takes(number: int) -> bool:
     """Return True if a call may handle a signal.
 
     False if the signal is ignored, as a shell does with SIGINT for jobs in its background. False if C code
@@ -44,12 +46,13 @@ class Interrupts:
         self.fd = -1
         self.signal: signal.Signals | None = None
         """The first signal that arrived, or None."""
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._write_fd = -1
         self._since = 0.0
         self._raises = False
-        self._due = self._stalled = ""
-        """Why `stall` was called: its signal is on the way, and has arrived."""
+        self._stall: tuple[str, Callable[[], bool]] | None = None
+        self._stalled = ""
+        """Why what is done was ended, between the signal of `stall` and its error."""
 
     @contextmanager
     def raising(self) -> Generator[None]:
@@ -64,7 +67,7 @@ class Interrupts:
         """
         try:
             try:
-                self._raises = True
+                self._raises, self._stalled = True, ""
                 if self.signal is not None:
                     raise KeyboardInterrupt
                 yield
@@ -81,16 +84,20 @@ class Interrupts:
     @property
     def can_stall(self) -> bool:
         """`stall` has an effect: signals are caught, in the main thread."""
-        return bool(self._previous)
+        return _STALL in self._previous
 
-    def stall(self, why: str) -> None:
+    def stall(self, why: str, still: Callable[[], bool]) -> None:
         """End what is done within `raising`; for another thread, which has seen that it hangs.
 
-        Code in C that neither waits in the kernel nor looks at signals is not ended.
+        Code in C that neither waits in the kernel nor lets Python look at signals is not ended.
+
+        Args:
+            why: The message of the error.
+            still: Asked in the main thread when the signal has arrived; False: it hangs no longer.
         """
-        if self._raises and self._previous:
-            self._due = why
-            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
+        if self.can_stall:
+            self._stall = why, still
+            signal.pthread_kill(threading.main_thread().ident or 0, _STALL)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -98,16 +105,12 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if self._patient or takes(number):
                     self._previous[number] = signal.signal(number, self._arrived)
+            if _STALL and takes(_STALL):
+                self._previous[_STALL] = signal.signal(_STALL, self._stall_arrived)
         return self
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._due:
-            why, self._due = self._due, ""
-            if self._raises:
-                self._stalled = why
-                raise KeyboardInterrupt
-            return
         if self.signal is not None:
             if not self._patient and now - self._since > TOGETHER_S:
                 os._exit(_EXIT_INTERRUPTED)  # committed shards stay complete; workers die with us
@@ -115,6 +118,12 @@ class Interrupts:
         self.signal, self._since = signal.Signals(number), now
         os.write(self._write_fd, b"x")
         if self._raises:
+            raise KeyboardInterrupt
+
+    def _stall_arrived(self, _number: int, _frame: FrameType | None) -> None:
+        asked, self._stall = self._stall, None
+        if asked is not None and self._raises and asked[1]():
+            self._stalled = asked[0]
             raise KeyboardInterrupt
 
     def __exit__(

@@ -125,7 +125,7 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
 
 
 class PlainItems:
-    """Reads items that are flat and stored as they are, at a tenth of the time of `flatten_item`.
+    """Reads items that are flat and stored as they are, in a tenth of the time of `flatten_item`.
 
     Args:
         item: An item of the Dataset.
@@ -181,12 +181,15 @@ class PlainItems:
                 sample[name] = np.array(value)
                 if kind is int and sample[name].dtype != np.int64:
                     return None
-            elif value.dtype != dtype or value.shape != shape:
-                return None
             else:
                 try:
+                    if value.dtype != dtype or value.shape != shape:
+                        return None
                     sample[name] = np.array(value.numpy() if kind is not np.ndarray else value, order="C")
-                except (TypeError, RuntimeError):  # on a GPU, sparse, with a gradient, a view that negates
+                except (
+                    TypeError,
+                    RuntimeError,
+                ):  # on a GPU, sparse, nested, with a gradient, a view that negates
                     return None
         return sample
 
@@ -200,7 +203,7 @@ def _is_stored_as_it_is(value: Any, array: NDArray[Any], dtype: str) -> bool:
     torch = sys.modules.get("torch")
     if type(value) is np.ndarray:
         return value.dtype == array.dtype == np.dtype(dtype) and value.dtype.isnative
-    if torch is None or type(value) is not torch.Tensor:
+    if torch is None or type(value) is not torch.Tensor or dtype == "bfloat16":  # numpy has no such dtype
         return False
     return str(value.dtype) == f"torch.{dtype}" and tuple(value.shape) == array.shape
 
