@@ -2,10 +2,12 @@
 
 Reading is in order, in the calling thread. Before there are workers, a read that hangs is interrupted by a
 signal (`ReadWatch`), and workers try that sample again. Code in C that ignores signals cannot be interrupted:
-that is said, and the next run begins with workers. With `workers=0` reading has no timeouts. The encoder is called in a thread that can be
-left behind, since a call cannot be ended there. Past its timeout the stacks of all threads go to a file, and
-the caller gets a `StalledError`; what was encoded before is kept. A process under a guardian is killed by
-that, also while the interpreter's lock is held, which no thread of ours could notice: it needs no thread.
+that is said, and the next run begins with workers. With `workers=0` reading has no timeouts.
+
+The encoder is called in a thread that can be left behind, since a call cannot be ended there. Past its timeout
+the stacks of all threads go to a file, and the caller gets a `StalledError`; what was encoded before is kept.
+A process under a guardian is killed by that, also while the interpreter's lock is held, which no thread of ours
+could notice: it needs no thread.
 """
 
 from __future__ import annotations
@@ -139,8 +141,8 @@ class ReadWatch:
         )
         if not self._over.wait(GRACE_S) and self._position.since == since:
             log.warning(
-                "sample %d still hangs: code in C that ignores signals cannot be interrupted. End this program "
-                "and start it again: it begins with worker processes then, which can be killed",
+                "sample %d still hangs: code in C that ignores signals cannot be interrupted. End this "
+                "program and start it again: it begins with workers then, which can be killed",
                 self._position.number,
             )
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from functools import partial
 
 import numpy as np

@@ -41,7 +41,7 @@ class Timeouts:
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
     """One call of the encoder, or bringing it to its device. A child that hangs is killed and started again.
-    The first samples are encoded in the caller's process: a hang ends the run there, and leaves a thread behind."""
+    The first samples are encoded in the caller's process. A hang ends the run there, and leaves a thread."""
     write: float = 120.0
     """One encode batch converted, checksummed and written, with the commit of a shard that it fills; at the
     end, the commit of what is open."""
