@@ -85,7 +85,9 @@ def make(case: str, folder: Path, scale: int) -> None:
     if case.startswith("precompute"):
         count = {"precompute mlp": 600, "precompute grid": 3_000, "precompute gzip": 600}[case] // scale
         wave = np.sin(np.linspace(0, 50, 201 * 1024, dtype=np.float32)).reshape(201, 1024)
-        options: dict[str, Any] = {"compression": "gzip"} if case.endswith("gzip") else {}
+        options: dict[str, Any] = (
+            {"compression": "gzip", "chunks": (1, 201, 1024)} if case.endswith("gzip") else {}
+        )
         with h5py.File(folder / "data.h5", "w") as file:
             tensor = file.create_dataset("tensor", (count, 201, 1024), dtype="f4", **options)
             for number in range(count):

@@ -125,7 +125,10 @@ def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
 def test_requests_that_hang_twice_are_given_up_before_the_loader_is(
     local: Cache, server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch may wait for two such requests in a row, that of a header and that of records."""
+    """A batch may wait for two such requests in a row, that of a header and that of records.
+
+    Half the silence of the defaults: with 15 s and 60 s, these two would take all of the batch's time.
+    """
     from stoker.store import object_store
 
     monkeypatch.setattr(object_store, "SILENCE_S", 2.0)

@@ -143,7 +143,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 @dataclass(frozen=True)
 class Storm:
-    """How hard it blows."""
+    """Settings of a storm."""
 
     jobs: int
     """At least this many; another is submitted when all have ended and kills remain."""
@@ -165,9 +165,9 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
     started = time.monotonic()
     service = Service(url, folder, storm.workers)
     ids: dict[str, str] = {}
-    calm, over = threading.Event(), threading.Event()
+    kills_done, over = threading.Event(), threading.Event()
     helpers = [
-        threading.Thread(target=_submit, args=(database, storm, ids, calm)),
+        threading.Thread(target=_submit, args=(database, storm, ids, kills_done)),
         threading.Thread(target=_watch, args=(database, service, report, over)),
     ]
     try:
@@ -182,7 +182,7 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
                 assert time.monotonic() < started + storm.limit_s, f"no {what} to kill; {kills} until now"
                 time.sleep(0.02)  # there is none at the moment: the one before was killed just now
             kills[what] += 1
-        calm.set()
+        kills_done.set()
         helpers[0].join(storm.limit_s)
         report.jobs = len(ids)
         deadline = started + storm.limit_s
@@ -191,7 +191,7 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
         report.kills = {what: kills[what] for what in weights}
         report.seconds = time.monotonic() - started
     finally:
-        calm.set()
+        kills_done.set()
         over.set()
         for helper in helpers:
             helper.join(storm.limit_s)
@@ -210,13 +210,13 @@ def _cut(database: Database) -> bool:
     return False
 
 
-def _submit(database: Database, storm: Storm, ids: dict[str, str], calm: threading.Event) -> None:
+def _submit(database: Database, storm: Storm, ids: dict[str, str], kills_done: threading.Event) -> None:
     jobs, rng = Jobs(database), random.Random(storm.seed + 1)
     pause_s = 0.9 * storm.kills * storm.every_s / storm.jobs
     for number in count():
-        while number >= storm.jobs and _unended(database, ids.values()) and not calm.wait(0.1):
+        while number >= storm.jobs and _unended(database, ids.values()) and not kills_done.wait(0.1):
             pass
-        if number >= storm.jobs and calm.is_set():
+        if number >= storm.jobs and kills_done.is_set():
             return
         key, epochs = f"job {number}", rng.randint(1, 4)
         config = {"epoch_s": rng.choice((0.0, 0.02, 0.1))}

@@ -19,7 +19,7 @@ def check(report: Report, jobs: int, kills: int) -> None:
     assert report.overlapping == []
     assert report.incomplete == []
     assert report.gaps == 0
-    assert report.overdue_s < 60.0  # for ever, if nobody took it away
+    assert report.overdue_s < 60.0  # a job is taken away from a dead worker
 
 
 def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:

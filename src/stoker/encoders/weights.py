@@ -1,4 +1,4 @@
-"""Weights of encoders: make from a seed, digest by content, save, load, and refuse what is not there yet."""
+"""Weights of encoders: make from a seed, digest by content, save, load."""
 
 from __future__ import annotations
 

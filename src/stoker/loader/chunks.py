@@ -1,4 +1,4 @@
-"""Turn positions into rows, many batches at a time and ahead of need.
+"""Turn positions in the order into rows of shards, for many batches at a time.
 
 A chunk holds, for up to `CHUNK_EXAMPLES` consecutive examples of one rank, which record and which start each
 one is. A thread makes the next chunks while this one is served, those of several short epochs in one

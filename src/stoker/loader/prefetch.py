@@ -1,4 +1,4 @@
-"""Make the next batches while the step computes, where that was seen to pay.
+"""Prepare the next batches during a step, if that was measured to be faster.
 
 Waking a thread costs some 30 us, more than a small batch takes, and a step that leaves no core free gains
 nothing. So both ways are timed, a strip of batches each, and the quicker one is kept; the other is tried

@@ -1,4 +1,4 @@
-"""Shared memory through which samples and records travel, and the batches that lie in it.
+"""Shared memory for samples and records, and the batches in it.
 
 An arena is a fixed piece of it, cut into slots. Each worker has one of its own: when a worker is killed in
 the middle of a read, the kernel may still be copying into its slots. Such a slot must not belong to its

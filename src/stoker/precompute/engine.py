@@ -395,7 +395,7 @@ def run_precompute(
 
 
 def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
-    """Start what children are forked from: a large file takes long to digest; encoding follows."""
+    """Start the processes that children are forked from, while a large file is digested."""
     if settings.workers != 0:
         preload(LIGHT)
     if encoder is not None:

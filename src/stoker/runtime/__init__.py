@@ -1,4 +1,4 @@
-"""Provide the mechanisms that everything else is built on; each exists once, and knows nothing of caches.
+"""Files, locks, threads, processes, HTTP and signals: each general mechanism exists once, here.
 
 README.md has the map of this folder.
 """

@@ -1,4 +1,4 @@
-"""A source as bytes for another process; what cannot go there is named, with its path and the cure."""
+"""Pickle a source for another process. An error names what cannot be pickled, where it is, and what to do."""
 
 from __future__ import annotations
 

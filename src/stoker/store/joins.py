@@ -1,5 +1,6 @@
-"""Columns of a table next to the records of a cache: read when it is opened, so a corrected table costs no
-encoding.
+"""Columns of a table next to the records of a cache.
+
+Read when the cache is opened: a corrected table needs no encoding.
 
 A record is found in the table by its sample number, by an integer that it holds, or by its source's key.
 The values are in memory once, by sample number; a loader adds those of a batch on the batch's device.

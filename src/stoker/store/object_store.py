@@ -1,4 +1,4 @@
-"""Object stores as the place that caches are in: S3 and what speaks its language, Google, Azure.
+"""Caches on object stores: S3 and compatible ones, Google, Azure.
 
 The client takes credentials, region and endpoint from the environment, by the names that each provider uses.
 They are in no setting, file, log or message of ours: of what a server answers only its code is repeated.

@@ -408,7 +408,7 @@ def _split(scales: Tensor, width: int) -> Iterator[Tensor]:
 
 MAX_CHANNELS = 64
 _BYTES = ("uint8", "int8", "bool")
-_HALVES = ("float16", "bfloat16")
+_HALF_DTYPES = ("float16", "bfloat16")
 LANES = 2048
 """Columns that sums run over side by side: adding wide rows is fast, adding rows of a few channels is not."""
 
@@ -436,9 +436,9 @@ class Accumulator:
         dtype = torch.float32 if exact else torch.float64
         self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
         # Torch widens 16 bits to 32 with vector instructions, to 64 one by one: two steps are twice as fast.
-        self._between: Tensor | None = None
-        if field.dtype in _HALVES:
-            self._between = torch.empty(len(self._buffer), dtype=torch.float32, device="cpu")
+        self._float32: Tensor | None = None
+        if field.dtype in _HALF_DTYPES:
+            self._float32 = torch.empty(len(self._buffer), dtype=torch.float32, device="cpu")
         self._sum, self._squares = np.zeros(self._width), np.zeros(self._width)
         self._min, self._max = np.full(self._width, np.inf), np.full(self._width, -np.inf)
 
@@ -448,8 +448,8 @@ class Accumulator:
         step = max(1, CHUNK // self._width) * self._width
         for begin in range(0, len(flat), step):
             chunk = flat[begin : begin + step]
-            if self._between is not None:
-                chunk = self._between[: len(chunk)].copy_(chunk)
+            if self._float32 is not None:
+                chunk = self._float32[: len(chunk)].copy_(chunk)
             self._add(self._buffer[: len(chunk)].copy_(chunk).numpy())
 
     def _add(self, values: NDArray[np.floating[Any]]) -> None:

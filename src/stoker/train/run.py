@@ -1,4 +1,4 @@
-"""Train the operator: how a run begins, in which stages, and how it is taken up again."""
+"""Train the operator: start a run, its stages, resume it."""
 
 from __future__ import annotations
 
