@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,67 @@ def test_without_signals_to_interrupt_a_read_workers_read_from_the_beginning(tmp
 
     assert len(stoker.open_cache(tmp_path / "a")) == 40
     assert not read_in
+
+
+def test_a_slow_group_is_left_to_workers_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.0)
+    readers = tmp_path / "readers"
+    readers.mkdir()
+    stoker.precompute(
+        FakeSource((1,)), None, tmp_path, name="warm", workers=1
+    )  # the next fork needs no import
+
+    cache = stoker.precompute(Noting((64,), delay_s=0.05, marker=readers), None, tmp_path, name="a")
+
+    assert len(cache) == 64
+    here = [path for path in readers.iterdir() if path.name.startswith(f"{os.getpid()}-")]
+    assert 0 < len(here) < 64
+    assert {path.name.partition("-")[2] for path in readers.iterdir()} == {str(n) for n in range(64)}
+
+
+class Noting(FakeSource):
+    """Notes which process reads which sample."""
+
+    def read(self, number: int, start: Any = None, stop: Any = None) -> Any:
+        (Path(self.marker) / f"{os.getpid()}-{number}").touch()
+        return super().read(number, start, stop)
+
+
+def test_a_program_that_a_sample_ended_begins_with_workers_the_next_time(tmp_path: Path) -> None:
+    source = FakeSource((60,), faults={17: "exit0"})
+    if (program := os.fork()) == 0:
+        try:
+            stoker.precompute(source, None, tmp_path, name="a", max_quarantined=0.1)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == 0
+
+    cache = stoker.precompute(source, None, tmp_path, name="a", max_quarantined=0.1)
+
+    assert [*cache.quarantined] == [17]
+    assert len(cache) == 59
+    assert not [*tmp_path.rglob("begun-here-*")]
+
+
+def test_a_signal_ends_a_read_that_hangs_here(tmp_path: Path) -> None:
+    source = FakeSource((60,), faults={17: "hang"})
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+
+    with pytest.raises((KeyboardInterrupt, stoker.errors.Interrupted)):
+        stoker.precompute(source, None, tmp_path, name="a")
+
+    timer.join()
+    again = stoker.precompute(FakeSource((60,)), None, tmp_path, name="a")
+    assert len(again) == 60
+
+
+def test_a_sample_that_takes_long_and_moves_on_is_not_interrupted(tmp_path: Path) -> None:
+    source = FakeSource((6,), delay_s=0.7)
+
+    cache = stoker.precompute(source, None, tmp_path, name="a", timeouts={"open": 2.0, "read": 1.5})
+
+    assert len(cache) == 6
+    assert not cache.quarantined

@@ -2,12 +2,12 @@
 
 Reading is in order, in the calling thread. Before there are workers, a read that hangs is interrupted by a
 signal (`ReadWatch`), and workers try that sample again. Code in C that ignores signals cannot be interrupted:
-that is said, and the next run begins with workers. With `workers=0` reading has no timeouts.
+a warning says so, and the next run begins with workers. With `workers=0` reading has no timeouts.
 
-The encoder is called in a thread that can be left behind, since a call cannot be ended there. Past its timeout
-the stacks of all threads go to a file, and the caller gets a `StalledError`; what was encoded before is kept.
-A process under a guardian is killed by that, also while the interpreter's lock is held, which no thread of ours
-could notice: it needs no thread.
+The encoder is called in a thread that can be left behind, since a call cannot be ended there. Past its
+timeout the stacks of all threads go to a file, and the caller gets a `StalledError`; what was encoded before
+is kept. A process under a guardian is killed by that, also while the interpreter's lock is held, which no
+thread of ours could notice: it needs no thread.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
