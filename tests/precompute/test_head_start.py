@@ -180,3 +180,37 @@ def test_a_sample_that_takes_long_and_moves_on_is_not_interrupted(tmp_path: Path
 
     assert len(cache) == 6
     assert not cache.quarantined
+
+
+class Drawing(FakeEncoder):
+    """Seeds torch in each call, as an encoder that needs no random numbers of the caller may."""
+
+    def encode(self, batch: Any) -> Any:
+        torch.manual_seed(0)
+        return super().encode(batch)
+
+
+def test_the_random_state_of_the_caller_stays(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    stoker.precompute(FakeSource((300,)), Drawing(), tmp_path, name="a")
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Computing(torch.utils.data.Dataset[Any]):
+    """Samples that torch computes while they are read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        row = torch.arange(64, dtype=torch.float32).reshape(8, 8) / (number + 3)
+        return {"data": row @ row}
+
+
+def test_what_torch_computes_in_a_read_does_not_depend_on_the_callers_autocast(tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        here = stoker.precompute(stoker.TorchSource(Computing()), None, tmp_path, name="a")
+    same(here, stoker.precompute(stoker.TorchSource(Computing()), None, tmp_path / "b", name="a", workers=1))

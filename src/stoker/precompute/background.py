@@ -38,10 +38,11 @@ from stoker.precompute.encoder_processes import stored
 from stoker.precompute.in_process import ask_encoder
 from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
-from stoker.precompute.run import LOG_FOLDER, StageBuilder
-from stoker.precompute.settings import PrecomputeSettings
-from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.precompute.run import LOG_FOLDER, StageBuilder, encode_here
+from stoker.precompute.settings import EncodeShare, PrecomputeSettings
+from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
+from stoker.runtime.threads import start_thread
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import pickle_for_process
@@ -62,6 +63,8 @@ from stoker.units import format_count
 log = logging.getLogger("stoker")
 
 _POLL_S = 0.05
+_HERE_S = 0.5
+"""Seconds for which the caller encodes itself."""
 _COMMIT_S = 10.0
 """How long the end of the caller waits for the last commit."""
 
@@ -97,7 +100,6 @@ class ChildFill:
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
         ConfigError: The settings would take away what is being read.
-        ResourceError: No process can be started.
     """
 
     def __init__(self, task: FillTask, folder: Folder) -> None:
@@ -115,27 +117,8 @@ class ChildFill:
         self._end: dict[str, Any] | None = None
         self._owner = os.getpid()
         self._error: StokerError | Interrupted | None = None
-        payload = _pickled(replace(task, settings=settings))
-        logs = folder.path.parent.parent / LOG_FOLDER
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        drain, task_fd = Drain(), stored(payload)
-        try:
-            self._child = LoggedChild(
-                "stoker.precompute.engine:fill_in_child",
-                (task_fd,),
-                what=f"a process to fill {folder.path}",
-                log=logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt",
-                drain=drain,
-                death_signal=signal.SIGTERM,
-            )
-        except BaseException:
-            drain.close()
-            raise
-        finally:
-            os.close(task_fd)
-        self._child.channel.send({"kind": "start", "confined": confined_sources()})
-        self._stop = weakref.finalize(self, _stop_child, self._child, drain, os.getpid())
-        log.info("%s is filled by process %d meanwhile", folder.path, self._child.pid)
+        self._start = _ChildStart(folder, _pickled(replace(task, settings=settings)))
+        self._stop = weakref.finalize(self, self._start.end, os.getpid())
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """As in the protocol."""
@@ -150,10 +133,12 @@ class ChildFill:
         """As in the protocol."""
         if self._end is None:
             self._check_process()
-            ended = self._child.ended()  # looked at first: what it sent before its end is in the socket then
-            self._end = next(iter(self._child.channel.receive()), {"kind": "died"} if ended else None)
+            if (child := self._start.child()) is None:
+                return False
+            ended = child.ended()  # looked at first: what it sent before its end is in the socket then
+            self._end = next(iter(child.channel.receive()), {"kind": "died"} if ended else None)
             if self._end is not None and self._end["kind"] != "done":
-                self._error = self._explained(self._end)
+                self._error = self._explained(self._end, child)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._end is not None
@@ -166,11 +151,11 @@ class ChildFill:
             if present != self._mark:
                 self._mark, self._moved = present, now
                 return
-            if now - self._moved > self._quiet_s:
-                self._child.kill()
+            if now - self._moved > self._quiet_s and (child := self._start.child()) is not None:
+                child.kill()
                 raise StalledError(
                     f"nothing was added to {self._path} for {self._quiet_s:g} s, so process "
-                    f"{self._child.pid}, which fills it, was killed. Run it again to resume"
+                    f"{child.pid}, which fills it, was killed. Run it again to resume"
                 )
             time.sleep(min(_POLL_S, timeout_s))
 
@@ -186,13 +171,13 @@ class ChildFill:
                 "Make the loader here, or when the cache is complete"
             )
 
-    def _explained(self, end: dict[str, Any]) -> StokerError | Interrupted:
+    def _explained(self, end: dict[str, Any], child: LoggedChild) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
             return kind(f"filling {self._path} while training failed: {end['message']}")
-        ended, tail = self._child.exit, self._child.tail()
+        ended, tail = child.exit, child.tail()
         text = (
-            f"process {self._child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
+            f"process {child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
             f"again to resume{f'. It said: {tail}' if tail else ''}"
         )
         return ResourceError(text) if ended is not None and ended.out_of_memory else StokerError(text)
@@ -204,14 +189,77 @@ def _pickled(task: FillTask) -> bytes:
         return pickle_for_process(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
-def _stop_child(child: LoggedChild, drain: Drain, owner: int) -> None:
-    """Tell the child to end, and give it time to commit."""
-    if os.getpid() != owner:  # a fork of ours: it is not its to end
-        return
-    child.stop(_COMMIT_S)
-    failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
-    child.discard(keep_log=failed)
-    drain.close()
+class _ChildStart:
+    """The child of a `ChildFill`, started by a thread: that may have to wait for imports.
+
+    The thread lives as long as the child may: a child that is started, and not forked, ends with its thread.
+    """
+
+    def __init__(self, folder: Folder, payload: bytes) -> None:
+        self._path, self._fingerprint = folder.path, folder.recipe.fingerprint
+        self._drain = Drain()
+        self._child: LoggedChild | None = None
+        self._error: Exception | None = None
+        self._started, self._unwanted, self._over = threading.Event(), threading.Event(), threading.Event()
+        start_thread(partial(self._run, payload), "stoker-fill")
+
+    def child(self) -> LoggedChild | None:
+        """Return it; None while it is being started.
+
+        Raises:
+            StokerError: It cannot be started.
+        """
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._child
+
+    def end(self, owner: int) -> None:
+        """Tell it to end, and give it time to commit. In a fork of its owner: do nothing."""
+        if os.getpid() != owner:
+            return
+        self._unwanted.set()
+        if self._started.is_set():
+            self._end()
+
+    def _run(self, payload: bytes) -> None:
+        try:
+            self._child = self._begin(payload)
+        except Exception as error:  # noqa: BLE001  a thread's edge: raised where the cache is served
+            self._error = error
+        del payload
+        self._started.set()
+        if self._unwanted.is_set():
+            self._end()
+        self._over.wait()
+
+    def _begin(self, payload: bytes) -> LoggedChild:
+        logs = self._path.parent.parent / LOG_FOLDER
+        task_fd = stored(payload)
+        try:
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            child = LoggedChild(
+                "stoker.precompute.engine:fill_in_child",
+                (task_fd,),
+                what=f"a process to fill {self._path}",
+                log=logs / f"fill-{os.getpid()}-{self._fingerprint}.txt",
+                drain=self._drain,
+                death_signal=signal.SIGTERM,
+            )
+        finally:
+            os.close(task_fd)
+        child.channel.send({"kind": "start", "confined": confined_sources()})
+        log.info("%s is filled by process %d meanwhile", self._path, child.pid)
+        return child
+
+    def _end(self) -> None:
+        if self._over.is_set():
+            return
+        self._over.set()
+        if (child := self._child) is not None:
+            child.stop(_COMMIT_S)
+            failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
+            child.discard(keep_log=failed)
+        self._drain.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -521,7 +569,36 @@ class EncodeFiller:
             settings=self._all,
             state=TorchState.of_caller(),
         )
-        return ChildFill(task, self._folder())
+        folder = self._folder()
+        preload(TORCH)
+        filling = ChildFill(task, folder)  # its pickle is made before this process calls the encoder
+        if not is_preloaded(TORCH):
+            self._begin_here(folder)
+        return filling
+
+    def _begin_here(self, folder: Folder) -> None:
+        """Encode the first samples in this process, if no other is at it.
+
+        Raises:
+            StokerError: As `run_precompute`.
+        """
+        settings = replace(self._all, by_blocks=True, progress=None)
+        with folder.lock() as is_free, Interrupts() as interrupts:
+            if not is_free or settings.together:
+                return
+            share = EncodeShare(
+                source=self._source,
+                encoder=self._encoder,
+                folder=folder,
+                settings=settings,
+                missing=folder.missing(retry_transient=False),
+                interrupts=interrupts,
+                lasts_s=_HERE_S,
+                only_here=True,
+            )
+            encode_here(share, None)
+            if interrupts.signal is not None:
+                raise Interrupted(f"stopped by {interrupts.signal.name}. Run it again to resume")
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
         """Return a comparison of `count` records of `cache` with their samples now; it is not begun."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,7 +188,7 @@ class InProcessReader:
             return []
         work = self._todo[0]
         try:
-            with self._interrupts.raising(), _one_thread():
+            with self._interrupts.raising(), _as_a_worker():
                 read = self._read(work)
         except Interrupted:
             return []  # the loop that polls looks at signals itself
@@ -286,7 +286,7 @@ class InProcessReader:
         return not self._start
 
     @property
-    def begun(self) -> float:
+    def part_read(self) -> float:
         """The part of a group that has been read and not handed out."""
         return self._rows_read / len(self._todo[0].numbers) if self._rows_read else 0.0
 
@@ -307,13 +307,18 @@ class InProcessReader:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
-    """Read a source with one torch thread, as a worker does: a sample made by torch has the same bits."""
+def _as_a_worker() -> Generator[None]:
+    """Read as a worker does, so a sample that torch makes has the same bits: one thread, CPU, no autocast."""
     threads = torch.get_num_threads()
     if threads != 1:
         torch.set_num_threads(1)
     try:
-        yield
+        with ExitStack() as stack:
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         if threads != 1:
             torch.set_num_threads(threads)

@@ -146,14 +146,14 @@ class WorkQueue:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
-    def is_worth_a_start(self, since: float, *, begun: float = 0.0) -> bool:
+    def is_worth_a_start(self, since: float, *, part_read: float = 0.0) -> bool:
         """Return True if what is left takes longer than the start of the first child of a program.
 
         Args:
             since: `time.monotonic()` when the groups that are done were begun.
-            begun: Groups that are read in part, as a fraction.
+            part_read: The part of a group that is read already.
         """
-        left = self.untaken + self._outstanding + len(self._again) - begun
+        left = self.untaken + self._outstanding + len(self._again) - part_read
         done = self.groups - left
         return done > 0 and left * (time.monotonic() - since) / done > FIRST_START_S
 

@@ -56,6 +56,7 @@ from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
 from stoker.sources.protocol import FileRef, LocatableSource, SelfCheckingSource, Source
+from stoker.sources.torch_dataset import preserve_random_state
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
@@ -159,6 +160,8 @@ class StageBuilder:
         self._children = () if rehearsal else self._devices_of_children()
         self._encoded_here = False
         self._pickled: bytes | None = None
+        self._wanted: set[tuple[str, ...]] = set()
+        """Modules of the processes that children are forked from, once these are started."""
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
 
@@ -263,10 +266,11 @@ class StageBuilder:
 
     def is_ready(self) -> bool:
         """Return True if children can be forked at once; what they are forked from is started."""
-        modules = {self._payload()[1]} | ({TORCH} if self._children else set())
-        for one in modules:
-            preload(one)
-        return all(map(is_preloaded, modules))
+        if not self._wanted:
+            self._wanted = {self._payload()[1]} | ({TORCH} if self._children else set())
+            for one in self._wanted:
+                preload(one)
+        return all(map(is_preloaded, self._wanted))
 
     def check_source(self) -> None:
         """Have a source that can check itself in a child do so, before workers read it."""
@@ -508,7 +512,7 @@ class HeadStart:
             return True
         if time.monotonic() - self._begun < _JUDGED_AFTER_S:
             return False
-        worth = self._builder.queue.is_worth_a_start(self._begun, begun=self.reader.begun)
+        worth = self._builder.queue.is_worth_a_start(self._begun, part_read=self.reader.part_read)
         return worth and self._builder.is_ready()
 
 
@@ -611,7 +615,7 @@ def _encode(
         )
         try:
             finished = _run_head(builder, loop, writer, share)
-            if not finished and share.interrupts.signal is None:
+            if not (finished or share.only_here or share.interrupts.signal or loop.has_lasted(share.lasts_s)):
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
@@ -656,11 +660,16 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
     """Work in this process until children are worth their start and can be forked at once; True: all done."""
     if (head := builder.head_start()) is None:
         return False
-    encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
-    if share.encoder is not None:
-        encoding = builder.recognizing(encoding, share.same)
-    with closing(head.reader), head.watch:
-        return loop.run(builder.stages(head.reader, encoding, writer), enough=head.is_enough)
+    try:
+        encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        if share.encoder is not None:
+            encoding = builder.recognizing(encoding, share.same)
+        stages = builder.stages(head.reader, encoding, writer)
+        # Workers read with random states of their own: the caller's must not tell how many samples were here.
+        with preserve_random_state(), closing(head.reader), head.watch:
+            return loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+    finally:
+        builder.forget_head()
 
 
 def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:

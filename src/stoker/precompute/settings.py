@@ -223,6 +223,8 @@ class EncodeShare:
     """A signal ends the work early; what is encoded is committed."""
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
+    only_here: bool = False
+    """Read and encode in the calling process alone, and end where children would go on."""
     compare_first: bool = True
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""
     same: SampleLookup | None = None

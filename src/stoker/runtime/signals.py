@@ -131,6 +131,7 @@ class Interrupts:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
         if self.fd >= 0:
             os.close(self.fd)
             os.close(self._write_fd)

@@ -228,6 +228,7 @@ class Preloaded:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
+        self._begun = 0.0
         self._requests = 0
         self._refused = ""
         self._error_fd = -1
@@ -238,22 +239,27 @@ class Preloaded:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it unless it runs, without waiting for its imports.
+        """Start it unless it runs or was given up, without waiting for its imports.
 
         Raises:
             OSError: The system starts no more processes.
         """
         with self._lock:
-            self._start()
+            if not self._refused:
+                self._start()
 
     def is_ready(self) -> bool:
-        """Return True if `fork` would not wait for its imports: they are done, or it cannot be used."""
-        with self._lock:
-            if self._ready or self._control is None or self._process is None:
+        """Return True if `fork` would not wait for imports: they are done, or failed, or take too long."""
+        if not self._lock.acquire(blocking=False):
+            return False  # by a fork that waits
+        try:
+            if self._ready or self._refused or self._control is None:
                 return True
             poller = select.poll()
             poller.register(self._control, select.POLLIN)
-            return bool(poller.poll(0))
+            return bool(poller.poll(0)) or time.monotonic() - self._begun > START_S
+        finally:
+            self._lock.release()
 
     def fork(self, fds: Sequence[int]) -> tuple[int, int]:
         """Fork a child that has copies of these descriptors; see `Server`.
@@ -352,7 +358,7 @@ class Preloaded:
             raise
         finally:
             os.close(fd)
-        self._control, self._ready = ours, False
+        self._control, self._ready, self._begun = ours, False, time.monotonic()
 
     def _ask(self, fds: Sequence[int]) -> tuple[int, int]:
         assert self._control is not None
