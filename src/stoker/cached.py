@@ -79,7 +79,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         precompute: How to fill the cache, by the names of `stoker.precompute`: `workers`, `nan`,
             `max_quarantined`, `retry_quarantined`, `timeouts`, `max_error`, `compression`, `dtype` (of
             storage), ...
-        wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
+        wait: False: serve what is encoded by now, while another process encodes the rest; see
+            `stoker.precompute`.
         version, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
 

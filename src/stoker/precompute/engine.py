@@ -274,7 +274,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
-        wait: False: return at once, while another process encodes; a `Loader` serves what is there.
+        wait: False: encode for half a second, and return while another process encodes the rest; a `Loader`
+            serves what is there.
         engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
@@ -340,6 +341,9 @@ def begin_precompute(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
     filling = filler.begin()
+    if not len(folder.missing(retry_transient=False)):  # a small set, which was encoded in the call
+        filling.stop()
+        return run_precompute(source, encoder, cache_dir, name=name, settings=settings)
     cache, _ = filling.look()
     cache.filler, cache.filling = filler, filling
     return _report(cache, folder, tally)

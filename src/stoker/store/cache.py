@@ -107,7 +107,7 @@ class Filler(Protocol):
         ...
 
     def begin(self) -> BackgroundFill:
-        """Begin to encode all that is missing in another process, block by block (`fill_blocks`)."""
+        """Encode the first samples that are missing; another process encodes the rest, as `fill_blocks` says."""
         ...
 
 
@@ -140,6 +140,10 @@ class BackgroundFill(Protocol):
 
     def forget(self) -> None:
         """Read again which records are damaged; call it when some were repaired."""
+        ...
+
+    def stop(self) -> None:
+        """End it in order: what was encoded is committed, the same call resumes. Safe to call twice."""
         ...
 
 
