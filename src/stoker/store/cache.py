@@ -107,7 +107,7 @@ class Filler(Protocol):
         ...
 
     def begin(self) -> BackgroundFill:
-        """Encode the first samples that are missing; another process encodes the rest, as `fill_blocks` says."""
+        """Encode the first samples; another process encodes the rest of what is missing, by `fill_blocks`."""
         ...
 
 
