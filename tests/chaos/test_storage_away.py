@@ -57,11 +57,16 @@ class Mount:
 
     @contextmanager
     def away(self):
+        files = [os.open(path, os.O_RDONLY) for path in self.path.rglob("*") if path.is_file()]
         self.server.send_signal(signal.SIGSTOP)
         try:
+            for fd in files:  # else the kernel answers for the server what it remembers
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             yield
         finally:
             self.server.send_signal(signal.SIGCONT)
+            for fd in files:
+                os.close(fd)
 
     def end(self):
         self.server.send_signal(signal.SIGCONT)
@@ -95,7 +100,7 @@ def finish(command, folder):
         command.wait(END_S)
     except subprocess.TimeoutExpired:
         os.killpg(command.pid, signal.SIGKILL)
-        pytest.fail(f"{command.args} did not end")
+        pytest.fail(f"{command.args} did not end. It said: {(folder / 'stderr').read_text()[-4000:]}")
     return command.returncode, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 

@@ -13,7 +13,7 @@ from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import COMPRESSION, COUNT, LAYOUTS, STEPS, TIMED
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def short_idle() -> Iterator[None]:
     """Threads of loaders that nobody uses any more end within a second: else thousands wait at a time."""
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ import pytest
 from tests.kit import import_once
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def real_preloaded_processes() -> Iterator[None]:
     """They start as those of a user's program do."""
     with import_once.real():

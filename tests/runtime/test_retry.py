@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import subprocess
 import sys
 import time
@@ -52,6 +53,13 @@ def test_an_operation_is_repeated_with_pauses_that_grow(pauses: list[float]) -> 
     assert pauses == [1, 2, 4, 5]
     assert [one.attempts for one in told] == [1, 2, 3, 4]
     assert [(one.spent_s, one.pause_s) for one in told] == [(0, 1), (1, 2), (3, 4), (7, 5)]
+
+
+def test_jitter_does_not_draw_from_the_programs_random_state() -> None:
+    before = random.getstate()
+    pauses = {RetryPolicy(first_s=8, jitter=0.5).pause_s(1) for _ in range(20)}
+    assert len(pauses) > 1
+    assert random.getstate() == before
 
 
 def test_jitter_takes_a_part_of_a_pause_away() -> None:

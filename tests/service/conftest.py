@@ -17,7 +17,7 @@ from stoker.service.services import Services, open_services
 from tests.sources.sql.server import Server
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def no_wait_for_sqlite() -> Iterator[None]:
     """A commit of SQLite does not wait for the disk: no test cuts the power of this machine."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Weights are compared bit for bit, and tiny products on two threads wait for each other."""
     before = torch.get_num_threads()

@@ -429,6 +429,10 @@ def _wind_down() -> None:
 # Repeat an operation that may succeed the next time: one loop, with pauses that grow, and limits.
 
 
+_CHANCE = random.SystemRandom()
+"""Not the random state of the program, whose results would depend on how often something was tried again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """Pauses between attempts, each `factor` times as long as the one before, and when to give up."""
@@ -456,7 +460,7 @@ class RetryPolicy:
         longest = min(self.longest_s, self.first_s * self.factor ** min(failures - 1, 60))
         if not self.jitter:
             return longest
-        draw = random.random() if draw is None else draw  # noqa: S311 - no secret
+        draw = _CHANCE.random() if draw is None else draw
         return longest * (1 - self.jitter * (1 - draw))
 
 

@@ -215,7 +215,8 @@ class VastClient:
         if once and failure.kind is not FailureKind.UNREACHABLE:
             return StalledError(f"{shown}: {said}{_maybe_created()}")
         if failure.kind is FailureKind.TIMEOUT:
-            return StalledError(f"{shown}: no answer within {self._timeout_s:g} s. Try again")
+            limit_s = min(self._timeout_s, self._deadline_s)
+            return StalledError(f"{shown}: no answer within {limit_s:g} s. Try again")
         if failure.kind in (FailureKind.UNREACHABLE, FailureKind.BROKEN, FailureKind.CUT):
             return _BusyError(0.0)
         return ServiceError(f"{shown}: {failure.kind.value}: {said}")
