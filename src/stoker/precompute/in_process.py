@@ -177,6 +177,8 @@ class InProcessReader:
         """Of the rows that are read."""
         self.stalled = False
         """A read hung, and was interrupted."""
+        self.seconds = 0.0
+        """Time spent on reading."""
         # One buffer for the whole run: a batch is encoded before the next is read.
         self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
 
@@ -186,7 +188,7 @@ class InProcessReader:
             self._todo.extend(self._queue.take(0, 1))
         if not self._todo:
             return []
-        work = self._todo[0]
+        work, begun = self._todo[0], time.monotonic()
         try:
             with self._interrupts.raising(), _as_a_worker():
                 read = self._read(work)
@@ -194,6 +196,8 @@ class InProcessReader:
             return []  # the loop that polls looks at signals itself
         except StalledError as error:
             return self._leave(work, error)
+        finally:
+            self.seconds += time.monotonic() - begun
         self._position.write("wait")
         if read is None:
             return []

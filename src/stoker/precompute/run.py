@@ -512,7 +512,9 @@ class HeadStart:
             return True
         if time.monotonic() - self._begun < _JUDGED_AFTER_S:
             return False
-        worth = self._builder.queue.is_worth_a_start(self._begun, part_read=self.reader.part_read)
+        # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
+        seconds = self.reader.seconds + self._builder.clock.seconds
+        worth = self._builder.queue.is_worth_a_start(seconds, part_read=self.reader.part_read)
         return worth and self._builder.is_ready()
 
 
