@@ -432,8 +432,8 @@ class Accumulator:
         self._nonfinite = 0
         # One buffer for all chunks: a fresh one each time would be a fresh mapping, and twice as slow.
         # float32 adds up the squares of bytes exactly too, over the few rows of a chunk, in half the time.
-        exact = field.dtype in _BYTES and not field.quantized
-        dtype = torch.float32 if exact else torch.float64
+        self._bytes = field.dtype in _BYTES and not field.quantized
+        dtype = torch.float32 if self._bytes else torch.float64
         self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
         # Torch widens 16 bits to 32 with vector instructions, to 64 one by one: two steps are twice as fast.
         self._float32: Tensor | None = None
@@ -445,14 +445,18 @@ class Accumulator:
     def update(self, values: Tensor) -> None:
         """Add stored values, `(n, *shape)`, any storable dtype, CPU, contiguous."""
         flat = values.reshape(-1)
+        if flat.dtype == torch.bool:
+            flat = flat.view(torch.uint8)
         step = max(1, CHUNK // self._width) * self._width
         for begin in range(0, len(flat), step):
-            chunk = flat[begin : begin + step]
+            stored = chunk = flat[begin : begin + step]
             if self._float32 is not None:
                 chunk = self._float32[: len(chunk)].copy_(chunk)
-            self._add(self._buffer[: len(chunk)].copy_(chunk).numpy())
+            exact = self._buffer[: len(chunk)].copy_(chunk).numpy()
+            # Bytes are compared as they are, many at a time.
+            self._add(exact, stored.numpy() if self._bytes else exact)
 
-    def _add(self, values: NDArray[np.floating[Any]]) -> None:
+    def _add(self, values: NDArray[np.floating[Any]], compared: NDArray[Any]) -> None:
         whole = len(values) - len(values) % self._width
         table, rest = values[:whole].reshape(-1, self._width), values[whole:]
         with np.errstate(invalid="ignore"):  # infinities of both signs; found right below
@@ -465,8 +469,9 @@ class Accumulator:
         if whole:
             self._sum += total
             self._squares += np.einsum("ij,ij->j", table, table)
-            np.minimum(self._min, table.min(0), out=self._min)
-            np.maximum(self._max, table.max(0), out=self._max)
+            rows = compared[:whole].reshape(-1, self._width)
+            np.minimum(self._min, rows.min(0), out=self._min)
+            np.maximum(self._max, rows.max(0), out=self._max)
         lanes = slice(0, len(rest))
         self._sum[lanes] += rest
         self._squares[lanes] += rest * rest
