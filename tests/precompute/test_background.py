@@ -17,6 +17,7 @@ import pytest
 import stoker
 from stoker.errors import ConfigError, IncompleteError, Interrupted, SourceError, StokerError
 from stoker.loader import Loader
+from stoker.precompute import background
 from stoker.precompute.background import ChildFill
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.runtime.processes.child import LoggedChild
@@ -111,7 +112,7 @@ def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path)
 
 
 def test_the_first_records_are_encoded_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.precompute.background.is_preloaded", lambda _: False)
+    monkeypatch.setattr(background, "is_preloaded", lambda _: False)
     source = FakeSource((600, 300), delay_s=0.002, run=20)
     expected = [batch["index"].tolist() for batch in Loader(begin(tmp_path / "a", source), batch_size=16)]
 
@@ -122,7 +123,7 @@ def test_the_first_records_are_encoded_in_the_call(tmp_path: Path, monkeypatch: 
 
 
 def test_a_small_set_is_complete_after_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.precompute.background.is_preloaded", lambda _: False)
+    monkeypatch.setattr(background, "is_preloaded", lambda _: False)
     source = FakeSource((40,), faults={7: "raise"})
     cache = stoker.precompute(source, FakeEncoder(), tmp_path, name="x", wait=False, max_quarantined=0.1)
 

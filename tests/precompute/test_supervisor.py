@@ -14,6 +14,7 @@ import torch
 from stoker.errors import ResourceError, SourceError, WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import loop as loop_module
+from stoker.precompute import queue as queue_module
 from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
@@ -171,11 +172,12 @@ def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monk
 
 def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
 
-    report = run(FakeSource((120,), delay_s=0.02), tmp_path, workers=None)
+    report = run(FakeSource((240,), delay_s=0.02), tmp_path, workers=None)
 
     assert report.workers >= 2
-    assert report.records == 120
+    assert report.records == 240
 
 
 def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_process(

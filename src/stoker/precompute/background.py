@@ -198,6 +198,7 @@ class _ChildStart:
     def __init__(self, folder: Folder, payload: bytes) -> None:
         self._path, self._fingerprint = folder.path, folder.recipe.fingerprint
         self._drain = Drain()
+        self._confined = confined_sources()  # now, and not when the child is there
         self._child: LoggedChild | None = None
         self._error: Exception | None = None
         self._started, self._unwanted, self._over = threading.Event(), threading.Event(), threading.Event()
@@ -247,7 +248,7 @@ class _ChildStart:
             )
         finally:
             os.close(task_fd)
-        child.channel.send({"kind": "start", "confined": confined_sources()})
+        child.channel.send({"kind": "start", "confined": self._confined})
         log.info("%s is filled by process %d meanwhile", self._path, child.pid)
         return child
 
