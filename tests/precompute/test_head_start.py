@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import stoker
 from stoker.errors import SourceError
-from stoker.precompute import queue
+from stoker.precompute import queue, run
 from stoker.precompute.workers import Supervisor
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
 
 @pytest.fixture
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: Any) -> None:
-        raise AssertionError("a worker was started")
+def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("a child was started")
 
     monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(run, "EncoderProcesses", start)
 
 
 def same(one: stoker.Cache, two: stoker.Cache) -> None:
@@ -36,7 +41,7 @@ def same(one: stoker.Cache, two: stoker.Cache) -> None:
             assert torch.equal(value, two[number][name]), (number, name)
 
 
-@pytest.mark.usefixtures("no_workers")
+@pytest.mark.usefixtures("no_children")
 @pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
 def test_a_small_set_starts_no_process(tmp_path: Path, encoder: Any) -> None:
     cache = stoker.precompute(FakeSource((100, 30)), encoder, tmp_path, name="a")
@@ -45,7 +50,7 @@ def test_a_small_set_starts_no_process(tmp_path: Path, encoder: Any) -> None:
     same(cache, stoker.precompute(FakeSource((100, 30)), encoder, tmp_path / "b", name="a", workers=0))
 
 
-@pytest.mark.usefixtures("no_workers")
+@pytest.mark.usefixtures("no_children")
 def test_a_sample_that_fails_here_is_quarantined(tmp_path: Path) -> None:
     source = FakeSource((60,), faults={7: "raise", 20: "nan"})
 
@@ -61,6 +66,7 @@ def test_workers_take_over_and_no_record_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any, start_s: float
 ) -> None:
     monkeypatch.setattr(queue, "FIRST_START_S", start_s)
+    monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)  # the fork waits for imports
     started: list[int] = []
     start = Supervisor.start
     monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
@@ -92,6 +98,9 @@ class Locked(FakeSource):
     def __init__(self, **given: Any) -> None:
         super().__init__((300,), run=13, delay_s=0.002, **given)
         self.lock = threading.Lock()
+
+    def read(self, *where: Any) -> Any:
+        raise AssertionError("a sample was read")
 
 
 @pytest.mark.parametrize("workers", [None, 1])
@@ -160,6 +169,7 @@ def test_a_program_that_a_sample_ended_begins_with_workers_the_next_time(tmp_pat
     assert not [*tmp_path.rglob("begun-here-*")]
 
 
+@pytest.mark.usefixtures("no_children")
 def test_a_signal_ends_a_read_that_hangs_here(tmp_path: Path) -> None:
     source = FakeSource((60,), faults={17: "hang"})
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -199,6 +209,21 @@ def test_the_random_state_of_the_caller_stays(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+class Opening(FakeSource):
+    """Keeps what it opens when it first reads."""
+
+    def read(self, *where: Any) -> Any:
+        self.lock = threading.Lock()
+        return super().read(*where)
+
+
+def test_what_a_source_opens_here_does_not_keep_it_from_workers_later(tmp_path: Path) -> None:
+    source = Opening((100,))
+    stoker.precompute(source, None, tmp_path, name="a")
+
+    assert len(stoker.precompute(source, None, tmp_path, name="b", workers=1)) == 100
+
+
 class Computing(torch.utils.data.Dataset[Any]):
     """Samples that torch computes while they are read."""
 
@@ -207,10 +232,33 @@ class Computing(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         row = torch.arange(64, dtype=torch.float32).reshape(8, 8) / (number + 3)
-        return {"data": row @ row}
+        torch.from_numpy(np.ones(1) / np.zeros(1))  # a warning, unless the caller raises
+        filled = torch.tensor(1.0 / (number + 3)).expand(8, 8)  # of the default dtype
+        return {"data": row @ row, "filled": filled.float()}
 
 
-def test_what_torch_computes_in_a_read_does_not_depend_on_the_callers_autocast(tmp_path: Path) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        here = stoker.precompute(stoker.TorchSource(Computing()), None, tmp_path, name="a")
-    same(here, stoker.precompute(stoker.TorchSource(Computing()), None, tmp_path / "b", name="a", workers=1))
+@contextlib.contextmanager
+def another_state() -> Iterator[None]:
+    """Everything that a caller may set, other than in a worker."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), np.errstate(all="raise"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+            assert torch.get_default_dtype() == torch.float64
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            assert np.geterr()["divide"] == "raise"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_is_computed_in_a_read_does_not_depend_on_the_state_of_the_caller(tmp_path: Path) -> None:
+    source = stoker.TorchSource(Computing(), version="1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source.schema()
+    with another_state():
+        here = stoker.precompute(source, None, tmp_path, name="a")
+    same(here, stoker.precompute(source, None, tmp_path / "b", name="a", workers=1))

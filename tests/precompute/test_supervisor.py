@@ -15,6 +15,7 @@ from stoker.errors import ResourceError, SourceError, WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import loop as loop_module
 from stoker.precompute import queue as queue_module
+from stoker.precompute import run as run_module
 from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
@@ -279,6 +280,8 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, mode
 ):
     monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
+    monkeypatch.setattr(run_module.StageBuilder, "is_ready", lambda _: True)
     source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", workers=None)

@@ -39,7 +39,7 @@ from stoker.precompute.in_process import ask_encoder
 from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
 from stoker.precompute.run import LOG_FOLDER, StageBuilder, encode_here
-from stoker.precompute.settings import EncodeShare, PrecomputeSettings
+from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import start_thread
@@ -64,7 +64,7 @@ log = logging.getLogger("stoker")
 
 _POLL_S = 0.05
 _HERE_S = 0.5
-"""Seconds for which the caller encodes itself."""
+"""Seconds for which the caller encodes itself; a call of the encoder that has begun by then is not cut."""
 _COMMIT_S = 10.0
 """How long the end of the caller waits for the last commit."""
 
@@ -95,7 +95,7 @@ class FillTask:
 
 
 class ChildFill:
-    """Fill a cache in a child (`engine.fill_in_child`); a `stoker.store.cache.BackgroundFill`.
+    """Fill a cache in a child (`engine.fill_in_child`), from `start` on; a `BackgroundFill`.
 
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
@@ -118,7 +118,20 @@ class ChildFill:
         self._owner = os.getpid()
         self._error: StokerError | Interrupted | None = None
         self._start = _ChildStart(folder, _pickled(replace(task, settings=settings)))
-        self._stop = weakref.finalize(self, self._start.end, os.getpid())
+        self._finalizer = weakref.finalize(self, self._start.end, os.getpid())
+        self.served = False
+        """As in the protocol."""
+        self.here = ShareOutcome()
+        """What the caller encoded before."""
+
+    def start(self) -> None:
+        """Start the child; returns at once."""
+        self._start.begin()
+
+    def end_here(self) -> None:
+        """Note that the caller has encoded everything: there is no child."""
+        self._end = {"kind": "done"}
+        self._finalizer()
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """As in the protocol."""
@@ -161,7 +174,8 @@ class ChildFill:
 
     def stop(self) -> None:
         """End it in order: what was encoded is committed, the same call resumes. Safe to call twice."""
-        self._stop()
+        self._start.end(self._owner, wait_s=_COMMIT_S)
+        self._finalizer.detach()
 
     def _check_process(self) -> None:
         """Refuse a fork of ours: what it took from the channel would never reach the process that began."""
@@ -190,19 +204,34 @@ def _pickled(task: FillTask) -> bytes:
 
 
 class _ChildStart:
-    """The child of a `ChildFill`, started by a thread: that may have to wait for imports.
+    """The child of a `ChildFill`, started by a thread, which may have to wait for imports.
 
     The thread lives as long as the child may: a child that is started, and not forked, ends with its thread.
     """
 
     def __init__(self, folder: Folder, payload: bytes) -> None:
         self._path, self._fingerprint = folder.path, folder.recipe.fingerprint
-        self._drain = Drain()
         self._confined = confined_sources()  # now, and not when the child is there
+        self._drain = Drain()
+        self._task_fd = stored(payload)
         self._child: LoggedChild | None = None
         self._error: Exception | None = None
         self._started, self._unwanted, self._over = threading.Event(), threading.Event(), threading.Event()
-        start_thread(partial(self._run, payload), "stoker-fill")
+        self._started.set()
+        self._ending = threading.Lock()
+
+    def begin(self) -> None:
+        """Start it, unless it is unwanted by now; returns at once.
+
+        Raises:
+            ResourceError: Not even a thread can be started.
+        """
+        self._started.clear()
+        try:
+            start_thread(self._run, "stoker-fill")
+        except RuntimeError as error:
+            self._started.set()
+            raise ResourceError(f"no thread can be started to fill {self._path}: {error}") from error
 
     def child(self) -> LoggedChild | None:
         """Return it; None while it is being started.
@@ -214,53 +243,57 @@ class _ChildStart:
             raise self._error.with_traceback(None)
         return self._child
 
-    def end(self, owner: int) -> None:
-        """Tell it to end, and give it time to commit. In a fork of its owner: do nothing."""
+    def end(self, owner: int, *, wait_s: float = 0.0) -> None:
+        """Tell it to end, and give it time to commit. In a fork of its owner: do nothing.
+
+        Args:
+            owner: The process that it is of.
+            wait_s: How long to wait for its start; after that the thread which starts it ends it.
+        """
         if os.getpid() != owner:
             return
         self._unwanted.set()
-        if self._started.is_set():
+        if self._started.wait(wait_s):
             self._end()
 
-    def _run(self, payload: bytes) -> None:
+    def _run(self) -> None:
         try:
-            self._child = self._begin(payload)
+            if not self._unwanted.is_set():
+                self._child = self._begin()
         except Exception as error:  # noqa: BLE001  a thread's edge: raised where the cache is served
             self._error = error
-        del payload
-        self._started.set()
+        finally:
+            self._started.set()
         if self._unwanted.is_set():
             self._end()
         self._over.wait()
 
-    def _begin(self, payload: bytes) -> LoggedChild:
+    def _begin(self) -> LoggedChild:
         logs = self._path.parent.parent / LOG_FOLDER
-        task_fd = stored(payload)
-        try:
-            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            child = LoggedChild(
-                "stoker.precompute.engine:fill_in_child",
-                (task_fd,),
-                what=f"a process to fill {self._path}",
-                log=logs / f"fill-{os.getpid()}-{self._fingerprint}.txt",
-                drain=self._drain,
-                death_signal=signal.SIGTERM,
-            )
-        finally:
-            os.close(task_fd)
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        child = LoggedChild(
+            "stoker.precompute.engine:fill_in_child",
+            (self._task_fd,),
+            what=f"a process to fill {self._path}",
+            log=logs / f"fill-{os.getpid()}-{self._fingerprint}.txt",
+            drain=self._drain,
+            death_signal=signal.SIGTERM,
+        )
         child.channel.send({"kind": "start", "confined": self._confined})
         log.info("%s is filled by process %d meanwhile", self._path, child.pid)
         return child
 
     def _end(self) -> None:
-        if self._over.is_set():
-            return
-        self._over.set()
-        if (child := self._child) is not None:
-            child.stop(_COMMIT_S)
-            failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
-            child.discard(keep_log=failed)
-        self._drain.close()
+        with self._ending:
+            if self._over.is_set():
+                return
+            if (child := self._child) is not None:
+                child.stop(_COMMIT_S)
+                failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
+                child.discard(keep_log=failed)
+            self._drain.close()
+            os.close(self._task_fd)
+            self._over.set()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -557,10 +590,13 @@ class EncodeFiller:
             )
 
     def begin(self) -> ChildFill:
-        """Start a process that encodes all that is missing.
+        """Encode for `_HERE_S` seconds, and start a process that encodes the rest of what is missing.
+
+        Where such a process can be forked at once, it encodes everything.
 
         Raises:
             SourceError: As `fill`; or source and encoder cannot be sent to a process.
+            StokerError: As `run_precompute`, about what was encoded here.
         """
         task = FillTask(
             source=self._source,
@@ -573,33 +609,49 @@ class EncodeFiller:
         folder = self._folder()
         preload(TORCH)
         filling = ChildFill(task, folder)  # its pickle is made before this process calls the encoder
-        if not is_preloaded(TORCH):
-            self._begin_here(folder)
+        try:
+            if is_preloaded(TORCH) or self._all.together or not self._begin_here(folder, filling):
+                filling.start()
+        except BaseException:
+            filling.stop()
+            raise
         return filling
 
-    def _begin_here(self, folder: Folder) -> None:
-        """Encode the first samples in this process, if no other is at it.
+    def _begin_here(self, folder: Folder, filling: ChildFill) -> bool:
+        """Encode the first samples in this process, if no other is at it; return whether all is done.
+
+        A cache that held something before is for the child to look through, and so is one with others beside
+        it, which may have records to adopt.
 
         Raises:
             StokerError: As `run_precompute`.
         """
-        settings = replace(self._all, by_blocks=True, progress=None)
+        if self._all.workers is not None or len([*folder.path.parent.iterdir()]) > 1:
+            return False
+        until = time.monotonic() + _HERE_S
         with folder.lock() as is_free, Interrupts() as interrupts:
-            if not is_free or settings.together:
-                return
+            if not is_free:
+                return False
+            fresh = not folder.stored_count()
             share = EncodeShare(
                 source=self._source,
                 encoder=self._encoder,
                 folder=folder,
-                settings=settings,
+                settings=replace(self._all, by_blocks=True, progress=None),
                 missing=folder.missing(retry_transient=False),
                 interrupts=interrupts,
-                lasts_s=_HERE_S,
-                only_here=True,
+                here_until=until,
             )
-            encode_here(share, None)
+            filling.here = encode_here(share, None)
             if interrupts.signal is not None:
                 raise Interrupted(f"stopped by {interrupts.signal.name}. Run it again to resume")
+            if not (fresh and filling.here.finished) or folder.failures() or len(folder.missing()):
+                return False
+            folder.finish()
+            if len(folder.missing()):  # the look at what is stored found damage
+                return False
+        filling.end_here()
+        return True
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
         """Return a comparison of `count` records of `cache` with their samples now; it is not begun."""

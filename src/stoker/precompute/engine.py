@@ -274,8 +274,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
-        wait: False: encode for half a second, and return while another process encodes the rest; a `Loader`
-            serves what is there.
+        wait: False: return while another process encodes. A `Loader` serves what is there, and its first
+            epoch is in the order in which the cache is filled. With `workers=None`, on a CPU and in the main
+            thread, the call itself encodes for half a second before.
         engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
@@ -341,9 +342,7 @@ def begin_precompute(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
     filling = filler.begin()
-    if not len(folder.missing(retry_transient=False)):  # a small set, which was encoded in the call
-        filling.stop()
-        return run_precompute(source, encoder, cache_dir, name=name, settings=settings)
+    tally.add(filling.here)
     cache, _ = filling.look()
     cache.filler, cache.filling = filler, filling
     return _report(cache, folder, tally)

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from stoker.errors import Interrupted, StalledError
@@ -190,7 +192,7 @@ class InProcessReader:
             return []
         work, begun = self._todo[0], time.monotonic()
         try:
-            with self._interrupts.raising(), _as_a_worker():
+            with _as_a_worker(), self._interrupts.raising():
                 read = self._read(work)
         except Interrupted:
             return []  # the loop that polls looks at signals itself
@@ -310,22 +312,35 @@ class InProcessReader:
         self._queue.leave(0)
 
 
+_NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""What numpy does about them in a process that has not been told otherwise."""
+
+
 @contextmanager
 def _as_a_worker() -> Generator[None]:
-    """Read as a worker does, so a sample that torch makes has the same bits: one thread, CPU, no autocast."""
-    threads = torch.get_num_threads()
-    if threads != 1:
-        torch.set_num_threads(1)
-    try:
-        with ExitStack() as stack:
-            if torch.get_default_device().type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
+    """Read as a worker does, under the defaults of torch and numpy, so that a sample has the same bits."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as stack:
         if threads != 1:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(1)
+            stack.callback(torch.set_num_threads, threads)
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        if deterministic:
+            torch.use_deterministic_algorithms(False)
+            stack.callback(torch.use_deterministic_algorithms, True, warn_only=only_warns)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(np.errstate(**_NUMPY_ERRORS))
+        if any(action == "error" for action, *_ in warnings.filters):
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("default")
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
-from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
+from stoker.errors import EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device, storage_of
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
@@ -56,7 +57,8 @@ from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
 from stoker.sources.protocol import FileRef, LocatableSource, SelfCheckingSource, Source
-from stoker.sources.torch_dataset import preserve_random_state
+from stoker.sources.splits import whole_source
+from stoker.sources.torch_dataset import TorchSource, preserve_random_state
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
@@ -102,8 +104,15 @@ class StageBuilder:
         missing: NDArray[np.int64],
         interrupts: Interrupts | None = None,
         rehearsal: bool = False,
+        only_here: bool = False,
     ) -> None:
-        """See `run_precompute`; `rehearsal`: nothing is quarantined, and no guardian is told."""
+        """Prepare a run.
+
+        Args:
+            source, encoder, folder, settings, missing, interrupts: As of `EncodeShare`.
+            rehearsal: Nothing is quarantined, and no guardian is told.
+            only_here: No child is needed: another process goes on.
+        """
         self.folder = folder
         device = "cpu" if encoder is None else str(resolve_device(settings.device))
         self.settings = settings = replace(settings, device=device)
@@ -115,6 +124,7 @@ class StageBuilder:
         )
         self.clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
+        self._only_here = only_here
         self._source = source
         self._encoder = encoder
         self._home = None if encoder is None else weights_device(encoder)
@@ -130,7 +140,11 @@ class StageBuilder:
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
-        keep = _forget if rehearsal else folder.quarantine_many
+        keep = folder.quarantine_many
+        if rehearsal or only_here:
+            # What is tried again in any case is noted by the process that goes on.
+            forgets = rehearsal or settings.retry_quarantined
+            keep = _forget if forgets else partial(_keep_lasting, folder)
         refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
@@ -204,7 +218,7 @@ class StageBuilder:
         if self._children:
             preload(TORCH)
         if self._first_workers == 0:
-            return self._reader(ReadingPosition())
+            return self._reader(self._reading, ReadingPosition())
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
@@ -214,10 +228,10 @@ class StageBuilder:
             raise
         return feed
 
-    def _reader(self, position: ReadingPosition) -> InProcessReader:
+    def _reader(self, reading: ChangeGuard, position: ReadingPosition) -> InProcessReader:
         """Return what reads in this process."""
         samples = SampleReader(
-            self._reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
+            reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
         )
         return InProcessReader(
             samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
@@ -227,8 +241,9 @@ class StageBuilder:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
         Not where a read or call that hangs could not be ended: in other threads than the first, and for files
-        that lie elsewhere; nor for a source that may hold what it opens, which could not be sent to workers
-        then; nor where a program ended during this the last time, since a sample may have crashed it.
+        that lie elsewhere; nor where a program ended during this the last time, since a sample may have
+        crashed it. What reads is a copy, as each worker has one: what a source opens stays in it. Only a
+        Dataset that holds much is read as it is, since it keeps what it opens apart itself.
         """
         settings = self.settings
         if (
@@ -242,26 +257,41 @@ class StageBuilder:
         ):
             return None
         large = estimate_pickle_bytes(self._source) > _SMALL_SOURCE_BYTES
-        if large and not isinstance(self._source, SelfCheckingSource):
+        if large and not isinstance(whole_source(self._source), TorchSource):
             return None
-        if self._children and estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
-            return None
-        if self._children:  # before a call, which may leave in it what cannot be sent
+        if self._children and not self._only_here:
+            if estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
+                return None
+            # Before a call, which may leave in it what cannot be sent.
             self._encoders = self._launch_of_encoders(compare_first=False)
             if self._encoders is None:
                 self._children = ()
-        if not large:  # the same for a read
-            self._payload()
+        payload = None if large else self._payload()[0]
         try:
             self._make_logs()
             self._mark.touch()
         except OSError:
             return None
         position = ReadingPosition(limit_s=2 * max(settings.timeouts.open, settings.timeouts.read))
-        return HeadStart(self, self._reader(position), position)
+        reading = self._reading if payload is None else self._copied(payload, position)
+        if reading is None:
+            self.forget_head()
+            return None
+        return HeadStart(self, self._reader(reading, position), position, only_here=self._only_here)
+
+    def _copied(self, payload: bytes, position: ReadingPosition) -> ChangeGuard | None:
+        """Return the source as a worker gets it; None where it cannot be loaded, which a worker explains."""
+        position.write("open")
+        try:
+            with self.watch(position), self._interrupts.raising():
+                return cloudpickle.loads(payload)
+        except (Exception, Interrupted):  # noqa: BLE001  of the source's own code, or a timeout, or a signal
+            return None
+        finally:
+            position.write("wait")
 
     def forget_head(self) -> None:
-        """Note that this process has come through its head start, or has done without one."""
+        """Note that this process has come through its head start, or that workers have done without one."""
         self._mark.unlink(missing_ok=True)
 
     def is_ready(self) -> bool:
@@ -271,6 +301,11 @@ class StageBuilder:
             for one in self._wanted:
                 preload(one)
         return all(map(is_preloaded, self._wanted))
+
+    @property
+    def seconds_for_children(self) -> float:
+        """Seconds spent in the encoder here that a child could have spent; 0 where none encodes."""
+        return self.clock.seconds if self._children else 0.0
 
     def check_source(self) -> None:
         """Have a source that can check itself in a child do so, before workers read it."""
@@ -498,22 +533,25 @@ class HeadStart:
     then; of others, the first groups are.
     """
 
-    def __init__(self, builder: StageBuilder, reader: InProcessReader, position: ReadingPosition) -> None:
+    def __init__(
+        self, builder: StageBuilder, reader: InProcessReader, position: ReadingPosition, *, only_here: bool
+    ) -> None:
         self.reader = reader
         self.watch = builder.watch(position)
         self._builder = builder
+        self._only_here = only_here
         self._begun = time.monotonic()
 
     def is_enough(self) -> bool:
         """Return True if children are worth their start, and can be forked at once, or a read hung."""
         if not self.reader.between_samples:
             return False
-        if self.reader.stalled:
-            return True
+        if self.reader.stalled or self._only_here:
+            return self.reader.stalled
         if time.monotonic() - self._begun < _JUDGED_AFTER_S:
             return False
         # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
-        seconds = self.reader.seconds + self._builder.clock.seconds
+        seconds = self.reader.seconds + self._builder.seconds_for_children
         worth = self._builder.queue.is_worth_a_start(seconds, part_read=self.reader.part_read)
         return worth and self._builder.is_ready()
 
@@ -530,6 +568,11 @@ def _are_local(files: Iterable[FileRef]) -> bool:
 
 def _forget(failures: Sequence[Failure]) -> None:
     """Forget failures: it is a rehearsal."""
+
+
+def _keep_lasting(folder: Folder, failures: Sequence[Failure]) -> None:
+    """Note failures, without those that may pass: these samples are still to be encoded."""
+    folder.quarantine_many([failure for failure in failures if failure.kind != "transient"])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -558,7 +601,13 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     most = max(1, min(most, copies, _useful(resources)))
     pacing = WorkerPacing(most=most, processors=resources.cpus)
     builder = StageBuilder(
-        source, share.encoder, folder, settings, missing=share.missing, interrupts=share.interrupts
+        source,
+        share.encoder,
+        folder,
+        settings,
+        missing=share.missing,
+        interrupts=share.interrupts,
+        only_here=share.here_until is not None,
     )
     try:
         return _encode(builder, sink, share, pacing)
@@ -616,8 +665,11 @@ def _encode(
             pacing=pacing if settings.workers is None else None,
         )
         try:
+            if settings.by_blocks and share.here_until is None:  # what is read is committed soon
+                _check_source(builder, writer)
             finished = _run_head(builder, loop, writer, share)
-            if not (finished or share.only_here or share.interrupts.signal or loop.has_lasted(share.lasts_s)):
+            ends = share.here_until is not None or share.interrupts.signal or loop.has_lasted(share.lasts_s)
+            if not (finished or ends):
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
@@ -628,7 +680,7 @@ def _encode(
                     finally:
                         builder.clock.alive(bounded=False)
                 pool = feed.pool
-            builder.forget_head()
+                builder.forget_head()
         finally:
             builder.clock.alive(bounded=False)
             builder.commit(writer)
@@ -650,10 +702,10 @@ def _encode(
 
 
 def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
-    """Have a source check itself; if it fails, what was read of it here is not kept."""
+    """Have a source check itself; unless it passes, what was read of it here and not committed is dropped."""
     try:
         builder.check_source()
-    except SourceError:
+    except BaseException:
         writer.abandon()
         raise
 
@@ -669,7 +721,9 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         stages = builder.stages(head.reader, encoding, writer)
         # Workers read with random states of their own: the caller's must not tell how many samples were here.
         with preserve_random_state(), closing(head.reader), head.watch:
-            return loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+            return loop.run(
+                stages, lasts_s=share.lasts_s, until=share.here_until or float("inf"), enough=head.is_enough
+            )
     finally:
         builder.forget_head()
 

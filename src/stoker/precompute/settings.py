@@ -223,8 +223,11 @@ class EncodeShare:
     """A signal ends the work early; what is encoded is committed."""
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
-    only_here: bool = False
-    """Read and encode in the calling process alone, and end where children would go on."""
+    here_until: float | None = None
+    """Read and encode in the calling process alone, and end at this time on the clock of `time.monotonic()`.
+
+    Another process goes on, and tries again what failed here for a passing reason. None: children may go on.
+    """
     compare_first: bool = True
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""
     same: SampleLookup | None = None

@@ -129,9 +129,9 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
+        previous, self._previous = self._previous, {}  # nobody sends `stall` from now on
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        self._previous = {}
         if self.fd >= 0:
             os.close(self.fd)
             os.close(self._write_fd)

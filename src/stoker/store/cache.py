@@ -114,6 +114,9 @@ class Filler(Protocol):
 class BackgroundFill(Protocol):
     """A cache that is being filled while others read what is there."""
 
+    served: bool
+    """A loader has served an epoch of it, and found the cache complete then."""
+
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """Return what is stored now, and `(count,)` which samples are stored or quarantined for good.
 
@@ -140,10 +143,6 @@ class BackgroundFill(Protocol):
 
     def forget(self) -> None:
         """Read again which records are damaged; call it when some were repaired."""
-        ...
-
-    def stop(self) -> None:
-        """End it in order: what was encoded is committed, the same call resumes. Safe to call twice."""
         ...
 
 

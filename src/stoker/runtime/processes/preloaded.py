@@ -208,6 +208,7 @@ _TRIES = 2
 FORK_S = _TRIES * (START_S + ANSWER_S)
 """Seconds after which `Preloaded.fork` has returned or raised."""
 _END_S = 0.5
+_CLOSE_POLL_S = 0.05
 _SAID_BYTES = 1 << 16
 
 
@@ -244,9 +245,13 @@ class Preloaded:
         Raises:
             OSError: The system starts no more processes.
         """
-        with self._lock:
-            if not self._refused:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread uses it, and may wait for its imports
+        try:
+            if not (self._refused or _ending.is_set()):
                 self._start()
+        finally:
+            self._lock.release()
 
     def is_ready(self) -> bool:
         """Return True if `fork` would not wait for imports: they are done, or failed, or take too long."""
@@ -273,6 +278,8 @@ class Preloaded:
         """
         with self._lock:
             for _ in range(_TRIES):
+                if _ending.is_set():
+                    raise OSError(errno.ESHUTDOWN, "this program ends")
                 if self._refused:
                     raise NotPreloadedError(self._refused)
                 self._start()
@@ -303,7 +310,10 @@ class Preloaded:
 
     def close(self) -> None:
         """Want no more; it ends with its last child. Safe to call twice."""
-        with self._lock:
+        while not self._lock.acquire(timeout=_CLOSE_POLL_S):
+            if not self._ready and (process := self._process) is not None:
+                process.kill()  # another thread waits for its imports
+        try:
             if self._control is not None:
                 self._control.close()
                 self._control = None
@@ -314,6 +324,8 @@ class Preloaded:
                     self._process.wait(_END_S)
                 except subprocess.TimeoutExpired:
                     self._process.returncode = 0  # it has children yet, and is not waited for any more
+        finally:
+            self._lock.release()
 
     def forget(self) -> None:
         """In a fork of ours: it belongs to the process that we were forked from."""
@@ -364,7 +376,7 @@ class Preloaded:
         assert self._control is not None
         assert len(fds) <= MAX_FDS, "more descriptors than a message takes"
         if not self._ready:
-            threads, _ = self._answer(0, START_S)
+            threads, _ = self._answer(0, self._begun + START_S - time.monotonic())
             if threads["threads"]:
                 self._refuse(f"it has {threads['threads']} threads besides its first")
                 raise EOFError
@@ -408,6 +420,8 @@ class Preloaded:
         self._process = self._control = None
 
 
+_ending = threading.Event()
+"""This program ends: nothing is started any more."""
 _registry: dict[tuple[str, ...], Preloaded] = {}
 _registry_lock = threading.Lock()
 
@@ -420,6 +434,7 @@ def preloaded(modules: tuple[str, ...]) -> Preloaded:
 
 @atexit.register
 def _close_all() -> None:
+    _ending.set()
     for one in list(_registry.values()):
         one.close()
 
