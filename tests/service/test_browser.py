@@ -19,7 +19,7 @@ from tests.service.running import CONFIG, Running, cached_rows, note_radio, serv
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
 CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
