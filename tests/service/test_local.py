@@ -79,7 +79,7 @@ def test_a_later_claim_ends_the_process_of_an_earlier_one(executor: LocalExecuto
 
     assert ended(earlier) == -signal.SIGKILL
     assert ended(later) == 0
-    assert folder.log.read_text().endswith("later\n")
+    assert folder.log.read_text() == "earlier\nlater\n"
 
 
 def test_a_lock_that_nobody_can_be_made_to_give_up_is_reported(folder: JobFolder) -> None:
