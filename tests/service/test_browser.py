@@ -204,6 +204,22 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
     assert running.services.datasets.get(job.dataset_ids[0]).name == "sims"
 
 
+def test_a_form_that_is_sent_before_its_script_is_there_waits_for_it(running: Running, page: Any) -> None:
+    held = list[Any]()
+    page.route("**/static/stoker.js", held.append)
+    page.goto("/datasets", wait_until="commit")
+    form = page.locator("form", has_text="Files")
+    form.get_by_label("name").fill("early")
+    form.get_by_label("file or folder").fill("../early.hdf5")
+    form.get_by_role("button", name="Take up").click()
+    assert page.url.endswith("/datasets")
+    held[0].continue_()
+
+    page.locator("#toast", has_text="..").wait_for()
+    assert page.url.endswith("/datasets")
+    assert form.get_by_label("name").input_value() == "early"
+
+
 def test_everything_is_reached_by_keyboard(running: Running, page: Any) -> None:
     id, _, _ = claimed(running, "by keyboard")
     page.goto(f"/jobs/{id}")
