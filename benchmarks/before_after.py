@@ -11,6 +11,7 @@ different insides can be compared. Caches are made by the earlier version and re
   trajectories, batches of 16. `W3`: 4,000 uint8 images of 48 KiB, batches of 128. `W3f`: the same, normalized to float32.
 - `disk`: records of 103 KiB from the drive, pages dropped before each turn. `stall`: W2w with a small training step.
 - `precompute mlp|grid|gzip`: one whole call; an expensive encoder, a cheap one, and the cheap one on gzip data.
+  `precompute gzip long` has four times the samples of `precompute gzip`.
 - `first batch`: from the start of a process to the first batch of a finished cache.
 - `cached small|images`: the first call of `stoker.cached` on 200 samples in memory, and on uint8 images of 150 KB.
 
@@ -40,6 +41,7 @@ FRESH = (
     "precompute mlp",
     "precompute grid",
     "precompute gzip",
+    "precompute gzip long",
     "first batch",
     "cached small",
     "cached images",
@@ -83,10 +85,11 @@ def make(case: str, folder: Path, scale: int) -> None:
         cache = stoker.precompute(source, None, folder / "cache", name="train", progress=None)
         (folder / "path").write_text(str(cache.path))
     if case.startswith("precompute"):
-        count = {"precompute mlp": 600, "precompute grid": 3_000, "precompute gzip": 600}[case] // scale
+        counts = {"mlp": 600, "grid": 3_000, "gzip": 600, "gzip long": 2_400}
+        count = counts[case.removeprefix("precompute ")] // scale
         wave = np.sin(np.linspace(0, 50, 201 * 1024, dtype=np.float32)).reshape(201, 1024)
         options: dict[str, Any] = (
-            {"compression": "gzip", "chunks": (1, 201, 1024)} if case.endswith("gzip") else {}
+            {"compression": "gzip", "chunks": (1, 201, 1024)} if "gzip" in case else {}
         )
         with h5py.File(folder / "data.h5", "w") as file:
             tensor = file.create_dataset("tensor", (count, 201, 1024), dtype="f4", **options)

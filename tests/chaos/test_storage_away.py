@@ -60,7 +60,7 @@ class Mount:
         files = [os.open(path, os.O_RDONLY) for path in self.path.rglob("*") if path.is_file()]
         self.server.send_signal(signal.SIGSTOP)
         try:
-            for fd in files:  # else the kernel answers for the server what it remembers
+            for fd in files:  # reads from the page cache would not need the server
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             yield
         finally:

@@ -112,12 +112,13 @@ def test_busy_for_too_long_is_a_stall(vast: Vast) -> None:
     assert len(vast.asked) == 1
 
 
+@pytest.mark.parametrize("limit", ["timeout_s", "deadline_s"])
 @pytest.mark.parametrize("fault", ["hang", "hang-in-body"])
-def test_no_answer_is_a_stall(vast: Vast, fault: str) -> None:
+def test_no_answer_is_a_stall(vast: Vast, fault: str, limit: str) -> None:
     vast.faults = [fault]
 
-    with pytest.raises(StalledError, match=r"within 0\.3 s"):
-        client(vast, timeout_s=0.3).instances()
+    with pytest.raises(StalledError, match=r"no answer within 0\.3 s"):
+        client(vast, **{limit: 0.3}).instances()
 
 
 def test_an_answer_that_trickles_ends_at_the_deadline(vast: Vast) -> None:

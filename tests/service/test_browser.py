@@ -19,7 +19,7 @@ from tests.service.running import CONFIG, Running, cached_rows, note_radio, serv
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
 CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
@@ -202,6 +202,22 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
 
     job = running.services.jobs.list()[0]
     assert running.services.datasets.get(job.dataset_ids[0]).name == "sims"
+
+
+def test_a_form_that_is_sent_before_its_script_is_there_waits_for_it(running: Running, page: Any) -> None:
+    held = list[Any]()
+    page.route("**/static/stoker.js", lambda route: held.append(route))  # noqa: PLW0108  a builtin is refused
+    page.goto("/datasets", wait_until="commit")
+    form = page.locator("form", has_text="Files")
+    form.get_by_label("name").fill("early")
+    form.get_by_label("file or folder").fill("../early.hdf5")
+    form.get_by_role("button", name="Take up").click()
+    assert page.url.endswith("/datasets")
+    held[0].continue_()
+
+    page.locator("#toast", has_text="..").wait_for()
+    assert page.url.endswith("/datasets")
+    assert form.get_by_label("name").input_value() == "early"
 
 
 def test_everything_is_reached_by_keyboard(running: Running, page: Any) -> None:

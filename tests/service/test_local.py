@@ -72,14 +72,14 @@ def test_output_goes_to_the_log_and_the_status_is_told(executor: LocalExecutor, 
 
 def test_a_later_claim_ends_the_process_of_an_earlier_one(executor: LocalExecutor, folder: JobFolder) -> None:
     """Its worker was declared dead, for instance because it was stopped for an hour, and is not."""
-    earlier = start(executor, folder, SLEEP)
-    assert soon(lambda: folder.lock.read_text().startswith("group"))
+    earlier = start(executor, folder, f"print('earlier', flush=True); {SLEEP}")
+    assert soon(lambda: "earlier" in folder.log.read_text())  # its code is read, and replaced next
 
     later = start(executor, folder, "print('later')")
 
     assert ended(earlier) == -signal.SIGKILL
     assert ended(later) == 0
-    assert folder.log.read_text() == "later\n"
+    assert folder.log.read_text() == "earlier\nlater\n"
 
 
 def test_a_lock_that_nobody_can_be_made_to_give_up_is_reported(folder: JobFolder) -> None:

@@ -429,8 +429,8 @@ def _wind_down() -> None:
 # Repeat an operation that may succeed the next time: one loop, with pauses that grow, and limits.
 
 
-_CHANCE = random.SystemRandom()
-"""Not the random state of the program, whose results would depend on how often something was tried again."""
+_JITTER = random.SystemRandom()
+"""Leaves the global state of `random` alone: a user's program may have seeded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,7 +460,7 @@ class RetryPolicy:
         longest = min(self.longest_s, self.first_s * self.factor ** min(failures - 1, 60))
         if not self.jitter:
             return longest
-        draw = _CHANCE.random() if draw is None else draw
+        draw = _JITTER.random() if draw is None else draw
         return longest * (1 - self.jitter * (1 - draw))
 
 

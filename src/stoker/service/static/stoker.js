@@ -351,6 +351,9 @@ document.addEventListener("submit", async (event) => {
   }
 });
 
+document.removeEventListener("submit", keep);  // of early.js
+for (const [form, pressed] of early) form.requestSubmit(pressed);
+
 // Buttons that htmx sends.
 
 document.addEventListener("htmx:afterRequest", (event) => {
