@@ -101,7 +101,7 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
     with monkeypatch.context() as patch:
         patch.setattr(cache.filling, "_owner", os.getpid() + 1)
         with pytest.raises(ConfigError, match="is a fork of that"):
-            iter(loader)
+            next(iter(loader))
     assert numbers(loader) == numbers(loader) == [*range(60)]
 
 

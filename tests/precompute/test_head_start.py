@@ -19,18 +19,23 @@ import torch
 import stoker
 from stoker.errors import SourceError
 from stoker.precompute import queue, run
+from stoker.precompute.encoder_processes import EncoderProcesses
 from stoker.precompute.workers import Supervisor
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
 
-@pytest.fixture
-def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_children(patch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("a child was started")
 
-    monkeypatch.setattr(Supervisor, "start", start)
-    monkeypatch.setattr(run, "EncoderProcesses", start)
+    patch.setattr(Supervisor, "start", start)
+    patch.setattr(EncoderProcesses, "__init__", start)
+
+
+@pytest.fixture
+def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_children(monkeypatch)
 
 
 def same(one: stoker.Cache, two: stoker.Cache) -> None:
@@ -41,10 +46,13 @@ def same(one: stoker.Cache, two: stoker.Cache) -> None:
             assert torch.equal(value, two[number][name]), (number, name)
 
 
-@pytest.mark.usefixtures("no_children")
 @pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
-def test_a_small_set_starts_no_process(tmp_path: Path, encoder: Any) -> None:
-    cache = stoker.precompute(FakeSource((100, 30)), encoder, tmp_path, name="a")
+def test_a_small_set_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse_children(patch)
+        cache = stoker.precompute(FakeSource((100, 30)), encoder, tmp_path, name="a")
 
     assert len(cache) == 130
     same(cache, stoker.precompute(FakeSource((100, 30)), encoder, tmp_path / "b", name="a", workers=0))

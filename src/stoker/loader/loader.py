@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -217,7 +218,8 @@ class Loader(EpochIterable):
             self._complete()
         self._filling_epoch = epoch
         yield from self._pass()
-        self._complete()
+        with suppress(ConfigError):  # what cannot be served of a complete cache, the next pass says
+            self._complete()
 
     def _pass(self) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
