@@ -47,9 +47,7 @@ def same(one: stoker.Cache, two: stoker.Cache) -> None:
 
 
 @pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
-def test_a_small_set_starts_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any
-) -> None:
+def test_a_small_set_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any) -> None:
     with monkeypatch.context() as patch:
         refuse_children(patch)
         cache = stoker.precompute(FakeSource((100, 30)), encoder, tmp_path, name="a")
