@@ -88,9 +88,7 @@ def make(case: str, folder: Path, scale: int) -> None:
         counts = {"mlp": 600, "grid": 3_000, "gzip": 600, "gzip long": 2_400}
         count = counts[case.removeprefix("precompute ")] // scale
         wave = np.sin(np.linspace(0, 50, 201 * 1024, dtype=np.float32)).reshape(201, 1024)
-        options: dict[str, Any] = (
-            {"compression": "gzip", "chunks": (1, 201, 1024)} if "gzip" in case else {}
-        )
+        options: dict[str, Any] = {"compression": "gzip", "chunks": (1, 201, 1024)} if "gzip" in case else {}
         with h5py.File(folder / "data.h5", "w") as file:
             tensor = file.create_dataset("tensor", (count, 201, 1024), dtype="f4", **options)
             for number in range(count):
