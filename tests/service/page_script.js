@@ -3,6 +3,7 @@
 // does not answer). Prints what a person sees afterwards. With a `result` in ANSWER it prints how that is told.
 "use strict";
 const fs = require("fs");
+const path = require("path");
 const vm = require("vm");
 
 const [script, given] = process.argv.slice(2);
@@ -33,7 +34,7 @@ const context = {
   URL, EventSource, AbortController, Math, JSON, Date, Promise, setImmediate,
   location: {href: "http://127.0.0.1/", reload() { seen.reloads += 1; }},
   document: {
-    hidden: false, addEventListener() {}, documentElement: {}, body: {},
+    hidden: false, addEventListener() {}, removeEventListener() {}, documentElement: {}, body: {},
     getElementById(id) { return ["charts", "drawn", "lines"].includes(id) ? null : elements[id] ||= element(); },
     querySelector(text) { return text === "[data-events]" ? live : element(); },
   },
@@ -46,7 +47,9 @@ const context = {
   },
 };
 vm.createContext(context);
-vm.runInContext(fs.readFileSync(script, "utf8"), context);
+for (const one of [path.join(path.dirname(script), "early.js"), script]) {
+  vm.runInContext(fs.readFileSync(one, "utf8"), context);
+}
 if (answer !== null && answer.result) {
   process.stdout.write(JSON.stringify(context.told(answer.result)));
   process.exit(0);
