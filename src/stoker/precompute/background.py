@@ -64,7 +64,7 @@ log = logging.getLogger("stoker")
 
 _POLL_S = 0.05
 _HERE_S = 0.5
-"""Seconds for which the caller encodes itself; a call of the encoder that has begun by then is not cut."""
+"""Seconds for which the caller encodes itself, if that is not almost all; a group in hand is not cut."""
 _COMMIT_S = 10.0
 """How long the end of the caller waits for the last commit."""
 

@@ -104,14 +104,14 @@ class StageBuilder:
         missing: NDArray[np.int64],
         interrupts: Interrupts | None = None,
         rehearsal: bool = False,
-        only_here: bool = False,
+        here_until: float | None = None,
     ) -> None:
         """Prepare a run.
 
         Args:
             source, encoder, folder, settings, missing, interrupts: As of `EncodeShare`.
             rehearsal: Nothing is quarantined, and no guardian is told.
-            only_here: No child is needed: another process goes on.
+            here_until: See `EncodeShare`; no child is needed then.
         """
         self.folder = folder
         device = "cpu" if encoder is None else str(resolve_device(settings.device))
@@ -124,7 +124,7 @@ class StageBuilder:
         )
         self.clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
-        self._only_here = only_here
+        self._here_until = here_until
         self._source = source
         self._encoder = encoder
         self._home = None if encoder is None else weights_device(encoder)
@@ -141,7 +141,7 @@ class StageBuilder:
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
         keep = folder.quarantine_many
-        if rehearsal or only_here:
+        if rehearsal or here_until is not None:
             # What is tried again in any case is noted by the process that goes on.
             forgets = rehearsal or settings.retry_quarantined
             keep = _forget if forgets else partial(_keep_lasting, folder)
@@ -259,7 +259,7 @@ class StageBuilder:
         large = estimate_pickle_bytes(self._source) > _SMALL_SOURCE_BYTES
         if large and not isinstance(whole_source(self._source), TorchSource):
             return None
-        if self._children and not self._only_here:
+        if self._children and self._here_until is None:
             if estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
                 return None
             # Before a call, which may leave in it what cannot be sent.
@@ -277,7 +277,7 @@ class StageBuilder:
         if reading is None:
             self.forget_head()
             return None
-        return HeadStart(self, self._reader(reading, position), position, only_here=self._only_here)
+        return HeadStart(self, self._reader(reading, position), position, until=self._here_until)
 
     def _copied(self, payload: bytes, position: ReadingPosition) -> ChangeGuard | None:
         """Return the source as a worker gets it; None where it cannot be loaded, which a worker explains."""
@@ -534,25 +534,33 @@ class HeadStart:
     """
 
     def __init__(
-        self, builder: StageBuilder, reader: InProcessReader, position: ReadingPosition, *, only_here: bool
+        self,
+        builder: StageBuilder,
+        reader: InProcessReader,
+        position: ReadingPosition,
+        *,
+        until: float | None,
     ) -> None:
         self.reader = reader
         self.watch = builder.watch(position)
         self._builder = builder
-        self._only_here = only_here
+        self._until = until
         self._begun = time.monotonic()
 
     def is_enough(self) -> bool:
         """Return True if children are worth their start, and can be forked at once, or a read hung."""
         if not self.reader.between_samples:
             return False
-        if self.reader.stalled or self._only_here:
-            return self.reader.stalled
-        if time.monotonic() - self._begun < _JUDGED_AFTER_S:
+        now, queue, part_read = time.monotonic(), self._builder.queue, self.reader.part_read
+        if self.reader.stalled:
+            return True
+        if self._until is not None:  # another process goes on, which takes as long to start as a child
+            return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
+        if now - self._begun < _JUDGED_AFTER_S:
             return False
         # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
         seconds = self.reader.seconds + self._builder.seconds_for_children
-        worth = self._builder.queue.is_worth_a_start(seconds, part_read=self.reader.part_read)
+        worth = queue.is_worth_a_start(seconds, part_read=part_read)
         return worth and self._builder.is_ready()
 
 
@@ -607,7 +615,7 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
         settings,
         missing=share.missing,
         interrupts=share.interrupts,
-        only_here=share.here_until is not None,
+        here_until=share.here_until,
     )
     try:
         return _encode(builder, sink, share, pacing)
@@ -721,9 +729,7 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         stages = builder.stages(head.reader, encoding, writer)
         # Workers read with random states of their own: the caller's must not tell how many samples were here.
         with preserve_random_state(), closing(head.reader), head.watch:
-            return loop.run(
-                stages, lasts_s=share.lasts_s, until=share.here_until or float("inf"), enough=head.is_enough
-            )
+            return loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
     finally:
         builder.forget_head()
 

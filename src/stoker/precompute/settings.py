@@ -224,7 +224,8 @@ class EncodeShare:
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
     here_until: float | None = None
-    """Read and encode in the calling process alone, and end at this time on the clock of `time.monotonic()`.
+    """Read and encode in the calling process alone, and end at this time on the clock of `time.monotonic()`
+    unless what is left takes less than the start of a process.
 
     Another process goes on, and tries again what failed here for a passing reason. None: children may go on.
     """
