@@ -56,7 +56,7 @@ def run(
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_is_counted_by_area_with_reasons_and_failures(tmp_path: Path, workers: str) -> None:
-    code, page, said = run(tmp_path, "-n", workers, "-m", "slow or not slow")
+    code, page, said = run(tmp_path, "-n", workers, "--dist", "worksteal", "-m", "slow or not slow")
 
     assert code == 1, said
     assert page.startswith("# Page\n")

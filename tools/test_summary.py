@@ -196,7 +196,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def selection(words: list[str]) -> list[str]:
     """Return the arguments that `./run test-all` does not give by itself."""
-    own = {"-p": 1, "--summary": 1, "-n": 1, "-m": 1}
+    own = {"-p": 1, "--summary": 1, "-n": 1, "--dist": 1, "-m": 1}
     rest, left = [], 0
     for place, word in enumerate(words):
         if left:

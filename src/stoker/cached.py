@@ -79,7 +79,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         precompute: How to fill the cache, by the names of `stoker.precompute`: `workers`, `nan`,
             `max_quarantined`, `retry_quarantined`, `timeouts`, `max_error`, `compression`, `dtype` (of
             storage), ...
-        wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
+        wait: False: serve what is encoded by now, while another process encodes the rest; see
+            `stoker.precompute`.
         version, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
 
@@ -95,8 +96,10 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
-    if cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists():
-        _preload(source, encoding)  # while items are probed here
+    if encoding.get("workers") and (
+        cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists()
+    ):
+        preload(TORCH if isinstance(source, TorchSource) else LIGHT)  # while items are probed here
     encoder = _as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
@@ -105,12 +108,6 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     if cache_dir is None:
         return _in_memory(source, encoder, encoding, own)
     return Loader(fill_cache(source, encoder, resolve_local(cache_dir, must_exist=False), **encoding), **own)
-
-
-def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
-    """Start to import what workers need, unless this process reads alone."""
-    if encoding.get("workers") != 0:
-        preload(TORCH if isinstance(source, TorchSource) else LIGHT)
 
 
 def _in_memory(

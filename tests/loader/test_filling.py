@@ -38,7 +38,7 @@ class Steps:
     ) -> None:
         source = Arrays(fields, ["latent", "time"])
         recipe = make_recipe(source, None)
-        self.fields, self.bad, self.error = fields, set(bad), None
+        self.fields, self.bad, self.error, self.served = fields, set(bad), None, False
         self.folder = open_folder(folder, "c", recipe)
         self.blocks = [range(a, b) for a, b in fill_blocks(recipe).tolist()]
         if chance is not None:
@@ -433,6 +433,23 @@ def test_an_epoch_whose_end_is_quarantined_is_over_with_its_last_batch(
     assert places[-1:] == [(1, 0)] * min(1, count)
     assert all(epoch == 0 for epoch, _ in places[:-1])
     assert loader.epoch == 1
+
+
+@pytest.mark.usefixtures("fields")
+@pytest.mark.parametrize("count", [1, 3, 63, 64, 257, 1000, 5000])
+def test_a_shuffled_window_is_four_blocks_or_a_64th_or_holds_64_samples(tmp_path: Path, count: int) -> None:
+    steps = Steps(tmp_path, trajectories(count))
+    blocks = {n: begin for begin, end in fill_blocks(steps.folder.recipe).tolist() for n in range(begin, end)}
+    fill = Loader(steps.cache(), batch_size=1)._serving.design.fill
+    assert fill is not None
+    windows = [fill.indices[window.slots].tolist() for window in fill.windows]
+
+    assert sorted(n for window in windows for n in window) == [*range(count)]
+    held = [{blocks[n] for n in window} for window in windows]
+    assert sum(map(len, held)) == len(set(blocks.values()))  # no block is in two
+    for window, own in list(zip(windows, held, strict=True))[:-1]:
+        assert len(own) >= len(set(blocks.values())) // 64
+        assert len(own) >= 4 or len(window) >= 64
 
 
 def test_blocks_cover_every_sample_once_in_a_fixed_shuffled_order(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 
 import stoker
-from stoker.errors import ConfigError, IncompleteError, Interrupted, SourceError, StokerError
+from stoker.errors import ConfigError, IncompleteError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.loader import Loader
+from stoker.precompute import background
 from stoker.precompute.background import ChildFill
 from stoker.precompute.queue import PartSpan, WorkQueue
+from stoker.runtime.processes.child import LoggedChild
 from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
 from stoker.units import MIB
@@ -31,6 +34,13 @@ DEADLINE_S = 60.0
 
 def begin(folder: Path, source: Any, **settings: Any) -> stoker.Cache:
     return stoker.precompute(source, None, folder, name="x", wait=False, workers=1, **settings)
+
+
+def started_child(filling: ChildFill) -> LoggedChild:
+    until(lambda: filling._start.child() is not None)
+    child = filling._start.child()
+    assert child is not None
+    return child
 
 
 def numbers(loader: Loader) -> list[int]:
@@ -91,7 +101,7 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
     with monkeypatch.context() as patch:
         patch.setattr(cache.filling, "_owner", os.getpid() + 1)
         with pytest.raises(ConfigError, match="is a fork of that"):
-            iter(loader)
+            next(iter(loader))
     assert numbers(loader) == numbers(loader) == [*range(60)]
 
 
@@ -102,6 +112,119 @@ def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path)
     assert found.value.exit_code == 4
 
 
+def test_the_first_records_are_encoded_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "is_preloaded", lambda _: False)
+    monkeypatch.setattr(background, "_HERE_S", 1.0)
+    source = FakeSource((600, 300), delay_s=0.004, run=20)
+    begun = begin(tmp_path / "a", source, encode_batch=20)
+    expected = [batch["index"].tolist() for batch in Loader(begun, batch_size=16)]
+
+    cache = stoker.precompute(source, None, tmp_path / "b", name="x", wait=False, encode_batch=20)
+
+    assert 0 < len(cache) < 900
+    assert [batch["index"].tolist() for batch in Loader(cache, batch_size=16)] == expected
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call itself encodes, for longer than it may need to."""
+    monkeypatch.setattr(background, "is_preloaded", lambda _: False)
+    monkeypatch.setattr(background, "_HERE_S", 30.0)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ResourceError("no process can be started")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("encoder", [None, FakeEncoder()], ids=["none", "encoder"])
+def test_a_small_set_is_complete_after_the_call_and_starts_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: Any
+) -> None:
+    monkeypatch.setattr(background, "LoggedChild", refuse)
+    cache = stoker.precompute(FakeSource((40,)), encoder, tmp_path, name="x", wait=False)
+
+    assert cache.complete
+    assert numbers(Loader(cache, batch_size=16)) == [*range(40)]
+    assert open_cache(cache.path).complete
+
+
+def test_the_order_of_the_first_epoch_does_not_tell_who_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def epochs(folder: Path) -> list[list[int]]:
+        loader = Loader(begin(folder, FakeSource((200,), run=20)), batch_size=16)
+        return [[n for batch in loader for n in batch["index"].tolist()] for _ in range(2)]
+
+    in_a_child = epochs(tmp_path / "a")
+    monkeypatch.setattr(background, "is_preloaded", lambda _: False)
+    monkeypatch.setattr(background, "_HERE_S", 30.0)
+    monkeypatch.setattr(background, "LoggedChild", refuse)
+    begin_here = partial(stoker.precompute, FakeSource((200,), run=20), None, tmp_path / "b", name="x")
+    loader = Loader(begin_here(wait=False), batch_size=16)
+
+    assert [[n for batch in loader for n in batch["index"].tolist()] for _ in range(2)] == in_a_child
+    assert in_a_child[0] != in_a_child[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_failed_in_the_call_for_a_passing_reason_is_tried_again_once(tmp_path: Path) -> None:
+    source = FakeSource((40,), faults={7: "raise", 9: "eio"})
+    cache = stoker.precompute(source, None, tmp_path, name="x", wait=False, max_quarantined=0.1)
+
+    assert numbers(Loader(cache, batch_size=16)) == [n for n in range(40) if n not in (7, 9)]
+    failures = open_cache(cache.path).quarantined
+    assert not failures[9].sticky
+    assert failures[7].sticky
+
+
+@pytest.mark.usefixtures("here")
+def test_a_sample_that_ends_the_call_is_left_to_workers_by_the_next(tmp_path: Path) -> None:
+    source = FakeSource((60,), faults={17: "exit0"})
+    again = partial(stoker.precompute, source, None, tmp_path, name="x", wait=False, max_quarantined=0.1)
+    if (program := os.fork()) == 0:
+        try:
+            again()
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == 0
+
+    assert numbers(Loader(again(), batch_size=16)) == [n for n in range(60) if n != 17]
+    assert not [*tmp_path.rglob("begun-here-*")]
+
+
+def test_a_child_that_cannot_be_started_ends_the_epoch_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LoggedChild", refuse)
+
+    with pytest.raises(ResourceError, match="no process can be started"):
+        list(Loader(begin(tmp_path, FakeSource((60,))), batch_size=8))
+
+
+def test_what_is_stopped_before_its_child_is_there_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, started = threading.Event(), threading.Event()
+
+    class Late(LoggedChild):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            started.set()
+            assert going.wait(DEADLINE_S)
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr(background, "LoggedChild", Late)
+    monkeypatch.setattr(background, "_COMMIT_S", 0.1)
+    filling = begin(tmp_path, FakeSource((4000,), delay_s=0.005)).filling
+    assert isinstance(filling, ChildFill)
+    assert started.wait(DEADLINE_S)
+    filling.stop()
+    going.set()
+    monkeypatch.setattr(background, "_COMMIT_S", 10.0)
+
+    until(lambda: started_child(filling).exit is not None)
+
+
 @pytest.mark.slow
 def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
@@ -110,7 +233,7 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     loader = Loader(cache, batch_size=16)
     batches = iter(loader)
     next(batches)
-    os.kill(filling._child.pid, signal.SIGKILL)
+    os.kill(started_child(filling).pid, signal.SIGKILL)
     with pytest.raises(StokerError, match=r"was killed by signal 9.*again"):
         list(batches)
 
@@ -127,7 +250,7 @@ def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> 
     assert isinstance(filling, ChildFill)
     batches = iter(Loader(cache, batch_size=16))
     next(batches)
-    os.kill(filling._child.pid, signal.SIGTERM)
+    os.kill(started_child(filling).pid, signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="SIGTERM"):
         list(batches)
@@ -139,7 +262,7 @@ def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
     assert isinstance(filling, ChildFill)
     until(lambda: len(filling.look()[0]))
     filling.stop()
-    assert filling._child.exit is not None
+    assert started_child(filling).exit is not None
     stored = len(open_cache(cache.path, require_complete=False))
     assert 0 < stored < 4000
 
@@ -152,7 +275,8 @@ def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
         f"cache = stoker.precompute(FakeSource((4000,), delay_s=0.005), None, {str(tmp_path)!r}, name='x',"
         " wait=False, workers=1)\n"
         "while not len(cache.filling.look()[0]): time.sleep(0.05)\n"
-        "print(cache.filling._child.pid, cache.path, flush=True)\n"
+        "while cache.filling._start.child() is None: time.sleep(0.05)\n"
+        "print(cache.filling._start.child().pid, cache.path, flush=True)\n"
         "time.sleep(100)\n"
     )
     with subprocess.Popen(
@@ -180,7 +304,14 @@ def test_what_cannot_be_begun_is_refused_in_the_call(tmp_path: Path) -> None:
 
 
 def test_cached_serves_at_once_too(tmp_path: Path) -> None:
-    loader = stoker.cached(FakeSource((40,)), cache_dir=tmp_path, wait=False, batch_size=8, device="cpu")
+    loader = stoker.cached(
+        FakeSource((40,)),
+        cache_dir=tmp_path,
+        wait=False,
+        batch_size=8,
+        device="cpu",
+        precompute={"workers": 1},
+    )
     assert loader.plan.tier == "encode"
     assert numbers(loader) == [*range(40)]
 
@@ -207,12 +338,12 @@ def test_early_seals_come_soon_and_then_ever_more_rarely(
     seals = []
     for number in range(300):
         writer.append([number], {"data": torch.zeros(1, 6, 5), "nu": torch.zeros(1)})
-        before, now[0] = len(list(folder.path.glob("shard-*"))), now[0] + 0.5
+        before, now[0] = len(list(folder.path.glob("shard-*"))), now[0] + 0.1
         writer.tick()
         if len(list(folder.path.glob("shard-*"))) > before:
             seals.append(now[0] - 1000)
-    assert seals[:3] == [1.0, 2.0, 3.0]
-    assert 5 < seals[-1] - seals[-2] < 8
+    assert seals[:3] == pytest.approx([0.2, 0.4, 0.6])
+    assert 1 < seals[-1] - seals[-2] < 1.7
 
 
 class MallocInfo(ctypes.Structure):

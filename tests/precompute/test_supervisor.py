@@ -14,6 +14,8 @@ import torch
 from stoker.errors import ResourceError, SourceError, WorkerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import loop as loop_module
+from stoker.precompute import queue as queue_module
+from stoker.precompute import run as run_module
 from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
@@ -171,11 +173,12 @@ def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monk
 
 def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
 
-    report = run(FakeSource((120,), delay_s=0.02), tmp_path, workers=None)
+    report = run(FakeSource((240,), delay_s=0.02), tmp_path, workers=None)
 
     assert report.workers >= 2
-    assert report.records == 120
+    assert report.records == 240
 
 
 def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_process(
@@ -250,9 +253,9 @@ def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_ru
     tries = refuse_all_but(monkeypatch, 1)
     before = held()
 
-    report = run(FakeSource((60,), delay_s=0.02), tmp_path, workers=workers)
+    report = run(FakeSource((300,), delay_s=0.02), tmp_path, workers=workers)
 
-    assert (report.records, report.workers) == (60, 1)
+    assert (report.records, report.workers) == (300, 1)
     assert len(tries) > 1
     assert "another worker cannot be started; continuing with 1: a worker process cannot" in caplog.text
     gc.collect()
@@ -277,6 +280,8 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, mode
 ):
     monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
+    monkeypatch.setattr(run_module.StageBuilder, "is_ready", lambda _: True)
     source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", workers=None)

@@ -58,13 +58,21 @@ def test_an_item_that_does_not_come_there_is_named() -> None:
 
 
 def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
-    dataset = Items(lambda i: torch.tensor([os.getpid()]))
+    def slow(index: int) -> torch.Tensor:
+        time.sleep(0.03)
+        return torch.tensor([os.getpid()])
 
     with pytest.raises(SourceError, match="is another in a second process"):
-        stoker.cached(dataset, cache_dir=tmp_path, device="cpu")
+        stoker.cached(Items(slow, 1000), cache_dir=tmp_path, device="cpu")
 
     assert not list(tmp_path.rglob("shard-*"))
-    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"workers": 0})
+
+
+@pytest.mark.parametrize("workers", [None, 0])
+def test_what_no_other_process_reads_may_differ_there(tmp_path: Path, workers: int | None) -> None:
+    dataset = Items(lambda i: torch.tensor([os.getpid()]))
+    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"workers": workers})
+
     assert next(iter(loader))["data"].unique().tolist() == [HERE]
 
 

@@ -450,7 +450,8 @@ class PrecomputeConfig(SettingsSection):
     """Filling the cache."""
 
     workers: CountInt | None = None
-    """Worker processes; 0 reads in this process, without timeouts; null: as many as pay."""
+    """Worker processes; 0 reads in this process, without timeouts; null: the first samples are read in this
+    process, then as many workers as pay."""
     devices: Annotated[tuple[str, ...], BeforeValidator(as_names)] = ()
     """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001

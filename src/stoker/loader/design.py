@@ -280,6 +280,19 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     )
 
 
+def is_served_while_filling(cache: Cache) -> bool:
+    """Return True if a loader of this cache begins in the order of filling.
+
+    So it does where the filling has ended by now, until some loader has served an epoch: the order does not
+    depend on how long the filling takes.
+
+    Raises:
+        StokerError: Filling has failed.
+    """
+    filling = cache.filling
+    return filling is not None and not (filling.done() and filling.served)
+
+
 def check_filling(cache: Cache, options: Options) -> None:
     """Refuse what has no meaning before a cache is complete.
 
@@ -311,7 +324,7 @@ def check_filling(cache: Cache, options: Options) -> None:
         ),
     }
     for what, (wanted, why) in wants.items():
-        if wanted and cache.complete:
+        if wanted and cache.filling is None:
             raise ConfigError(
                 "the state was saved in an epoch that was served while its cache was being filled, and "
                 f"{what} cannot continue it: {why}. Load it with the settings of then, or begin the next "
@@ -319,9 +332,9 @@ def check_filling(cache: Cache, options: Options) -> None:
             )
         if wanted:
             raise ConfigError(
-                f"{what} needs a complete cache: {why}; and {cache.path} is still being filled, "
-                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
-                f"Leave {arg('wait', False)} out, so that it is filled first"
+                f"{what} needs a complete cache: {why}; and {cache.path} is filled in the "
+                f"first epoch, {format_count(len(cache))} of {format_count(cache.recipe.count)} records are "
+                f"stored. Leave {arg('wait', False)} out, so that it is filled first"
             )
 
 

@@ -1,6 +1,6 @@
 """Order the examples of a cache that is being filled, and give its chunks as their records become available.
 
-Examples come in the order in which the cache is filled (`stoker.store.cache`): window after window of a few
+Examples come in the order in which the cache is filled (`stoker.store.cache`): window after window of some
 blocks, shuffled inside each. A window is served once every sample of it is settled, stored or quarantined.
 So the examples and their order depend on the seed, the epoch and the samples alone, not on when anything was
 ready. Samples that prove to be quarantined are passed over, and batches are filled up with those
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 # The order of examples while a cache is filled: as it is filled, shuffled within windows of blocks.
 
 
-WINDOW_BLOCKS = 4
-"""Blocks whose examples are shuffled among themselves, a 64th of the set; part of the order, hence fixed."""
-KIND = f"fill({BLOCKS},{WINDOW_BLOCKS})"
+WINDOWS, WINDOW_BLOCKS, WINDOW_SAMPLES = 64, 4, 64
+"""Examples are shuffled among themselves in each of about so many windows of a set. In a small set a window
+is several blocks, or one that holds enough samples by itself. Part of the order, hence fixed."""
+KIND = f"fill({BLOCKS},{WINDOWS},{WINDOW_BLOCKS},{WINDOW_SAMPLES})"
 ROOM = 1 << 32
 """Numbers set aside for the examples of a record whose length is not known before it is encoded."""
 
@@ -138,12 +139,14 @@ class FillOrder:
         """Return the records of each window."""
         if not self._shuffled:
             slots = np.arange(len(self.indices), dtype=np.int64)
-            return np.array_split(slots, BLOCKS // WINDOW_BLOCKS)
+            return np.array_split(slots, WINDOWS)
         by_start = np.argsort(blocks[:, 0])
         rank = by_start[np.searchsorted(blocks[by_start, 0], self.indices, side="right") - 1]
         slots = np.argsort(rank, kind="stable")
-        windows = -(-len(blocks) // WINDOW_BLOCKS)
-        return np.split(slots, np.searchsorted(rank[slots] // WINDOW_BLOCKS, np.arange(1, windows)))
+        some = -(-WINDOW_SAMPLES * len(blocks) // max(1, len(self.indices)))
+        each = max(len(blocks) // WINDOWS, min(WINDOW_BLOCKS, some), 1)
+        windows = -(-len(blocks) // each)
+        return np.split(slots, np.searchsorted(rank[slots] // each, np.arange(1, windows)))
 
     def _numbered(self, pieces: Sequence[NDArray[np.int64]]) -> Iterator[FillWindow]:
         """Yield the windows with their positions; of draws each has its part by the weight of its records."""

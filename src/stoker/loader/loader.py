@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -127,6 +128,8 @@ class Loader(EpochIterable):
         self._repairer = Repairer()
         self._serving: Serving = begin_serving(cache, self._options, self._repairer)
         self._turn = PendingStrip()
+        self._filling_epoch: int | None = None
+        """The epoch that is, or was, served while its cache was filled."""
         self._place = EpochPlace()
 
     @property
@@ -205,10 +208,18 @@ class Loader(EpochIterable):
     def __iter__(self) -> Iterator[Any]:
         """Return one pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
         refuse_workers()
-        if not self._place.amid:
-            self._complete()
         self._place.rewind()
-        return self._pass()
+        return self._pass_while_filling() if is_filling(self) else self._pass()
+
+    def _pass_while_filling(self) -> Iterator[Any]:
+        """As `_pass`; the order must not tell when the filling ended, so one epoch is all in that order."""
+        epoch = self._place.at[0]
+        if self._filling_epoch not in (None, epoch) and not self._place.amid:
+            self._complete()
+        self._filling_epoch = epoch
+        yield from self._pass()
+        with suppress(ConfigError):  # what cannot be served of a complete cache, the next pass says
+            self._complete()
 
     def _pass(self) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.

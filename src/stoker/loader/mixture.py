@@ -20,7 +20,7 @@ from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
 from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
 from stoker.loader.chunks import RECORD
-from stoker.loader.design import Design, complete_cache
+from stoker.loader.design import Design, complete_cache, is_served_while_filling
 from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.order import Ids, Order, OrderKind, apportion
@@ -519,7 +519,7 @@ def make_members(
             "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
             "makes batches of its own. Give the caches, or mix='batch'"
         )
-    filling = [_cache_of(one) for one in given if isinstance(one, Cache) and _being_filled(one)]
+    filling = [one for one in given if isinstance(one, Cache) and is_served_while_filling(one)]
     if in_one_batch and filling:
         raise ConfigError(
             "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
@@ -586,11 +586,6 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if settings.get(name) is not None:
             raise ConfigError(f"{name}= means nothing in a mixture: {why}. Give Loaders made with {name}=")
-
-
-def _being_filled(cache: Cache) -> bool:
-    """Return True if a process is filling it; the cache can be served meanwhile."""
-    return not cache.complete and cache.filling is not None and not cache.filling.done()
 
 
 def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:

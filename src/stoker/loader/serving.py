@@ -20,7 +20,13 @@ from stoker.errors import ConfigError, CorruptError, StalledError, StokerError
 from stoker.loader import placement
 from stoker.loader.assembly import BatchAssembly
 from stoker.loader.chunks import Chunk, Chunks, ColumnStrip, Locator
-from stoker.loader.design import check_filling, complete_cache, decide, decide_filling
+from stoker.loader.design import (
+    check_filling,
+    complete_cache,
+    decide,
+    decide_filling,
+    is_served_while_filling,
+)
 from stoker.loader.disk import DiskBatches, PartialBatches
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
 from stoker.loader.order import drop_quarantined
@@ -566,6 +572,7 @@ class FillServing(Serving):
             if not wait and not settled.all():
                 return None
             filling.wait(LOOK_S)
+        filling.served = True
         return complete_cache(cache)
 
     def running(self) -> Engine:
@@ -596,11 +603,11 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
         ConfigError: Something was asked for that needs a complete cache.
         StokerError: Filling has failed; or as `Serving`.
     """
-    if not cache.complete:
-        if cache.filling is None and options.tier == "encode" and cache.filler is not None:
-            cache.filling = cache.filler.begin()
-        if cache.filling is not None and not cache.filling.done():
-            return FillServing(cache, options, repairer)
+    lacks = cache.filling is None and not cache.complete
+    if lacks and options.tier == "encode" and cache.filler is not None:
+        cache.filling = cache.filler.begin()
+    if is_served_while_filling(cache):
+        return FillServing(cache, options, repairer)
     return Serving(cache, options, repairer)
 
 

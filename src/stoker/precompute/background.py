@@ -38,10 +38,11 @@ from stoker.precompute.encoder_processes import stored
 from stoker.precompute.in_process import ask_encoder
 from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
-from stoker.precompute.run import LOG_FOLDER, StageBuilder
-from stoker.precompute.settings import PrecomputeSettings
-from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.precompute.run import LOG_FOLDER, StageBuilder, encode_here
+from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
+from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
+from stoker.runtime.threads import start_thread
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import pickle_for_process
@@ -62,6 +63,8 @@ from stoker.units import format_count
 log = logging.getLogger("stoker")
 
 _POLL_S = 0.05
+_HERE_S = 0.5
+"""Seconds for which the caller encodes itself, if that is not almost all; a group in hand is not cut."""
 _COMMIT_S = 10.0
 """How long the end of the caller waits for the last commit."""
 
@@ -92,12 +95,11 @@ class FillTask:
 
 
 class ChildFill:
-    """Fill a cache in a child (`engine.fill_in_child`); a `stoker.store.cache.BackgroundFill`.
+    """Fill a cache in a child (`engine.fill_in_child`), from `start` on; a `BackgroundFill`.
 
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
         ConfigError: The settings would take away what is being read.
-        ResourceError: No process can be started.
     """
 
     def __init__(self, task: FillTask, folder: Folder) -> None:
@@ -115,27 +117,21 @@ class ChildFill:
         self._end: dict[str, Any] | None = None
         self._owner = os.getpid()
         self._error: StokerError | Interrupted | None = None
-        payload = _pickled(replace(task, settings=settings))
-        logs = folder.path.parent.parent / LOG_FOLDER
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        drain, task_fd = Drain(), stored(payload)
-        try:
-            self._child = LoggedChild(
-                "stoker.precompute.engine:fill_in_child",
-                (task_fd,),
-                what=f"a process to fill {folder.path}",
-                log=logs / f"fill-{os.getpid()}-{folder.recipe.fingerprint}.txt",
-                drain=drain,
-                death_signal=signal.SIGTERM,
-            )
-        except BaseException:
-            drain.close()
-            raise
-        finally:
-            os.close(task_fd)
-        self._child.channel.send({"kind": "start", "confined": confined_sources()})
-        self._stop = weakref.finalize(self, _stop_child, self._child, drain, os.getpid())
-        log.info("%s is filled by process %d meanwhile", folder.path, self._child.pid)
+        self._start = _ChildStart(folder, _pickled(replace(task, settings=settings)))
+        self._finalizer = weakref.finalize(self, self._start.end, os.getpid())
+        self.served = False
+        """As in the protocol."""
+        self.here = ShareOutcome()
+        """What the caller encoded before."""
+
+    def start(self) -> None:
+        """Start the child; returns at once."""
+        self._start.begin()
+
+    def end_here(self) -> None:
+        """Note that the caller has encoded everything: there is no child."""
+        self._end = {"kind": "done"}
+        self._finalizer()
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """As in the protocol."""
@@ -150,10 +146,12 @@ class ChildFill:
         """As in the protocol."""
         if self._end is None:
             self._check_process()
-            ended = self._child.ended()  # looked at first: what it sent before its end is in the socket then
-            self._end = next(iter(self._child.channel.receive()), {"kind": "died"} if ended else None)
+            if (child := self._start.child()) is None:
+                return False
+            ended = child.ended()  # looked at first: what it sent before its end is in the socket then
+            self._end = next(iter(child.channel.receive()), {"kind": "died"} if ended else None)
             if self._end is not None and self._end["kind"] != "done":
-                self._error = self._explained(self._end)
+                self._error = self._explained(self._end, child)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._end is not None
@@ -166,17 +164,18 @@ class ChildFill:
             if present != self._mark:
                 self._mark, self._moved = present, now
                 return
-            if now - self._moved > self._quiet_s:
-                self._child.kill()
+            if now - self._moved > self._quiet_s and (child := self._start.child()) is not None:
+                child.kill()
                 raise StalledError(
                     f"nothing was added to {self._path} for {self._quiet_s:g} s, so process "
-                    f"{self._child.pid}, which fills it, was killed. Run it again to resume"
+                    f"{child.pid}, which fills it, was killed. Run it again to resume"
                 )
             time.sleep(min(_POLL_S, timeout_s))
 
     def stop(self) -> None:
         """End it in order: what was encoded is committed, the same call resumes. Safe to call twice."""
-        self._stop()
+        self._start.end(self._owner, wait_s=_COMMIT_S)
+        self._finalizer.detach()
 
     def _check_process(self) -> None:
         """Refuse a fork of ours: what it took from the channel would never reach the process that began."""
@@ -186,13 +185,13 @@ class ChildFill:
                 "Make the loader here, or when the cache is complete"
             )
 
-    def _explained(self, end: dict[str, Any]) -> StokerError | Interrupted:
+    def _explained(self, end: dict[str, Any], child: LoggedChild) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
             return kind(f"filling {self._path} while training failed: {end['message']}")
-        ended, tail = self._child.exit, self._child.tail()
+        ended, tail = child.exit, child.tail()
         text = (
-            f"process {self._child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
+            f"process {child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
             f"again to resume{f'. It said: {tail}' if tail else ''}"
         )
         return ResourceError(text) if ended is not None and ended.out_of_memory else StokerError(text)
@@ -204,14 +203,97 @@ def _pickled(task: FillTask) -> bytes:
         return pickle_for_process(task, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
-def _stop_child(child: LoggedChild, drain: Drain, owner: int) -> None:
-    """Tell the child to end, and give it time to commit."""
-    if os.getpid() != owner:  # a fork of ours: it is not its to end
-        return
-    child.stop(_COMMIT_S)
-    failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
-    child.discard(keep_log=failed)
-    drain.close()
+class _ChildStart:
+    """The child of a `ChildFill`, started by a thread, which may have to wait for imports.
+
+    The thread lives as long as the child may: a child that is started, and not forked, ends with its thread.
+    """
+
+    def __init__(self, folder: Folder, payload: bytes) -> None:
+        self._path, self._fingerprint = folder.path, folder.recipe.fingerprint
+        self._confined = confined_sources()  # now, and not when the child is there
+        self._drain = Drain()
+        self._task_fd = stored(payload)
+        self._child: LoggedChild | None = None
+        self._error: Exception | None = None
+        self._started, self._unwanted, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._started.set()
+        self._ending = threading.Lock()
+
+    def begin(self) -> None:
+        """Start it, unless it is unwanted by now; returns at once.
+
+        Raises:
+            ResourceError: Not even a thread can be started.
+        """
+        self._started.clear()
+        try:
+            start_thread(self._run, "stoker-fill")
+        except RuntimeError as error:
+            self._started.set()
+            raise ResourceError(f"no thread can be started to fill {self._path}: {error}") from error
+
+    def child(self) -> LoggedChild | None:
+        """Return it; None while it is being started.
+
+        Raises:
+            StokerError: It cannot be started.
+        """
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._child
+
+    def end(self, owner: int, *, wait_s: float = 0.0) -> None:
+        """Tell it to end, and give it time to commit. In a fork of its owner: do nothing.
+
+        Args:
+            owner: The process that it is of.
+            wait_s: How long to wait for its start; after that the thread which starts it ends it.
+        """
+        if os.getpid() != owner:
+            return
+        self._unwanted.set()
+        if self._started.wait(wait_s):
+            self._end()
+
+    def _run(self) -> None:
+        try:
+            if not self._unwanted.is_set():
+                self._child = self._begin()
+        except Exception as error:  # noqa: BLE001  a thread's edge: raised where the cache is served
+            self._error = error
+        finally:
+            self._started.set()
+        if self._unwanted.is_set():
+            self._end()
+        self._over.wait()
+
+    def _begin(self) -> LoggedChild:
+        logs = self._path.parent.parent / LOG_FOLDER
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        child = LoggedChild(
+            "stoker.precompute.engine:fill_in_child",
+            (self._task_fd,),
+            what=f"a process to fill {self._path}",
+            log=logs / f"fill-{os.getpid()}-{self._fingerprint}.txt",
+            drain=self._drain,
+            death_signal=signal.SIGTERM,
+        )
+        child.channel.send({"kind": "start", "confined": self._confined})
+        log.info("%s is filled by process %d meanwhile", self._path, child.pid)
+        return child
+
+    def _end(self) -> None:
+        with self._ending:
+            if self._over.is_set():
+                return
+            if (child := self._child) is not None:
+                child.stop(_COMMIT_S)
+                failed = child.exit is None or child.exit.code not in (0, -signal.SIGTERM)
+                child.discard(keep_log=failed)
+            self._drain.close()
+            os.close(self._task_fd)
+            self._over.set()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -373,7 +455,7 @@ class SpotCheck:
             self._compare_all(builder, feed, builder.encoder())
         finally:
             feed.close()
-            builder.remove_empty_logs()
+            builder.close()
 
     def _compare_all(self, builder: StageBuilder, feed: SampleFeed, encoder: BatchEncoder) -> None:
         while not (feed.finished or self._stop.is_set()):
@@ -508,10 +590,13 @@ class EncodeFiller:
             )
 
     def begin(self) -> ChildFill:
-        """Start a process that encodes all that is missing.
+        """Encode for `_HERE_S` seconds, and start a process that encodes the rest of what is missing.
+
+        Where such a process can be forked at once, it encodes everything.
 
         Raises:
             SourceError: As `fill`; or source and encoder cannot be sent to a process.
+            StokerError: As `run_precompute`, about what was encoded here.
         """
         task = FillTask(
             source=self._source,
@@ -521,7 +606,52 @@ class EncodeFiller:
             settings=self._all,
             state=TorchState.of_caller(),
         )
-        return ChildFill(task, self._folder())
+        folder = self._folder()
+        preload(TORCH)
+        filling = ChildFill(task, folder)  # its pickle is made before this process calls the encoder
+        try:
+            if is_preloaded(TORCH) or self._all.together or not self._begin_here(folder, filling):
+                filling.start()
+        except BaseException:
+            filling.stop()
+            raise
+        return filling
+
+    def _begin_here(self, folder: Folder, filling: ChildFill) -> bool:
+        """Encode the first samples in this process, if no other is at it; return whether all is done.
+
+        A cache that held something before is for the child to look through, and so is one with others beside
+        it, which may have records to adopt.
+
+        Raises:
+            StokerError: As `run_precompute`.
+        """
+        if self._all.workers is not None or len([*folder.path.parent.iterdir()]) > 1:
+            return False
+        until = time.monotonic() + _HERE_S
+        with folder.lock() as is_free, Interrupts() as interrupts:
+            if not is_free:
+                return False
+            fresh = not folder.stored_count()
+            share = EncodeShare(
+                source=self._source,
+                encoder=self._encoder,
+                folder=folder,
+                settings=replace(self._all, by_blocks=True, progress=None),
+                missing=folder.missing(retry_transient=False),
+                interrupts=interrupts,
+                here_until=until,
+            )
+            filling.here = encode_here(share, None)
+            if interrupts.signal is not None:
+                raise Interrupted(f"stopped by {interrupts.signal.name}. Run it again to resume")
+            if not (fresh and filling.here.finished) or folder.failures() or len(folder.missing()):
+                return False
+            folder.finish()
+            if len(folder.missing()):  # the look at what is stored found damage
+                return False
+        filling.end_here()
+        return True
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
         """Return a comparison of `count` records of `cache` with their samples now; it is not begun."""
@@ -540,19 +670,18 @@ class EncodeFiller:
         )
         with ExitStack() as ends:
             feed = builder.feed()
-            ends.callback(builder.remove_empty_logs)
+            ends.callback(builder.close)
             ends.callback(feed.close)
             encoding, writer = builder.encoding(feed, compare_first=False), builder.writer()
             ends.callback(encoding.close)
             loop = PrecomputeLoop(
-                builder.stages(feed, encoding, writer),
                 totals,
                 interrupts=Interrupts(),
                 sink=None,
                 pacing=None,
             )
             try:
-                finished = loop.run(until)
+                finished = loop.run(builder.stages(feed, encoding, writer), until=until)
             finally:
                 encoding.clock.alive(bounded=False)
                 builder.commit(writer)

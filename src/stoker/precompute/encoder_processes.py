@@ -86,8 +86,6 @@ class EncodeTask:
     schema: Schema
     """Fields of a raw sample."""
     nan: str
-    compare_first: bool
-    """See `BatchEncoder`."""
     state: TorchState
     """How the program that asked has set torch and numpy."""
 
@@ -106,6 +104,8 @@ class EncoderLaunch:
     """Seconds that a process may take to import and unpickle what it needs."""
     limit_s: float
     """Seconds that a call of the encoder, or its way to the device, may take."""
+    compare_first: bool
+    """See `BatchEncoder`."""
     logs: Path
     """Folder of output and stack dumps."""
 
@@ -151,6 +151,7 @@ class EncoderProcesses:
         feed: SampleFeed,
         queue: WorkQueue,
         ledger: SampleLedger,
+        clock: EncodeClock,
     ) -> None:
         self._launch = launch
         self._feed = feed
@@ -162,7 +163,8 @@ class EncoderProcesses:
         self._tries = Counter[int]()
         self._broken: set[int] = set()
         """Keys of samples whose encoder was lost half-way; what still comes of them is let go."""
-        self.clock = EncodeClock(lanes=len(devices), limit_s=launch.limit_s)
+        self.clock = clock
+        clock.lanes, clock.limit_s = len(devices), launch.limit_s
         self._devices = [_Device(name, place) for place, name in enumerate(devices)]
         self._last: StokerError | None = None
         self._used_s = 0.0
@@ -417,7 +419,8 @@ class _Device:
                 exchange.close()
             raise
         self.child, self.shared, self.ready, self.begun = child, shared, False, time.monotonic()
-        child.channel.send({"kind": "start", "device": self.name, "limit_s": launch.limit_s})
+        start = {"device": self.name, "limit_s": launch.limit_s, "compare_first": launch.compare_first}
+        child.channel.send({"kind": "start", **start})
         return child
 
     def stop(self, *, keep_log: bool) -> None:
@@ -517,7 +520,7 @@ def _work(channel: WorkerChannel, start: Frame, connection: Connection) -> None:
     encoder = BatchEncoder(
         task.encoder, task.recipe, task.schema, device=str(device), nan=task.nan, clock=clock
     )
-    encoder.compare_first = task.compare_first
+    encoder.compare_first = start["compare_first"]
     with task.state.entered(), full_precision():
         with clock.starting(start["limit_s"]):
             try:

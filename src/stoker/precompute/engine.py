@@ -274,7 +274,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
-        wait: False: return at once, while another process encodes; a `Loader` serves what is there.
+        wait: False: return while another process encodes. A `Loader` serves what is there, and its first
+            epoch is in the order in which the cache is filled. With `workers=None`, on a CPU and in the main
+            thread, the call itself encodes for half a second before, and all if that takes two seconds more.
         engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
@@ -340,6 +342,7 @@ def begin_precompute(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
     filling = filler.begin()
+    tally.add(filling.here)
     cache, _ = filling.look()
     cache.filler, cache.filling = filler, filling
     return _report(cache, folder, tally)

@@ -1,24 +1,32 @@
-"""Read and encode in the calling process: for `workers=0`, few batches, and where a child is not possible.
+"""Read and encode in the calling process: the first batches, with `workers=0`, and where a child cannot.
 
-Reading is in order, in one thread, and so without timeouts. The encoder is called in a thread that can be
-left behind, since a call cannot be ended there. Past its timeout the stacks of all threads go to a file, and
-the caller gets a `StalledError`; what was encoded before is kept. A process under a guardian is killed by
-that, also while the interpreter's lock is held, which no thread of ours could notice: it needs no thread.
+Reading is in order, in the calling thread. Before there are workers, a read that hangs is interrupted by a
+signal (`ReadWatch`), and workers try that sample again. Code in C that ignores signals cannot be interrupted:
+a warning says so, and the next run begins with workers. With `workers=0` reading has no timeouts.
+
+The encoder is called in a thread that can be left behind, since a call cannot be ended there. Past its
+timeout the stacks of all threads go to a file, and the caller gets a `StalledError`; what was encoded before
+is kept. A process under a guardian is killed by that, also while the interpreter's lock is held, which no
+thread of ours could notice: it needs no thread.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import sys
+import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from stoker.errors import Interrupted, StalledError
@@ -26,13 +34,29 @@ from stoker.precompute.arena import Layout, LoadedBatch, ReadTask, private_array
 from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, TorchState
 from stoker.precompute.progress import WorkerView
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
-from stoker.precompute.worker import SampleFault, SampleFaultError, SampleReader, fill_group, pad_steps
+from stoker.precompute.settings import Timeouts
+from stoker.precompute.worker import (
+    SampleFault,
+    SampleFaultError,
+    SampleReader,
+    fill_group,
+    fill_rows,
+    pad_steps,
+    passing_fault,
+)
+from stoker.precompute.workers import ProgressTimeout
 from stoker.runtime.signals import Interrupts, guard_page
-from stoker.runtime.threads import Pool
+from stoker.runtime.threads import Pool, start_thread
 from stoker.schema import Sample
+
+log = logging.getLogger("stoker")
 
 T = TypeVar("T")
 
+_TURN_S = 0.25
+"""Seconds for which a group is read before the loop looks around: for progress, signals and workers."""
+_NO_WORKER = 1 << 30
+"""Named as the worker that failed here, so that any worker may try again."""
 GRACE_S = 3.0
 """Seconds that a call of the encoder may take after a signal, so that its batch is not lost."""
 _LOOK_S = 0.25
@@ -41,16 +65,88 @@ _LOOK_S = 0.25
 class ReadingPosition:
     """Position of reading in this process, in place of a heartbeat page."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_s: float = 0.0) -> None:
+        """`limit_s`: seconds without progress after which a guardian kills this process; 0: it does not."""
         self.stage = "wait"
         self.number = -1
+        self.since = time.monotonic()
+        """When it last moved."""
+        self._limit_s = limit_s
+        self._page = guard_page() if limit_s else None
 
     def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
-        """Remember stage and sample for the progress display."""
+        """Note stage and sample."""
         self.stage, self.number = stage, number
+        self.progress(done)
 
     def progress(self, done: int) -> None:
-        """Do nothing: reading in this process has no timeout."""
+        """Note that some of the sample has been read."""
+        self.since = time.monotonic()
+        self.renew()
+
+    def renew(self) -> None:
+        """Tell a guardian that bytes still come."""
+        if self._page is not None:
+            self._page.write(self.stage, self.number, limit_s=0.0 if self.stage == "wait" else self._limit_s)
+
+
+class ReadWatch:
+    """A thread that interrupts a read of this process which hangs; a context manager.
+
+    Args:
+        position: Of the reader.
+        timeouts: Seconds by stage.
+        interrupts: Catches the signals of this process.
+        logs: Folder for the stacks of all threads.
+    """
+
+    def __init__(
+        self, position: ReadingPosition, timeouts: Timeouts, interrupts: Interrupts, logs: Path
+    ) -> None:
+        self._position = position
+        self._limits_s = {"open": timeouts.open, "read": timeouts.read}
+        self._interrupts = interrupts
+        self._logs = logs
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        self._thread = start_thread(self._run, "stoker-read-watch")
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(GRACE_S)
+
+    def _run(self) -> None:
+        progress = ProgressTimeout(os.getpid(), first_thread=True)
+        while not self._over.wait(min(_LOOK_S, min(self._limits_s.values()) / 4)):
+            stage, since, now = self._position.stage, self._position.since, time.monotonic()
+            limit_s = self._limits_s.get(stage)
+            if limit_s is None or now < progress.due(since, limit_s):
+                continue
+            if not progress.overdue(limit_s, now):
+                self._position.renew()
+                continue
+            self._interrupt(stage, since, limit_s)
+            while self._position.since == since and not self._over.wait(_LOOK_S):
+                pass
+
+    def _interrupt(self, stage: str, since: float, limit_s: float) -> None:
+        """End the read that began at `since`; say so if it goes on all the same."""
+        with suppress(OSError):
+            _dump_stacks(self._logs, "reader")
+        self._interrupts.stall(
+            f'made no progress for {limit_s:g} s in stage "{stage}", in the calling process; stacks of all '
+            f"threads: {self._logs}",
+            lambda: self._position.since == since,
+        )
+        if not self._over.wait(GRACE_S) and self._position.since == since:
+            log.warning(
+                "sample %d still hangs: code in C that ignores signals cannot be interrupted. End this "
+                "program and start it again: it begins with workers then, which can be killed",
+                self._position.number,
+            )
 
 
 class InProcessReader:
@@ -76,6 +172,15 @@ class InProcessReader:
         self._interrupts = interrupts
         self._todo: deque[ReadTask] = deque()
         self._start = 0
+        self._rows: Iterator[SampleFault | None] | None = None
+        """What reads the rest of the group in hand."""
+        self._rows_read = 0
+        self._faults: list[SampleFault] = []
+        """Of the rows that are read."""
+        self.stalled = False
+        """A read hung, and was interrupted."""
+        self.seconds = 0.0
+        """Time spent on reading."""
         # One buffer for the whole run: a batch is encoded before the next is read.
         self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
 
@@ -85,12 +190,20 @@ class InProcessReader:
             self._todo.extend(self._queue.take(0, 1))
         if not self._todo:
             return []
-        work = self._todo[0]
+        work, begun = self._todo[0], time.monotonic()
         try:
-            with self._interrupts.raising(), _one_thread():
-                arrays, faults, stop = self._read(work)
+            with _as_a_worker(), self._interrupts.raising():
+                read = self._read(work)
         except Interrupted:
             return []  # the loop that polls looks at signals itself
+        except StalledError as error:
+            return self._leave(work, error)
+        finally:
+            self.seconds += time.monotonic() - begun
+        self._position.write("wait")
+        if read is None:
+            return []
+        arrays, faults, stop = read
         start, last = self._start, bool(faults) or stop is None
         self._start = 0 if last or stop is None else stop
         if last:
@@ -100,19 +213,34 @@ class InProcessReader:
         again = [self._ledger.fault(fault) for fault in faults]
         if any(again) or not self._queue.wanted(work):
             if any(again):
-                self._queue.give_back(work, avoid=0)
+                self._queue.give_back(work, avoid=_NO_WORKER)
             elif last:
                 self._queue.done()
             return [LoadedBatch.end(work)] if start else []
         return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
 
-    def _read(self, work: ReadTask) -> tuple[Sample, list[SampleFault], int | None]:
-        """Return arrays, faults, and where to continue within a sample that comes in stretches."""
+    def _leave(self, work: ReadTask, error: StalledError) -> list[LoadedBatch]:
+        """Leave a group to workers: a read of it hung, and was interrupted."""
+        self.stalled = True
+        number, stage, start = self._position.number, self._position.stage, self._start
+        log.warning("%s: sample %d %s", self._ledger.place(number), number, error.marked)
+        self._position.write("wait")
+        for fault in (*self._faults, passing_fault(number, stage, error.marked)):
+            self._ledger.fault(fault)
+        self._start, self._rows, self._rows_read, self._faults = 0, None, 0, []
+        self._queue.give_back(self._todo.popleft(), avoid=_NO_WORKER)
+        return [LoadedBatch.end(work)] if start else []
+
+    def _read(self, work: ReadTask) -> tuple[Sample, list[SampleFault], int | None] | None:
+        """Return arrays, faults, and where to continue within a sample that comes in stretches.
+
+        None: some of the group is read.
+        """
         bad: Callable[[int], bool] = self._ledger.is_bad
         if self._arrays is None:
             return *self._read_whole(work, bad), None
         if self._layout.mode == "group":
-            return self._arrays, fill_group(self._samples, self._arrays, work.numbers, bad), None
+            return self._read_rows(self._arrays, work, bad)
         length = time_length(self._layout.schema)
         stop = min(self._start + self._layout.steps, length)
         try:
@@ -121,6 +249,22 @@ class InProcessReader:
             return self._arrays, [error.fault], None
         pad_steps(self._arrays, self._layout.schema, stop - self._start)
         return self._arrays, [], None if stop == length else stop
+
+    def _read_rows(
+        self, arrays: Sample, work: ReadTask, bad: Callable[[int], bool]
+    ) -> tuple[Sample, list[SampleFault], None] | None:
+        """Read samples of a group for some time; None: there are more."""
+        if self._rows is None:
+            self._rows = fill_rows(self._samples, arrays, work.numbers, bad)
+        until = time.monotonic() + _TURN_S
+        for fault in self._rows:
+            self._rows_read += 1
+            if fault is not None:
+                self._faults.append(fault)
+            if time.monotonic() > until:
+                return None
+        faults, self._faults, self._rows, self._rows_read = self._faults, [], None, 0
+        return arrays, faults, None
 
     def _read_whole(self, work: ReadTask, bad: Callable[[int], bool]) -> tuple[Sample, list[SampleFault]]:
         """Return a group of unknown or very large size, in memory of its own."""
@@ -143,6 +287,16 @@ class InProcessReader:
             self._queue.done()
 
     @property
+    def between_samples(self) -> bool:
+        """No sample has been handed out in part."""
+        return not self._start
+
+    @property
+    def part_read(self) -> float:
+        """The part of a group that has been read and not handed out."""
+        return self._rows_read / len(self._todo[0].numbers) if self._rows_read else 0.0
+
+    @property
     def finished(self) -> bool:
         """See `SampleFeed.finished`."""
         return not self._todo and self._queue.finished
@@ -152,20 +306,41 @@ class InProcessReader:
         return [WorkerView(number=0, stage=self._position.stage, sample=self._position.number, seconds=0.0)]
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Leave to others what has not been begun."""
+        while self._todo:
+            self._queue.give_back(self._todo.pop())
+        self._queue.leave(0)
+
+
+_NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""What numpy does about them in a process that has not been told otherwise."""
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
-    """Read a source with one torch thread, as a worker does: a sample made by torch has the same bits."""
-    threads = torch.get_num_threads()
-    if threads != 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
+def _as_a_worker() -> Generator[None]:
+    """Read as a worker does, under the defaults of torch and numpy, so that a sample has the same bits."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as stack:
         if threads != 1:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(1)
+            stack.callback(torch.set_num_threads, threads)
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        if deterministic:
+            torch.use_deterministic_algorithms(False)
+            stack.callback(torch.use_deterministic_algorithms, True, warn_only=only_warns)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(np.errstate(**_NUMPY_ERRORS))
+        if any(action == "error" for action, *_ in warnings.filters):
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("default")
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -236,15 +411,20 @@ def ask_encoder(
 
 def _stalled(where: str, timeout_s: float, logs: Path) -> StalledError:
     """Return the error for a call that hangs, with the stacks of all threads in a file."""
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = logs / f"encoder-{os.getpid()}.txt"
-    with path.open("w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    path = _dump_stacks(logs, "encoder")
     return StalledError(
         f"the encoder has been {where} for more than {timeout_s:g} s; stacks of all threads: {path}. Its "
         "call is left behind in a thread of this process. What was encoded is kept; run it again to encode "
         f"the rest. For an encoder that is only slow, give timeouts={{'encode': {10 * timeout_s:g}}}"
     )
+
+
+def _dump_stacks(logs: Path, what: str) -> Path:
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = logs / f"{what}-{os.getpid()}.txt"
+    with path.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path
 
 
 def _state_of_caller() -> Callable[[Callable[[], T]], T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from stoker.precompute.encode import (
     full_precision,
 )
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
-from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.queue import SampleFeed, SampleLedger
 from stoker.runtime.signals import Interrupts
 from stoker.store.write import RecordWriter
 from stoker.units import format_count
@@ -154,7 +155,6 @@ class RunStages:
     """The parts a run is made of."""
 
     feed: SampleFeed
-    queue: WorkQueue
     ledger: SampleLedger
     encoding: EncodeStage
     writer: WriteThread
@@ -163,18 +163,19 @@ class RunStages:
 
 
 class PrecomputeLoop:
-    """Drives the stages until everything is encoded or a signal asks for an end."""
+    """Drives stages until everything is encoded or a signal asks for an end.
+
+    What reads and encodes may be replaced on the way: `run` is called once for each.
+    """
 
     def __init__(
         self,
-        stages: RunStages,
         totals: RunTotals,
         *,
         interrupts: Interrupts,
         sink: ProgressSink | None,
         pacing: WorkerPacing | None,
     ) -> None:
-        self._stages = stages
         self._totals = totals
         self._interrupts = interrupts
         self._sink = sink
@@ -191,19 +192,36 @@ class PrecomputeLoop:
         self.copied = 0
         """Records handed to the writer that another cache has already."""
 
-    def run(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
-        """Work; False when a signal came first, the time `until` (`time.monotonic()`), or that of `lasts_s`
-        after the first group was encoded: so something always is.
+    def run(
+        self,
+        stages: RunStages,
+        *,
+        until: float = float("inf"),
+        lasts_s: float = float("inf"),
+        enough: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Work; True when nothing is left.
 
         Torch's products of float32 are in full precision meanwhile where this process reads or encodes.
+
+        Args:
+            stages: What works.
+            until: Time to stop at, on the clock of `time.monotonic()`.
+            lasts_s: Seconds after the first group was encoded to stop at: so something always is.
+            enough: Asked between groups, while none is in hand; True: stop.
 
         Raises:
             StokerError: A stage failed for good.
         """
-        with full_precision() if self._stages.in_process else nullcontext():
-            return self._loop(until, lasts_s)
+        self._stages = stages
+        with full_precision() if stages.in_process else nullcontext():
+            return self._loop(until, lasts_s, enough)
 
-    def _loop(self, until: float, lasts_s: float) -> bool:
+    def has_lasted(self, lasts_s: float) -> bool:
+        """Return True if so much time has passed since the first group was encoded."""
+        return self._first is not None and time.monotonic() >= self._first + lasts_s
+
+    def _loop(self, until: float, lasts_s: float, enough: Callable[[], bool]) -> bool:
         stages = self._stages
         feed = stages.feed
         while not (feed.finished and not self._batches):
@@ -211,6 +229,8 @@ class PrecomputeLoop:
                 until = min(until, self._first + lasts_s)
             if self._interrupts.signal is not None or time.monotonic() >= until:
                 self._show(last=True)
+                return False
+            if not self._batches and enough():
                 return False
             self._alive()
             begun, waited, hungry = time.monotonic(), 0.0, stages.encoding.hungry
@@ -252,11 +272,11 @@ class PrecomputeLoop:
 
     def _wait(self, timeout_s: float) -> None:
         """Wait for batches, or for encoders where only these can continue."""
-        feed = self._stages.feed
+        feed, refused = self._stages.feed, bool(self._batches)
         # Reading in this process fills one buffer again and again; workers are looked after at all times.
-        if feed.pool is not None or not self._batches:
+        if feed.pool is not None or not refused:
             self._batches.extend(feed.poll(timeout_s))
-        if feed.pool is None and not self._batches:
+        if feed.pool is None and (refused or not self._batches):
             self._stages.encoding.wait(timeout_s)
 
     def _alive(self) -> None:

@@ -34,6 +34,8 @@ _ITEM_GROUPS = 256
 _RUNS_A_SHARED_ONE = 12
 """One run in so many may be decoded twice; at least one, since a second worker gains more than that costs."""
 _NOBODY = -1
+FIRST_START_S = 2.0
+"""What the first child of a program takes to import torch; later ones are forked in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,17 @@ class WorkQueue:
     def untaken(self) -> int:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
+
+    def is_worth_a_start(self, seconds: float, *, part_read: float = 0.0) -> bool:
+        """Return True if what is left takes longer than the start of the first child of a program.
+
+        Args:
+            seconds: Time spent on the groups that are done, of the kind that children could have spent.
+            part_read: The part of a group that is read already.
+        """
+        left = self.untaken + self._outstanding + len(self._again) - part_read
+        done = self.groups - left
+        return done > 0 and left * seconds / done > FIRST_START_S
 
     def take(self, worker: int, workers: int) -> list[ReadTask]:
         """Return the next item for `worker` out of `workers`: consecutive groups, or nothing."""

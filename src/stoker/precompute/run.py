@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
-from stoker.errors import EncoderError, ResourceError, SourceError, StokerError
-from stoker.plan.resources import Resources, probe, resolve_device
+from stoker.errors import EncoderError, Interrupted, ResourceError, SourceError, StokerError
+from stoker.plan.resources import Resources, probe, resolve_device, storage_of
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
     PRECISION,
@@ -37,6 +40,7 @@ from stoker.precompute.in_process import (
     InProcessEncoder,
     InProcessReader,
     ReadingPosition,
+    ReadWatch,
     ask_encoder,
     call_encoder,
 )
@@ -46,13 +50,15 @@ from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueu
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
 from stoker.precompute.workers import Supervisor, WorkerLaunch
-from stoker.runtime.processes.child import LIGHT, TORCH, Drain, preload
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
-from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
+from stoker.sources.protocol import FileRef, LocatableSource, SelfCheckingSource, Source
+from stoker.sources.splits import whole_source
+from stoker.sources.torch_dataset import TorchSource, preserve_random_state
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
@@ -75,8 +81,12 @@ FEW_GROUPS = 16
 
 Many encoders take those in the second or two that the first child of a program needs to import torch.
 """
+_SMALL_ENCODER_BYTES = 64 * MIB
+"""A larger one is not pickled for a child that may not be needed: a child encodes from the beginning."""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
+_JUDGED_AFTER_S = 0.5
+"""Seconds after which the first samples tell how long the others will take; the very first take longer."""
 _GROUPS_A_WORKER = 8
 """Fewer are read before another worker has started."""
 
@@ -94,16 +104,27 @@ class StageBuilder:
         missing: NDArray[np.int64],
         interrupts: Interrupts | None = None,
         rehearsal: bool = False,
+        here_until: float | None = None,
     ) -> None:
-        """See `run_precompute`; `rehearsal`: nothing is quarantined, and no guardian is told."""
+        """Prepare a run.
+
+        Args:
+            source, encoder, folder, settings, missing, interrupts: As of `EncodeShare`.
+            rehearsal: Nothing is quarantined, and no guardian is told.
+            here_until: See `EncodeShare`; no child is needed then.
+        """
         self.folder = folder
         device = "cpu" if encoder is None else str(resolve_device(settings.device))
         self.settings = settings = replace(settings, device=device)
         self.missing = missing
         self.name = folder.name
         self.logs = folder.path.parent.parent / LOG_FOLDER
-        self._clock = EncodeClock(page=None) if rehearsal else EncodeClock()
+        self._mark = (
+            self.logs / f"begun-here-{folder.name}-{folder.recipe.fingerprint}-{settings.part[0]}.txt"
+        )
+        self.clock = EncodeClock(page=None) if rehearsal else EncodeClock()
         self._interrupts = interrupts or Interrupts()
+        self._here_until = here_until
         self._source = source
         self._encoder = encoder
         self._home = None if encoder is None else weights_device(encoder)
@@ -119,7 +140,11 @@ class StageBuilder:
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
-        keep = _forget if rehearsal else folder.quarantine_many
+        keep = folder.quarantine_many
+        if rehearsal or here_until is not None:
+            # What is tried again in any case is noted by the process that goes on.
+            forgets = rehearsal or settings.retry_quarantined
+            keep = _forget if forgets else partial(_keep_lasting, folder)
         refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
@@ -140,8 +165,19 @@ class StageBuilder:
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.encode_batch.samples, missing, bad=self.ledger.is_bad)
         self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
+        size = recipe.encode_batch.samples
+        group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
+        self.queue.follow_runs(source.runs(), group_bytes)
+        if settings.by_blocks:
+            self.queue.follow_blocks(fill_blocks(recipe))
         self._layout, self._first_workers, self.most_workers = self._plan()
         self._children = () if rehearsal else self._devices_of_children()
+        self._encoded_here = False
+        self._pickled: bytes | None = None
+        self._wanted: set[tuple[str, ...]] = set()
+        """Modules of the processes that children are forked from, once these are started."""
+        self._encoders: EncoderLaunch | None = None
+        """Made before this process first called the encoder, for the child that follows."""
 
     def _devices_of_children(self) -> tuple[str, ...]:
         """Return the devices on which a child encodes; none where this process encodes.
@@ -179,21 +215,10 @@ class StageBuilder:
         Raises:
             SourceError: The source cannot be sent to a worker.
         """
-        size = self.folder.recipe.encode_batch.samples
-        group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
-        self.queue.follow_runs(self._source.runs(), group_bytes)
-        if self.settings.by_blocks:
-            self.queue.follow_blocks(fill_blocks(self.folder.recipe))
         if self._children:
             preload(TORCH)
         if self._first_workers == 0:
-            position = ReadingPosition()
-            samples = SampleReader(
-                self._reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
-            )
-            return InProcessReader(
-                samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
-            )
+            return self._reader(self._reading, ReadingPosition())
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
@@ -203,13 +228,114 @@ class StageBuilder:
             raise
         return feed
 
+    def _reader(self, reading: ChangeGuard, position: ReadingPosition) -> InProcessReader:
+        """Return what reads in this process."""
+        samples = SampleReader(
+            reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
+        )
+        return InProcessReader(
+            samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
+        )
+
+    def head_start(self) -> HeadStart | None:
+        """Return what reads and encodes in this process before there are children; None: start with children.
+
+        Not where a read or call that hangs could not be ended: in other threads than the first, and for files
+        that lie elsewhere; nor where a program ended during this the last time, since a sample may have
+        crashed it. What reads is a copy, as each worker has one: what a source opens stays in it. Only a
+        Dataset that holds much is read as it is, since it keeps what it opens apart itself.
+        """
+        settings = self.settings
+        if (
+            settings.workers is not None
+            or settings.always_in_child
+            or settings.device != "cpu"
+            or len(settings.devices) > 1
+            or not self._interrupts.can_stall
+            or not _are_local(file for files in self.folder.recipe.refs for file in files)
+            or self._mark.exists()
+        ):
+            return None
+        large = estimate_pickle_bytes(self._source) > _SMALL_SOURCE_BYTES
+        if large and not isinstance(whole_source(self._source), TorchSource):
+            return None
+        if self._children and self._here_until is None:
+            if estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
+                return None
+            # Before a call, which may leave in it what cannot be sent.
+            self._encoders = self._launch_of_encoders(compare_first=False)
+            if self._encoders is None:
+                self._children = ()
+        payload = None if large else self._payload()[0]
+        try:
+            self._make_logs()
+            self._mark.touch()
+        except OSError:
+            return None
+        position = ReadingPosition(limit_s=2 * max(settings.timeouts.open, settings.timeouts.read))
+        reading = self._reading if payload is None else self._copied(payload, position)
+        if reading is None:
+            self.forget_head()
+            return None
+        return HeadStart(self, self._reader(reading, position), position, until=self._here_until)
+
+    def _copied(self, payload: bytes, position: ReadingPosition) -> ChangeGuard | None:
+        """Return the source as a worker gets it; None where it cannot be loaded, which a worker explains."""
+        position.write("open")
+        try:
+            with self.watch(position), self._interrupts.raising():
+                return cloudpickle.loads(payload)
+        except (Exception, Interrupted):  # noqa: BLE001  of the source's own code, or a timeout, or a signal
+            return None
+        finally:
+            position.write("wait")
+
+    def forget_head(self) -> None:
+        """Note that this process has come through its head start, or that workers have done without one."""
+        self._mark.unlink(missing_ok=True)
+
+    def is_ready(self) -> bool:
+        """Return True if children can be forked at once; what they are forked from is started."""
+        if not self._wanted:
+            self._wanted = {self._payload()[1]} | ({TORCH} if self._children else set())
+            for one in self._wanted:
+                preload(one)
+        return all(map(is_preloaded, self._wanted))
+
+    @property
+    def seconds_for_children(self) -> float:
+        """Seconds spent in the encoder here that a child could have spent; 0 where none encodes."""
+        return self.clock.seconds if self._children else 0.0
+
+    def check_source(self) -> None:
+        """Have a source that can check itself in a child do so, before workers read it."""
+        if self.settings.workers != 0 and isinstance(self._source, SelfCheckingSource):
+            with self._interrupts.raising():
+                self._source.check_in_child()
+
+    def watch(self, position: ReadingPosition) -> ReadWatch:
+        """Return what interrupts a read of this process that hangs."""
+        return ReadWatch(position, self.settings.timeouts, self._interrupts, self.logs)
+
     def _at_once(self, cores: int) -> int:
         if self.settings.workers is not None:
             return self._first_workers
         return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER))
 
+    def _payload(self) -> tuple[bytes, tuple[str, ...]]:
+        """Return the source as workers get it, and what they import.
+
+        Raises:
+            SourceError: The source cannot be sent to a worker.
+        """
+        if self._pickled is None:
+            self._pickled = pickle_for_process(self._reading)
+        # What a pickle names it will import. A worker that needs torch all the same imports it then.
+        return self._pickled, TORCH if b"torch" in self._pickled else LIGHT
+
     def _launch(self) -> WorkerLaunch:
-        payload = pickle_for_process(self._reading)
+        payload, modules = self._payload()
+        self._pickled = None
         frame = {
             "kind": "start",
             "confined": confined_sources(),
@@ -217,8 +343,6 @@ class StageBuilder:
             "offsets": list(self._parts.offsets),
             "nan": self.settings.nan,
         }
-        # What a pickle names it will import. A worker that needs torch all the same imports it then.
-        modules = TORCH if b"torch" in payload else LIGHT
         return WorkerLaunch(
             payload=payload,
             frame=frame,
@@ -236,20 +360,27 @@ class StageBuilder:
                 if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
                     path.unlink()
 
-    def remove_empty_logs(self) -> None:
-        """Remove the folder of logs, unless a process was lost and its log is to be read."""
+    def close(self) -> None:
+        """Release what no child needed, and the folder of logs unless a process was lost."""
+        if self._encoders is not None:
+            os.close(self._encoders.task_fd)
+            self._encoders = None
         with suppress(OSError):
             self.logs.rmdir()
 
     def encoder(self) -> BatchEncoder:
-        """Return the encoder on its device; getting there has the timeout of one of its calls."""
+        """Return the encoder on its device, from which `leave_device` brings it back.
+
+        Getting there has the timeout of one of its calls.
+        """
+        self._encoded_here = True
         encoder = BatchEncoder(
             self._encoder,
             self.folder.recipe,
             self._schema,
             device=self.settings.device,
             nan=self.settings.nan,
-            clock=self._clock,
+            clock=self.clock,
         )
         self._move(torch.device(self.settings.device))
         return encoder
@@ -262,7 +393,7 @@ class StageBuilder:
             timeout_s=self.settings.timeouts.encode,
             logs=self.logs,
             what=f"on its way to {device}",
-            clock=self._clock,
+            clock=self.clock,
             interrupts=self._interrupts,
         )
 
@@ -272,23 +403,32 @@ class StageBuilder:
         Args:
             compare_first: See `BatchEncoder`; needless, and twice the time, for single groups of a cache.
         """
-        if self._children and (launch := self._launch_of_encoders(compare_first)) is not None:
+        launch, self._encoders = self._encoders, None
+        if self._children and (launch := launch or self._launch_of_encoders(compare_first)) is not None:
             try:
                 return EncoderProcesses(
-                    self._children, launch, feed=feed, queue=self.queue, ledger=self.ledger
+                    self._children,
+                    replace(launch, compare_first=compare_first),
+                    feed=feed,
+                    queue=self.queue,
+                    ledger=self.ledger,
+                    clock=self.clock,
                 )
             except ResourceError as error:
                 if len(self._children) > 1:
                     raise
                 log.warning("%s: the encoder runs in this process: %s", self.name, error)
-        # From here on this process encodes, so `leave_device` has to bring the encoder back.
         self._children = ()
+        return self.encoding_here(feed, compare_first=compare_first)
+
+    def encoding_here(self, feed: SampleFeed, *, compare_first: bool) -> InProcessEncoder:
+        """Return what encodes in this process."""
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.timeouts.encode
         encoder.compare_first = compare_first
         call = partial(
             call_encoder,
-            clock=self._clock,
+            clock=self.clock,
             timeout_s=self.settings.timeouts.encode,
             logs=self.logs,
             interrupts=self._interrupts,
@@ -309,7 +449,6 @@ class StageBuilder:
             recipe=recipe,
             schema=self._schema,
             nan=self.settings.nan,
-            compare_first=compare_first,
             state=TorchState.of_caller(),
         )
         several = len(self._children) > 1
@@ -333,6 +472,7 @@ class StageBuilder:
             records=recipe.encoded,
             start_s=limits.start,
             limit_s=limits.encode,
+            compare_first=compare_first,
             logs=self.logs,
         )
 
@@ -346,7 +486,7 @@ class StageBuilder:
 
         An encoder in children never left; one that is still at a call which was given up stays where it is.
         """
-        if self._home is not None and not self._children and not self._clock.given_up:
+        if self._home is not None and self._encoded_here and not self.clock.given_up:
             self._move(self._home)
             if self.settings.device.startswith("cuda"):
                 torch.cuda.empty_cache()
@@ -373,7 +513,6 @@ class StageBuilder:
         """Return all stages of the run together."""
         return RunStages(
             feed=feed,
-            queue=self.queue,
             ledger=self.ledger,
             encoding=encoding,
             writer=writer,
@@ -387,8 +526,61 @@ class StageBuilder:
             writer.close()
 
 
+class HeadStart:
+    """Reads in this process, and knows when that is enough.
+
+    The first child of a program takes seconds to import what it needs. Small sets are read and encoded by
+    then; of others, the first groups are.
+    """
+
+    def __init__(
+        self,
+        builder: StageBuilder,
+        reader: InProcessReader,
+        position: ReadingPosition,
+        *,
+        until: float | None,
+    ) -> None:
+        self.reader = reader
+        self.watch = builder.watch(position)
+        self._builder = builder
+        self._until = until
+        self._begun = time.monotonic()
+
+    def is_enough(self) -> bool:
+        """Return True if children are worth their start, and can be forked at once, or a read hung."""
+        if not self.reader.between_samples:
+            return False
+        now, queue, part_read = time.monotonic(), self._builder.queue, self.reader.part_read
+        if self.reader.stalled:
+            return True
+        if self._until is not None:  # another process goes on, which takes as long to start as a child
+            return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
+        if now - self._begun < _JUDGED_AFTER_S:
+            return False
+        # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
+        seconds = self.reader.seconds + self._builder.seconds_for_children
+        worth = queue.is_worth_a_start(seconds, part_read=part_read)
+        return worth and self._builder.is_ready()
+
+
+def _are_local(files: Iterable[FileRef]) -> bool:
+    """Return True if no file is known to lie on another machine."""
+    devices: dict[int, Path] = {}
+    for folder in {file.path.parent for file in files}:
+        with suppress(OSError):
+            devices.setdefault(folder.stat().st_dev, folder)
+    mounts = map(storage_of, devices.values())
+    return not any(mount.network for mount in mounts if mount is not None)
+
+
 def _forget(failures: Sequence[Failure]) -> None:
     """Forget failures: it is a rehearsal."""
+
+
+def _keep_lasting(folder: Folder, failures: Sequence[Failure]) -> None:
+    """Note failures, without those that may pass: these samples are still to be encoded."""
+    folder.quarantine_many([failure for failure in failures if failure.kind != "transient"])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -412,20 +604,23 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     source, folder = share.source, share.folder
     share = replace(share, settings=_on_device(share, sink))
     settings, copies = _with_copies(source, share.settings)
-    if settings.workers != 0 and isinstance(source, SelfCheckingSource):
-        with share.interrupts.raising():
-            source.check_in_child()
     resources = probe(path=folder.path)
     settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
     most = max(1, min(most, copies, _useful(resources)))
     pacing = WorkerPacing(most=most, processors=resources.cpus)
     builder = StageBuilder(
-        source, share.encoder, folder, settings, missing=share.missing, interrupts=share.interrupts
+        source,
+        share.encoder,
+        folder,
+        settings,
+        missing=share.missing,
+        interrupts=share.interrupts,
+        here_until=share.here_until,
     )
     try:
         return _encode(builder, sink, share, pacing)
     finally:
-        builder.remove_empty_logs()
+        builder.close()
 
 
 def _on_device(share: EncodeShare, sink: ProgressSink | None) -> PrecomputeSettings:
@@ -460,17 +655,12 @@ def _useful(resources: Resources) -> int:
 def _encode(
     builder: StageBuilder, sink: ProgressSink | None, share: EncodeShare, pacing: WorkerPacing
 ) -> ShareOutcome:
-    """Start the stages, run them, and end them in an order that keeps what was encoded."""
-    settings, feed = builder.settings, builder.feed(cores=pacing.most // _WORKERS_A_CORE)
+    """Run the stages, and end them in an order that keeps what was encoded."""
+    settings, pool = builder.settings, None
     pacing.most = min(pacing.most, builder.most_workers)
-    writer = encoding = None
+    writer = builder.writer()
     try:
-        if feed.pool is None and sink is not None:
-            sink.note(f"{builder.name}: workers=0, reading in this process: in order and without timeouts")
-        encoding = _encoding(builder, feed, share)  # the workers are starting meanwhile
-        writer = builder.writer()
         loop = PrecomputeLoop(
-            builder.stages(feed, encoding, writer),
             RunTotals(
                 name=builder.name,
                 total=builder.folder.recipe.count if settings.part[1] == 1 else len(builder.missing),
@@ -483,27 +673,35 @@ def _encode(
             pacing=pacing if settings.workers is None else None,
         )
         try:
-            finished = loop.run(lasts_s=share.lasts_s)
+            if settings.by_blocks and share.here_until is None:  # what is read is committed soon
+                _check_source(builder, writer)
+            finished = _run_head(builder, loop, writer, share)
+            ends = share.here_until is not None or share.interrupts.signal or loop.has_lasted(share.lasts_s)
+            if not (finished or ends):
+                if settings.workers == 0 and sink is not None:
+                    sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
+                _check_source(builder, writer)
+                feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
+                with closing(feed), closing(_encoding(builder, feed, share)) as encoding:  # workers start now
+                    try:
+                        finished = loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
+                    finally:
+                        builder.clock.alive(bounded=False)
+                pool = feed.pool
+                builder.forget_head()
         finally:
-            encoding.clock.alive(bounded=False)
-            feed.close()
-            encoding.close()
+            builder.clock.alive(bounded=False)
             builder.commit(writer)
         writer.check()
         builder.leave_device()
     except BaseException:
-        feed.close()
-        if encoding is not None:
-            encoding.close()
-        if writer is not None:
-            writer.abandon()
+        writer.abandon()
         raise
-    pool = feed.pool
     return ShareOutcome(
         finished=finished,
         encoded=loop.encoded,
         adopted=writer.copied,
-        encode_seconds=encoding.clock.seconds,
+        encode_seconds=builder.clock.seconds,
         workers=0 if pool is None else pool.workers,
         lost_workers=0 if pool is None else pool.losses,
         abandoned_workers=0 if pool is None else pool.abandoned,
@@ -511,9 +709,34 @@ def _encode(
     )
 
 
+def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
+    """Have a source check itself; unless it passes, what was read of it here and not committed is dropped."""
+    try:
+        builder.check_source()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare) -> bool:
+    """Work in this process until children are worth their start and can be forked at once; True: all done."""
+    if (head := builder.head_start()) is None:
+        return False
+    try:
+        encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        if share.encoder is not None:
+            encoding = builder.recognizing(encoding, share.same)
+        stages = builder.stages(head.reader, encoding, writer)
+        # Workers read with random states of their own: the caller's must not tell how many samples were here.
+        with preserve_random_state(), closing(head.reader), head.watch:
+            return loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+    finally:
+        builder.forget_head()
+
+
 def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
     """Return the stage that encodes; a feed that waits for workers wakes up for it, and for signals."""
-    inner = builder.encoding(feed, compare_first=share.compare_first)
+    inner = builder.encoding(feed, compare_first=share.compare_first and not builder.clock.calls)
     children = isinstance(inner, EncoderProcesses)
     if children:
         inner.watch(share.interrupts.fd)

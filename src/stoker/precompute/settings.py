@@ -41,7 +41,7 @@ class Timeouts:
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
     """One call of the encoder, or bringing it to its device. A child that hangs is killed and started again.
-    Few samples are encoded in the caller's process: a hang ends the run there, and leaves a thread behind."""
+    The first samples are encoded in the caller's process. A hang ends the run there, and leaves a thread."""
     write: float = 120.0
     """One encode batch converted, checksummed and written, with the commit of a shard that it fills; at the
     end, the commit of what is open."""
@@ -94,8 +94,9 @@ class PrecomputeSettings:
     workers: int | None = None
     """Worker processes, on Linux.
 
-    None: one (without an encoder: one for each core), and more while the encoder waits for data. 0, and None
-    on other systems: read in this process, without timeouts.
+    None: the first samples are read in this process; then one worker (without an encoder: one for each core),
+    and more while the encoder waits for data. 0, and None on other systems: read in this process, without
+    timeouts.
     """
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""
@@ -222,6 +223,12 @@ class EncodeShare:
     """A signal ends the work early; what is encoded is committed."""
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
+    here_until: float | None = None
+    """Read and encode in the calling process alone, and end at this time on the clock of `time.monotonic()`
+    unless what is left takes less than the start of a process.
+
+    Another process goes on, and tries again what failed here for a passing reason. None: children may go on.
+    """
     compare_first: bool = True
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""
     same: SampleLookup | None = None

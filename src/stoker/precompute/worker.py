@@ -427,19 +427,26 @@ def fill_group(
     Returns:
         What went wrong, one entry for each sample that could not be had.
     """
-    faults: list[SampleFault] = []
+    return [fault for fault in fill_rows(samples, arrays, numbers, absent) if fault is not None]
+
+
+def fill_rows(
+    samples: SampleReader, arrays: Sample, numbers: range, absent: Callable[[int], bool]
+) -> Iterator[SampleFault | None]:
+    """As `fill_group`, a step at a time: yields after each read what went wrong at it, or None."""
     rows = next(iter(arrays.values())).shape[0] if arrays else 0
     at_once = not any(map(absent, numbers)) and samples.fill_many(arrays, numbers)
     for member in range(len(numbers) if at_once else 0, rows):
         if member >= len(numbers) or absent(numbers[member]):
             zero(arrays, member)
             continue
+        fault = None
         try:
             samples.fill(arrays, member, numbers[member])
         except SampleFaultError as error:
-            faults.append(error.fault)
+            fault = error.fault
             zero(arrays, member)
-    return faults
+        yield fault
 
 
 def _reject_nan(sample: Sample, schema: Schema) -> None:

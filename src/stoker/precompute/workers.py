@@ -111,8 +111,9 @@ class ProgressTimeout:
     is overdue one timeout after its last byte at the latest.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._path = Path(f"/proc/{pid}/io")
+    def __init__(self, pid: int, *, first_thread: bool = False) -> None:
+        """`first_thread`: count what this thread reads, and not the others of the process."""
+        self._path = Path(f"/proc/{pid}/task/{pid}/io" if first_thread else f"/proc/{pid}/io")
         self._since = float("nan")
         self._due = 0.0
         self._bytes = -1

@@ -7,22 +7,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from stoker.errors import Interrupted
+from stoker.errors import Interrupted, StalledError
 from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 
 TOGETHER_S = 0.3
 """Signals this close are one request: one to a whole group reaches a child twice, by its guardian as well."""
 _EXIT_INTERRUPTED = 130
+_STALL = int(signal.SIGRTMAX) - 2 if hasattr(signal, "SIGRTMAX") else 0
+"""A signal that nothing else is likely to use, so one of a user is not taken for it; 0: there is none."""
 
 
-def takes(number: signal.Signals) -> bool:
+def takes(number: int) -> bool:
     """Return True if a call may handle a signal.
 
     False if the signal is ignored, as a shell does with SIGINT for jobs in its background. False if C code
@@ -44,10 +46,13 @@ class Interrupts:
         self.fd = -1
         self.signal: signal.Signals | None = None
         """The first signal that arrived, or None."""
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._write_fd = -1
         self._since = 0.0
         self._raises = False
+        self._stall: tuple[str, Callable[[], bool]] | None = None
+        self._stalled = ""
+        """Why what is done was ended, between the signal of `stall` and its error."""
 
     @contextmanager
     def raising(self) -> Generator[None]:
@@ -58,19 +63,41 @@ class Interrupts:
 
         Raises:
             Interrupted: One came.
+            StalledError: Another thread called `stall`.
         """
         try:
             try:
-                self._raises = True
+                self._raises, self._stalled = True, ""
                 if self.signal is not None:
                     raise KeyboardInterrupt
                 yield
             finally:
                 self._raises = False
         except KeyboardInterrupt:
-            if self.signal is None:
-                raise
-            raise Interrupted(f"stopped by {self.signal.name}. Run it again to resume") from None
+            if self.signal is not None:
+                raise Interrupted(f"stopped by {self.signal.name}. Run it again to resume") from None
+            why, self._stalled = self._stalled, ""
+            if why:
+                raise StalledError(why) from None
+            raise
+
+    @property
+    def can_stall(self) -> bool:
+        """`stall` has an effect: signals are caught, in the main thread."""
+        return _STALL in self._previous
+
+    def stall(self, why: str, still: Callable[[], bool]) -> None:
+        """End what is done within `raising`; for another thread, which has seen that it hangs.
+
+        Code in C that neither waits in the kernel nor lets Python look at signals is not ended.
+
+        Args:
+            why: The message of the error.
+            still: Asked in the main thread when the signal has arrived; False: it hangs no longer.
+        """
+        if self.can_stall:
+            self._stall = why, still
+            signal.pthread_kill(threading.main_thread().ident or 0, _STALL)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -78,6 +105,8 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if self._patient or takes(number):
                     self._previous[number] = signal.signal(number, self._arrived)
+            if _STALL and takes(_STALL):
+                self._previous[_STALL] = signal.signal(_STALL, self._stall_arrived)
         return self
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
@@ -91,10 +120,17 @@ class Interrupts:
         if self._raises:
             raise KeyboardInterrupt
 
+    def _stall_arrived(self, _number: int, _frame: FrameType | None) -> None:
+        asked, self._stall = self._stall, None
+        if asked is not None and self._raises and asked[1]():
+            self._stalled = asked[0]
+            raise KeyboardInterrupt
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
+        previous, self._previous = self._previous, {}  # nobody sends `stall` from now on
+        for number, handler in previous.items():
             signal.signal(number, handler)
         if self.fd >= 0:
             os.close(self.fd)

@@ -217,6 +217,13 @@ def _hash(key: str, seed: int) -> int:
 # Some samples of any source: one split of it, or its first samples (`--limit`).
 
 
+def whole_source(source: Source) -> Source:
+    """Return the source that a selection, or a selection of one, is of; the source itself if it is none."""
+    while isinstance(source, SourceSelection):
+        source = source._source
+    return source
+
+
 class SourceSelection(ABC):
     """Some samples of `source`, in their order and with indices of their own."""
 

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import random
 import select
 import socket
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import IO, Any, Literal, Protocol
@@ -42,7 +43,7 @@ from stoker.sources.pickling import (
 )
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
 from stoker.sources.torch_identity import Description, describe
-from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
+from stoker.sources.torch_items import Item, PlainItems, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
@@ -378,6 +379,9 @@ class TorchSource:
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
+        self._sent_by = 0
+        """Process that sent this copy; 0: none did."""
+        self._plain: PlainItems | None = None
 
     def _length(self, dataset: MapDataset) -> int:
         try:
@@ -400,7 +404,15 @@ class TorchSource:
         seen = None if self._version is not None else self._seen or describe(self._dataset)
         if seen is not None and not any(name.startswith("__main__.") for name in seen.code):
             seen = None
-        return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None, "_seen": seen}
+        return {
+            **self.__dict__,
+            "_live": None,
+            "_last": None,
+            "_elsewhere": None,
+            "_plain": None,
+            "_sent_by": os.getpid(),
+            "_seen": seen,
+        }
 
     def __len__(self) -> int:
         """Return the Dataset's length when the source was made."""
@@ -483,6 +495,8 @@ class TorchSource:
     def check_in_child(self) -> None:
         """Read the probed samples once more, in a process of their own, as workers will.
 
+        A copy that was sent to another process reads them there.
+
         Raises:
             SourceError: The Dataset cannot go there, or is another there; names the member or the field.
             StalledError: It is not there in time.
@@ -491,9 +505,25 @@ class TorchSource:
             return  # by another split of the same Dataset
         timeout_s = self.probe_timeout_s or _ALONE_S
         here = self._probe().digests
-        there = self._elsewhere or read_elsewhere(self, self._name, timeout_s=timeout_s)
+        if self._sent_by not in (0, os.getpid()):
+            there = self._read_probes(timeout_s)
+        else:
+            there = self._elsewhere or read_elsewhere(self, self._name, timeout_s=timeout_s)
         check_alike(here, there, self._name)
         self._proved = True
+
+    def _read_probes(self, timeout_s: float) -> dict[int, dict[str, str] | str]:
+        clock = ItemClock()
+        try:
+            return call_within(
+                timeout_s,
+                lambda: dict(read_probes(self, clock.begin)),
+                f"reading {self._name} once more",
+                hint="Fix what it waits for, or give it more time: source.probe_timeout_s = 300",
+                clock=clock,
+            )
+        finally:
+            self._live = None  # what it opened may work in that thread alone
 
     def probed_indices(self) -> list[int]:
         """Return the indices of probed samples, or of those to be probed first in this process."""
@@ -510,18 +540,24 @@ class TorchSource:
         The copy is shallow, so data is shared. Whatever a Dataset opens on first use (files, connections)
         lands on the copy, so the original can still be sent to workers.
         """
-        if self._live is None:
-            self._live = copy.copy(self._dataset)
-        with preserve_random_state(index) if seeded else nullcontext():
-            item = self._live[index]
+        item = self._get(index, seeded=seeded)
         found = flatten_item(item, where=self.locate(index), text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
         return found
 
+    def _get(self, index: int, *, seeded: bool) -> Any:
+        if self._live is None:
+            self._live = copy.copy(self._dataset)
+        with preserve_random_state(index) if seeded else nullcontext():
+            return self._live[index]
+
     def _checked(self, index: int, schema: Schema) -> Sample:
-        found = self._item(index, seeded=self._freeze)
+        item = self._get(index, seeded=self._freeze)
+        if self._plain is not None and (sample := self._plain.read(item)) is not None:
+            return sample
         where = self.locate(index)
+        found = flatten_item(item, where=where, text=self._text)
         if found.keys() != schema.keys():
             raise SourceError(
                 f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples. "
@@ -537,6 +573,7 @@ class TorchSource:
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} {field.shape} "
                     f"as in the probed samples. Fix the item{cure if longer else ''}"
                 )
+        self._plain = self._plain or PlainItems(item, found)
         return {name: array for name, (array, _) in found.items()}
 
     def _look_ahead(self) -> None:
@@ -714,15 +751,27 @@ def answer(connection: Connection) -> int:
     except Exception:  # noqa: BLE001 - a process edge: the parent raises this with the traceback
         _say(connection.socket, {"kind": "refused", "error": traceback.format_exc().rstrip()})
         return 1
-    for number in source.probed_indices():
+
+    def begin(number: int) -> None:
         _say(connection.socket, {"kind": "begin", "number": number})
-        try:
-            found: Any = source.probe_again(number)
-        except Exception as error:  # noqa: BLE001 - a process edge, and a Dataset may raise anything
-            found = f"{type(error).__name__}: {error}"
+
+    for number, found in read_probes(source, begin):
         _say(connection.socket, {"kind": "item", "number": number, "found": found})
     _say(connection.socket, {"kind": "done"})
     return 0
+
+
+def read_probes(
+    source: TorchSource, begin: Callable[[int], None]
+) -> Iterator[tuple[int, dict[str, str] | str]]:
+    """Yield digests by field of each probed sample as this process reads it; text where it fails here."""
+    for number in source.probed_indices():
+        begin(number)
+        try:
+            found: dict[str, str] | str = source.probe_again(number)
+        except Exception as error:  # noqa: BLE001 - a Dataset may raise anything
+            found = f"{type(error).__name__}: {error}"
+        yield number, found
 
 
 def _say(sock: socket.socket, message: dict[str, Any]) -> None:

@@ -107,12 +107,15 @@ class Filler(Protocol):
         ...
 
     def begin(self) -> BackgroundFill:
-        """Begin to encode all that is missing in another process, block by block (`fill_blocks`)."""
+        """Encode the first samples; another process encodes the rest of what is missing, by `fill_blocks`."""
         ...
 
 
 class BackgroundFill(Protocol):
     """A cache that is being filled while others read what is there."""
+
+    served: bool
+    """A loader has served an epoch of it, and found the cache complete then."""
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """Return what is stored now, and `(count,)` which samples are stored or quarantined for good.

@@ -411,6 +411,8 @@ _BYTES = ("uint8", "int8", "bool")
 _HALF_DTYPES = ("float16", "bfloat16")
 LANES = 2048
 """Columns that sums run over side by side: adding wide rows is fast, adding rows of a few channels is not."""
+BYTE_LANES, BYTE_ROWS = 512, 128
+"""The same of bytes, and rows in a chunk: float32 adds up 128 squares of bytes exactly, 128 x 255^2 < 2^24."""
 
 Partial: TypeAlias = "dict[str, Any]"
 """Per channel `count` of finite values, `sum`, `squares`, `min`, `max`; and `nonfinite` values in all."""
@@ -427,14 +429,15 @@ class Accumulator:
 
     def __init__(self, field: Field) -> None:
         self._channels = channel_count(field)
-        self._width = max(1, LANES // self._channels) * self._channels
+        self._bytes = field.dtype in _BYTES and not field.quantized
+        lanes = BYTE_LANES if self._bytes else LANES
+        self._width = max(1, lanes // self._channels) * self._channels
+        self._rows = BYTE_ROWS if self._bytes else max(1, CHUNK // self._width)
         self._count = np.zeros(self._channels, np.int64)
         self._nonfinite = 0
         # One buffer for all chunks: a fresh one each time would be a fresh mapping, and twice as slow.
-        # float32 adds up the squares of bytes exactly too, over the few rows of a chunk, in half the time.
-        exact = field.dtype in _BYTES and not field.quantized
-        dtype = torch.float32 if exact else torch.float64
-        self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
+        dtype = torch.float32 if self._bytes else torch.float64
+        self._buffer = torch.empty(self._rows * self._width, dtype=dtype, device="cpu")
         # Torch widens 16 bits to 32 with vector instructions, to 64 one by one: two steps are twice as fast.
         self._float32: Tensor | None = None
         if field.dtype in _HALF_DTYPES:
@@ -445,14 +448,17 @@ class Accumulator:
     def update(self, values: Tensor) -> None:
         """Add stored values, `(n, *shape)`, any storable dtype, CPU, contiguous."""
         flat = values.reshape(-1)
-        step = max(1, CHUNK // self._width) * self._width
+        if self._bytes:
+            self._add_bytes((flat.view(torch.uint8) if flat.dtype == torch.bool else flat).numpy())
+            return
+        step = self._rows * self._width
         for begin in range(0, len(flat), step):
             chunk = flat[begin : begin + step]
             if self._float32 is not None:
                 chunk = self._float32[: len(chunk)].copy_(chunk)
             self._add(self._buffer[: len(chunk)].copy_(chunk).numpy())
 
-    def _add(self, values: NDArray[np.floating[Any]]) -> None:
+    def _add(self, values: NDArray[np.float64]) -> None:
         whole = len(values) - len(values) % self._width
         table, rest = values[:whole].reshape(-1, self._width), values[whole:]
         with np.errstate(invalid="ignore"):  # infinities of both signs; found right below
@@ -465,15 +471,38 @@ class Accumulator:
         if whole:
             self._sum += total
             self._squares += np.einsum("ij,ij->j", table, table)
-            np.minimum(self._min, table.min(0), out=self._min)
-            np.maximum(self._max, table.max(0), out=self._max)
-        lanes = slice(0, len(rest))
-        self._sum[lanes] += rest
-        self._squares[lanes] += rest * rest
-        np.minimum(self._min[lanes], rest, out=self._min[lanes])
-        np.maximum(self._max[lanes], rest, out=self._max[lanes])
+            self._bound(table.min(0), table.max(0))
+        self._add_rest(rest)
 
-    def _add_finite_only(self, values: NDArray[np.floating[Any]]) -> None:
+    def _add_bytes(self, values: NDArray[Any]) -> None:
+        """Add bytes: compared as they are, all at once, and summed exactly in float32, a few rows at a time."""
+        whole = len(values) - len(values) % self._width
+        table = values[:whole].reshape(-1, self._width)
+        buffer = self._buffer.numpy().reshape(self._rows, self._width)
+        self._count += len(values) // self._channels
+        if whole:
+            self._bound(table.min(0), table.max(0))
+        for begin in range(0, len(table), self._rows):
+            rows = table[begin : begin + self._rows]
+            some = buffer[: len(rows)]
+            np.copyto(some, rows)
+            self._sum += some.sum(0)
+            self._squares += np.einsum("ij,ij->j", some, some)
+        self._add_rest(values[whole:].astype(np.float64))
+
+    def _add_rest(self, values: NDArray[np.float64]) -> None:
+        """Add finite values that fill no row."""
+        lanes = slice(0, len(values))
+        self._sum[lanes] += values
+        self._squares[lanes] += values * values
+        self._bound(values, values)
+
+    def _bound(self, low: NDArray[Any], high: NDArray[Any]) -> None:
+        lanes = slice(0, len(low))
+        np.minimum(self._min[lanes], low, out=self._min[lanes])
+        np.maximum(self._max[lanes], high, out=self._max[lanes])
+
+    def _add_finite_only(self, values: NDArray[np.float64]) -> None:
         table, lanes = values.reshape(-1, self._channels), slice(0, self._channels)
         finite = np.isfinite(table)
         self._nonfinite += int(finite.size - finite.sum())

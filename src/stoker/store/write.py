@@ -371,8 +371,8 @@ def _read(cache: Cache, name: str, origins: dict[int, _Origin], places: list[lis
     )
 
 
-EARLY_S, EARLY_SHARE = 1.0, 0.05
-"""An early commit comes after a second, or a 20th of the time so far: about 200 shards in the first hour."""
+EARLY_S, EARLY_SHARE = 0.2, 0.05
+"""An early commit comes after 0.2 s, or a 20th of the time so far: about 200 shards in the first hour."""
 OPEN_PARTS = 4
 """Parts with an open shard at a time: workers' work interleaves where one part ends and the next begins."""
 

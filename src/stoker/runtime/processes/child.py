@@ -442,6 +442,11 @@ def preload(modules: tuple[str, ...] = TORCH) -> None:
             preloaded(modules).start()
 
 
+def is_preloaded(modules: tuple[str, ...] = TORCH) -> bool:
+    """Return True if a child can be started without waiting for imports of a preloaded process."""
+    return start_method() != "fork" or preloaded(modules).is_ready()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
     """Exit status of a child."""

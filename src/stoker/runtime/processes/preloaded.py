@@ -208,6 +208,7 @@ _TRIES = 2
 FORK_S = _TRIES * (START_S + ANSWER_S)
 """Seconds after which `Preloaded.fork` has returned or raised."""
 _END_S = 0.5
+_CLOSE_POLL_S = 0.05
 _SAID_BYTES = 1 << 16
 
 
@@ -228,6 +229,7 @@ class Preloaded:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
+        self._begun = 0.0
         self._requests = 0
         self._refused = ""
         self._error_fd = -1
@@ -238,13 +240,31 @@ class Preloaded:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it unless it runs, without waiting for its imports.
+        """Start it unless it runs or was given up, without waiting for its imports.
 
         Raises:
             OSError: The system starts no more processes.
         """
-        with self._lock:
-            self._start()
+        if not self._lock.acquire(blocking=False):
+            return  # another thread uses it, and may wait for its imports
+        try:
+            if not (self._refused or _ending.is_set()):
+                self._start()
+        finally:
+            self._lock.release()
+
+    def is_ready(self) -> bool:
+        """Return True if `fork` would not wait for imports: they are done, or failed, or take too long."""
+        if not self._lock.acquire(blocking=False):
+            return False  # by a fork that waits
+        try:
+            if self._ready or self._refused or self._control is None:
+                return True
+            poller = select.poll()
+            poller.register(self._control, select.POLLIN)
+            return bool(poller.poll(0)) or time.monotonic() - self._begun > START_S
+        finally:
+            self._lock.release()
 
     def fork(self, fds: Sequence[int]) -> tuple[int, int]:
         """Fork a child that has copies of these descriptors; see `Server`.
@@ -258,6 +278,8 @@ class Preloaded:
         """
         with self._lock:
             for _ in range(_TRIES):
+                if _ending.is_set():
+                    raise OSError(errno.ESHUTDOWN, "this program ends")
                 if self._refused:
                     raise NotPreloadedError(self._refused)
                 self._start()
@@ -288,7 +310,10 @@ class Preloaded:
 
     def close(self) -> None:
         """Want no more; it ends with its last child. Safe to call twice."""
-        with self._lock:
+        while not self._lock.acquire(timeout=_CLOSE_POLL_S):
+            if not self._ready and (process := self._process) is not None:
+                process.kill()  # another thread waits for its imports
+        try:
             if self._control is not None:
                 self._control.close()
                 self._control = None
@@ -299,6 +324,8 @@ class Preloaded:
                     self._process.wait(_END_S)
                 except subprocess.TimeoutExpired:
                     self._process.returncode = 0  # it has children yet, and is not waited for any more
+        finally:
+            self._lock.release()
 
     def forget(self) -> None:
         """In a fork of ours: it belongs to the process that we were forked from."""
@@ -343,13 +370,13 @@ class Preloaded:
             raise
         finally:
             os.close(fd)
-        self._control, self._ready = ours, False
+        self._control, self._ready, self._begun = ours, False, time.monotonic()
 
     def _ask(self, fds: Sequence[int]) -> tuple[int, int]:
         assert self._control is not None
         assert len(fds) <= MAX_FDS, "more descriptors than a message takes"
         if not self._ready:
-            threads, _ = self._answer(0, START_S)
+            threads, _ = self._answer(0, self._begun + START_S - time.monotonic())
             if threads["threads"]:
                 self._refuse(f"it has {threads['threads']} threads besides its first")
                 raise EOFError
@@ -393,6 +420,8 @@ class Preloaded:
         self._process = self._control = None
 
 
+_ending = threading.Event()
+"""This program ends: nothing is started any more."""
 _registry: dict[tuple[str, ...], Preloaded] = {}
 _registry_lock = threading.Lock()
 
@@ -405,6 +434,7 @@ def preloaded(modules: tuple[str, ...]) -> Preloaded:
 
 @atexit.register
 def _close_all() -> None:
+    _ending.set()
     for one in list(_registry.values()):
         one.close()
 
