@@ -217,9 +217,10 @@ class PrecomputeLoop:
         with full_precision() if stages.in_process else nullcontext():
             return self._loop(until, lasts_s, enough)
 
-    def has_lasted(self, lasts_s: float) -> bool:
-        """Return True if so much time has passed since the first group was encoded."""
-        return self._first is not None and time.monotonic() >= self._first + lasts_s
+    def is_over(self, lasts_s: float) -> bool:
+        """Return True after a signal, or when so much time has passed since the first group was encoded."""
+        lasted = self._first is not None and time.monotonic() >= self._first + lasts_s
+        return lasted or self._interrupts.signal is not None
 
     def _loop(self, until: float, lasts_s: float, enough: Callable[[], bool]) -> bool:
         stages = self._stages

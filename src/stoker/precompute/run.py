@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -48,7 +47,7 @@ from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerP
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
-from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files
+from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, loaded
 from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
@@ -131,32 +130,16 @@ class StageBuilder:
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
-        group = recipe.encode_batch
-        if (self._ragged or group.steps is not None) and group.samples != 1:
-            raise EncoderError(
-                f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
-                f"time are encoded one by one. Give the encoder a group of 1"
-            )
+        _check_group(recipe, ragged=self._ragged)
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
-        keep = folder.quarantine_many
-        if rehearsal or here_until is not None:
-            # What is tried again in any case is noted by the process that goes on.
-            forgets = rehearsal or settings.retry_quarantined
-            keep = _forget if forgets else partial(_keep_lasting, folder)
-        refs = recipe.refs
-        self._parts = PartNames(
-            offsets=[part.offset for part in recipe.parts],
-            names=[
-                str(of[0].path) if len(of) == 1 else part.name
-                for part, of in zip(recipe.parts, refs, strict=True)
-            ],
-            source=source if isinstance(source, LocatableSource) else None,
-        )
+        keeps_lasting = here_until is not None and not settings.retry_quarantined
+        forgets = rehearsal or (here_until is not None and settings.retry_quarantined)
+        self._parts = _part_names(recipe, source)
         self.ledger = SampleLedger(
             self.quarantined,
-            quarantine=keep,
+            # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
+            quarantine=_forget if forgets else partial(_keep, folder, lasting=keeps_lasting),
             wanted=wanted.__contains__,
             allowed=settings.max_quarantined * recipe.count,
             place=self._parts.place,
@@ -164,7 +147,7 @@ class StageBuilder:
         )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.encode_batch.samples, missing, bad=self.ledger.is_bad)
-        self._reading = ChangeGuard(source, digested_files(refs, recipe.files), self._parts.offsets)
+        self._reading = ChangeGuard(source, digested_files(recipe.refs, recipe.files), self._parts.offsets)
         size = recipe.encode_batch.samples
         group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
         self.queue.follow_runs(source.runs(), group_bytes)
@@ -284,7 +267,7 @@ class StageBuilder:
         position.write("open")
         try:
             with self.watch(position), self._interrupts.raising():
-                return cloudpickle.loads(payload)
+                return loaded(payload)
         except (Exception, Interrupted):  # noqa: BLE001  of the source's own code, or a timeout, or a signal
             return None
         finally:
@@ -578,9 +561,27 @@ def _forget(failures: Sequence[Failure]) -> None:
     """Forget failures: it is a rehearsal."""
 
 
-def _keep_lasting(folder: Folder, failures: Sequence[Failure]) -> None:
-    """Note failures, without those that may pass: these samples are still to be encoded."""
-    folder.quarantine_many([failure for failure in failures if failure.kind != "transient"])
+def _keep(folder: Folder, failures: Sequence[Failure], *, lasting: bool) -> None:
+    """Note failures. `lasting`: without those that may pass, which the process that goes on tries again."""
+    folder.quarantine_many([one for one in failures if not (lasting and one.kind == "transient")])
+
+
+def _check_group(recipe: Recipe, *, ragged: bool) -> None:
+    group = recipe.encode_batch
+    if (ragged or group.steps is not None) and group.samples != 1:
+        raise EncoderError(
+            f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
+            f"time are encoded one by one. Give the encoder a group of 1"
+        )
+
+
+def _part_names(recipe: Recipe, source: Source) -> PartNames:
+    parts = zip(recipe.parts, recipe.refs, strict=True)
+    return PartNames(
+        offsets=[part.offset for part in recipe.parts],
+        names=[str(files[0].path) if len(files) == 1 else part.name for part, files in parts],
+        source=source if isinstance(source, LocatableSource) else None,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -676,8 +677,7 @@ def _encode(
             if settings.by_blocks and share.here_until is None:  # what is read is committed soon
                 _check_source(builder, writer)
             finished = _run_head(builder, loop, writer, share)
-            ends = share.here_until is not None or share.interrupts.signal or loop.has_lasted(share.lasts_s)
-            if not (finished or ends):
+            if not (finished or share.here_until is not None or loop.is_over(share.lasts_s)):
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)

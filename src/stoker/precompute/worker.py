@@ -164,6 +164,11 @@ class ChangeGuard:
         files[place] = known._replace(stamp=now.stamp)
 
 
+def loaded(payload: bytes) -> ChangeGuard:
+    """Return what reads, as it was sent: in a worker, or in the calling process before there is one."""
+    return cloudpickle.loads(payload)
+
+
 def digested_files(
     refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]
 ) -> list[list[DigestedFile]]:
@@ -622,7 +627,7 @@ def serve(connection: Connection) -> int:
         heartbeat.write("start")
         confine_sources(start["confined"])
         layout = layout_from_json(start["layout"])
-        source = cloudpickle.loads(start["payload"])
+        source = loaded(start["payload"])
         samples = SampleReader(source, layout.schema, start["offsets"], heartbeat=heartbeat, nan=start["nan"])
     except Exception:  # noqa: BLE001  a process edge: the caller raises this with the traceback
         channel.send({"kind": "fatal", "error": traceback.format_exc()})

@@ -220,7 +220,7 @@ def _hash(key: str, seed: int) -> int:
 def whole_source(source: Source) -> Source:
     """Return the source that a selection, or a selection of one, is of; the source itself if it is none."""
     while isinstance(source, SourceSelection):
-        source = source._source
+        source = source._source  # pyright: ignore[reportPrivateUsage]
     return source
 
 
