@@ -314,6 +314,25 @@ def test_what_needs_a_complete_cache_says_so(
         Loader(Steps(tmp_path, fields).cache(), batch_size=5, **wish)
 
 
+def test_loaders_made_after_a_full_epoch_serve_a_complete_cache(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    steps = Steps(tmp_path, fields)
+    cache = steps.cache()
+    loader = Loader(cache, batch_size=5, seed=3)
+    while not steps.done():
+        steps.wait(0)
+    ended = Loader(cache, batch_size=5, seed=3)
+    first = numbers(loader)
+
+    assert numbers(ended) == first
+    later = Loader(cache, batch_size=5, seed=3)
+    assert sorted(numbers(later)) == [*range(COUNT)]
+    later.set_epoch(0)
+    assert numbers(later) == numbers(Loader(open_cache(steps.folder.path), batch_size=5, seed=3)) != first
+    assert len([*Loader(cache, batch_size=5, order="static(2)", world_size=2)]) > 0
+
+
 def test_indices_are_samples_of_the_source(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(MissingRecordError, match="from 0 to 63"):
         Loader(Steps(tmp_path, fields).cache(), indices=[64])

@@ -218,7 +218,7 @@ LONG_STEPS: tuple[Step, ...] = (
 """The same of those that take long."""
 
 
-BY_CHANCE = ("stall_parts.", "kept[]", "removed[]")
+BY_CHANCE = ("stall_parts.", "stragglers[]", "kept[]", "removed[]")
 """Beginnings of paths that are there or not by how fast a command runs, and how old files are by then."""
 
 

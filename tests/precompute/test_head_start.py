@@ -260,7 +260,6 @@ def another_state() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_what_is_computed_in_a_read_does_not_depend_on_the_state_of_the_caller(tmp_path: Path) -> None:
     source = stoker.TorchSource(Computing(), version="1")
     with warnings.catch_warnings():

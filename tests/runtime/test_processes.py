@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +22,7 @@ from stoker.errors import ResourceError
 from stoker.runtime.processes import child as child_module
 from stoker.runtime.processes.child import LIGHT, TORCH, Child, Drain, Output, preload, set_start_method
 from stoker.runtime.processes.entry import Connection, limit_memory
-from stoker.runtime.processes.preloaded import preloaded
+from stoker.runtime.processes.preloaded import NotPreloadedError, Preloaded, preloaded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloaded processes are of Linux")
 BARE = ("cloudpickle", "numpy.random")
@@ -517,6 +518,38 @@ def test_without_use_a_preloaded_process_ends_and_comes_back(monkeypatch: pytest
 
     assert run(lambda connection: 4).exit.code == 4
     assert server.pid != first
+
+
+def test_a_fork_that_waits_for_imports_holds_up_neither_a_start_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(100)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = Preloaded(("slow_to_import",))
+    outcome: list[Exception] = []
+
+    def fork() -> None:
+        try:
+            server.fork(())
+        except Exception as error:
+            outcome.append(error)
+
+    def use() -> None:
+        server.start()
+        outcome.append(ValueError("ready") if server.is_ready() else ValueError("not ready"))
+        server.close()
+
+    forking = threading.Thread(target=fork, daemon=True)
+    forking.start()
+    until(lambda: server.pid is not None)
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    for thread in (using, forking):
+        thread.join(30)
+        assert not thread.is_alive()
+
+    assert str(outcome[0]) == "not ready"
+    assert isinstance(outcome[1], NotPreloadedError)
 
 
 def test_a_preloaded_process_that_cannot_start_is_done_without(

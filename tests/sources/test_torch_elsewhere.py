@@ -68,6 +68,15 @@ def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("shard-*"))
 
 
+def test_the_process_that_fills_compares_what_it_reads_with_what_was_probed(tmp_path: Path) -> None:
+    dataset = Items(lambda i: torch.tensor([os.getpid()]))
+
+    with pytest.raises(SourceError, match="is another in a second process"):
+        list(stoker.cached(dataset, cache_dir=tmp_path, device="cpu", wait=False, precompute={"workers": 1}))
+
+    assert not list(tmp_path.rglob("shard-*"))
+
+
 @pytest.mark.parametrize("workers", [None, 0])
 def test_what_no_other_process_reads_may_differ_there(tmp_path: Path, workers: int | None) -> None:
     dataset = Items(lambda i: torch.tensor([os.getpid()]))

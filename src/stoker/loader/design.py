@@ -283,7 +283,7 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
 def is_served_while_filling(cache: Cache) -> bool:
     """Return True if a loader of this cache begins in the order of filling.
 
-    So it does where the filling has ended by now, until some loader has served an epoch: the order does not
+    It does until a loader has served a full epoch, also if the filling has ended. So the order does not
     depend on how long the filling takes.
 
     Raises:

@@ -212,13 +212,13 @@ class Loader(EpochIterable):
         return self._pass_while_filling() if is_filling(self) else self._pass()
 
     def _pass_while_filling(self) -> Iterator[Any]:
-        """As `_pass`; the order must not tell when the filling ended, so one epoch is all in that order."""
+        """As `_pass`, in the order of filling to the end of the epoch, also if the filling ends before."""
         epoch = self._place.at[0]
         if self._filling_epoch not in (None, epoch) and not self._place.amid:
             self._complete()
         self._filling_epoch = epoch
         yield from self._pass()
-        with suppress(ConfigError):  # what cannot be served of a complete cache, the next pass says
+        with suppress(ConfigError):  # the next pass raises it, if there is one
             self._complete()
 
     def _pass(self) -> Iterator[Any]:

@@ -603,8 +603,7 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
         ConfigError: Something was asked for that needs a complete cache.
         StokerError: Filling has failed; or as `Serving`.
     """
-    lacks = cache.filling is None and not cache.complete
-    if lacks and options.tier == "encode" and cache.filler is not None:
+    if not cache.complete and cache.filling is None and options.tier == "encode" and cache.filler is not None:
         cache.filling = cache.filler.begin()
     if is_served_while_filling(cache):
         return FillServing(cache, options, repairer)

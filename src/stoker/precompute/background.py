@@ -64,7 +64,7 @@ log = logging.getLogger("stoker")
 
 _POLL_S = 0.05
 _HERE_S = 0.5
-"""Seconds for which the caller encodes itself, if that is not almost all; a group in hand is not cut."""
+"""Seconds that the caller encodes before a child does. A call of the encoder is not cut short."""
 _COMMIT_S = 10.0
 """How long the end of the caller waits for the last commit."""
 
@@ -204,9 +204,9 @@ def _pickled(task: FillTask) -> bytes:
 
 
 class _ChildStart:
-    """The child of a `ChildFill`, started by a thread, which may have to wait for imports.
+    """The child of a `ChildFill`. A thread starts it, since a start may wait for imports.
 
-    The thread lives as long as the child may: a child that is started, and not forked, ends with its thread.
+    The thread lives as long as the child: one that was started, and not forked, ends with its thread.
     """
 
     def __init__(self, folder: Folder, payload: bytes) -> None:
@@ -248,7 +248,7 @@ class _ChildStart:
 
         Args:
             owner: The process that it is of.
-            wait_s: How long to wait for its start; after that the thread which starts it ends it.
+            wait_s: How long to wait for its start. After that, the thread that starts it ends it.
         """
         if os.getpid() != owner:
             return
@@ -590,9 +590,9 @@ class EncodeFiller:
             )
 
     def begin(self) -> ChildFill:
-        """Encode for `_HERE_S` seconds, and start a process that encodes the rest of what is missing.
+        """Encode for half a second, and start a process that encodes the rest of what is missing.
 
-        Where such a process can be forked at once, it encodes everything.
+        If that process can be forked at once, it encodes everything.
 
         Raises:
             SourceError: As `fill`; or source and encoder cannot be sent to a process.
@@ -610,7 +610,7 @@ class EncodeFiller:
         preload(TORCH)
         filling = ChildFill(task, folder)  # its pickle is made before this process calls the encoder
         try:
-            if is_preloaded(TORCH) or self._all.together or not self._begin_here(folder, filling):
+            if is_preloaded(TORCH) or not self._begin_here(folder, filling):
                 filling.start()
         except BaseException:
             filling.stop()
@@ -618,15 +618,16 @@ class EncodeFiller:
         return filling
 
     def _begin_here(self, folder: Folder, filling: ChildFill) -> bool:
-        """Encode the first samples in this process, if no other is at it; return whether all is done.
+        """Encode the first samples in this process; return True if that completed the cache.
 
-        A cache that held something before is for the child to look through, and so is one with others beside
-        it, which may have records to adopt.
+        A child finishes a cache that held records before. It also encodes everything if there are other
+        caches of the same name, whose records it may adopt, and if another process holds the lock.
 
         Raises:
             StokerError: As `run_precompute`.
         """
-        if self._all.workers is not None or len([*folder.path.parent.iterdir()]) > 1:
+        siblings = len([*folder.path.parent.iterdir()]) > 1
+        if siblings or self._all.together or self._all.workers is not None:
             return False
         until = time.monotonic() + _HERE_S
         with folder.lock() as is_free, Interrupts() as interrupts:
@@ -645,10 +646,10 @@ class EncodeFiller:
             filling.here = encode_here(share, None)
             if interrupts.signal is not None:
                 raise Interrupted(f"stopped by {interrupts.signal.name}. Run it again to resume")
-            if not (fresh and filling.here.finished) or folder.failures() or len(folder.missing()):
+            if not (fresh and filling.here.finished) or folder.failures():
                 return False
             folder.finish()
-            if len(folder.missing()):  # the look at what is stored found damage
+            if len(folder.missing()):  # a transient failure, or damage that `finish` found
                 return False
         filling.end_here()
         return True

@@ -276,7 +276,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             returns the whole cache.
         wait: False: return while another process encodes. A `Loader` serves what is there, and its first
             epoch is in the order in which the cache is filled. With `workers=None`, on a CPU and in the main
-            thread, the call itself encodes for half a second before, and all if that takes two seconds more.
+            thread, the call encodes for half a second itself. It encodes the rest too if that takes at most
+            two seconds more.
         engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:

@@ -44,7 +44,7 @@ from stoker.precompute.worker import (
     pad_steps,
     passing_fault,
 )
-from stoker.precompute.workers import ProgressTimeout
+from stoker.runtime.processes.child import ProgressTimeout
 from stoker.runtime.signals import Interrupts, guard_page
 from stoker.runtime.threads import Pool, start_thread
 from stoker.schema import Sample

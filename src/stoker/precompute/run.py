@@ -47,7 +47,7 @@ from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerP
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
-from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, loaded
+from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, load_guard
 from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
@@ -133,13 +133,11 @@ class StageBuilder:
         _check_group(recipe, ragged=self._ragged)
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        keeps_lasting = here_until is not None and not settings.retry_quarantined
-        forgets = rehearsal or (here_until is not None and settings.retry_quarantined)
         self._parts = _part_names(recipe, source)
         self.ledger = SampleLedger(
             self.quarantined,
             # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
-            quarantine=_forget if forgets else partial(_keep, folder, lasting=keeps_lasting),
+            quarantine=partial(_note_failures, folder, self._kinds_noted(rehearsal=rehearsal)),
             wanted=wanted.__contains__,
             allowed=settings.max_quarantined * recipe.count,
             place=self._parts.place,
@@ -161,6 +159,14 @@ class StageBuilder:
         """Modules of the processes that children are forked from, once these are started."""
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
+
+    def _kinds_noted(self, *, rehearsal: bool) -> tuple[str, ...]:
+        """Return the kinds of failures that are quarantined, without those that another process retries."""
+        if rehearsal:
+            return ()
+        if self._here_until is None:
+            return ("sample", "transient")
+        return () if self.settings.retry_quarantined else ("sample",)
 
     def _devices_of_children(self) -> tuple[str, ...]:
         """Return the devices on which a child encodes; none where this process encodes.
@@ -223,10 +229,10 @@ class StageBuilder:
     def head_start(self) -> HeadStart | None:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
-        Not where a read or call that hangs could not be ended: in other threads than the first, and for files
-        that lie elsewhere; nor where a program ended during this the last time, since a sample may have
-        crashed it. What reads is a copy, as each worker has one: what a source opens stays in it. Only a
-        Dataset that holds much is read as it is, since it keeps what it opens apart itself.
+        It needs the main thread and local files, where a read that hangs can be ended. There is none if the
+        last program ended during it, since a sample may have crashed that. A copy of the source reads, so
+        that what it opens is not sent to workers later. A Dataset that holds much is not copied:
+        `TorchSource` opens files in a shallow copy anyway.
         """
         settings = self.settings
         if (
@@ -267,14 +273,14 @@ class StageBuilder:
         position.write("open")
         try:
             with self.watch(position), self._interrupts.raising():
-                return loaded(payload)
-        except (Exception, Interrupted):  # noqa: BLE001  of the source's own code, or a timeout, or a signal
+                return load_guard(payload)
+        except (Exception, Interrupted):  # noqa: BLE001  an error of the source's own code, a timeout, a signal
             return None
         finally:
             position.write("wait")
 
     def forget_head(self) -> None:
-        """Note that this process has come through its head start, or that workers have done without one."""
+        """Remove the mark: this process survived its head start, or workers have read instead."""
         self._mark.unlink(missing_ok=True)
 
     def is_ready(self) -> bool:
@@ -537,7 +543,7 @@ class HeadStart:
         now, queue, part_read = time.monotonic(), self._builder.queue, self.reader.part_read
         if self.reader.stalled:
             return True
-        if self._until is not None:  # another process goes on, which takes as long to start as a child
+        if self._until is not None:  # another process continues, and takes as long to start as a child
             return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
         if now - self._begun < _JUDGED_AFTER_S:
             return False
@@ -557,13 +563,9 @@ def _are_local(files: Iterable[FileRef]) -> bool:
     return not any(mount.network for mount in mounts if mount is not None)
 
 
-def _forget(failures: Sequence[Failure]) -> None:
-    """Forget failures: it is a rehearsal."""
-
-
-def _keep(folder: Folder, failures: Sequence[Failure], *, lasting: bool) -> None:
-    """Note failures. `lasting`: without those that may pass, which the process that goes on tries again."""
-    folder.quarantine_many([one for one in failures if not (lasting and one.kind == "transient")])
+def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Failure]) -> None:
+    """Quarantine the samples with a failure of one of these kinds."""
+    folder.quarantine_many([failure for failure in failures if failure.kind in kinds])
 
 
 def _check_group(recipe: Recipe, *, ragged: bool) -> None:
@@ -674,7 +676,7 @@ def _encode(
             pacing=pacing if settings.workers is None else None,
         )
         try:
-            if settings.by_blocks and share.here_until is None:  # what is read is committed soon
+            if settings.by_blocks and share.here_until is None:  # records are committed early
                 _check_source(builder, writer)
             finished = _run_head(builder, loop, writer, share)
             if not (finished or share.here_until is not None or loop.is_over(share.lasts_s)):
@@ -710,7 +712,7 @@ def _encode(
 
 
 def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
-    """Have a source check itself; unless it passes, what was read of it here and not committed is dropped."""
+    """Have a source check itself. If it fails, what was read here and is not committed is dropped."""
     try:
         builder.check_source()
     except BaseException:

@@ -224,10 +224,10 @@ class EncodeShare:
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
     here_until: float | None = None
-    """Read and encode in the calling process alone, and end at this time on the clock of `time.monotonic()`
-    unless what is left takes less than the start of a process.
+    """Encode in the calling process alone, until this time of `time.monotonic()`; None: use children.
 
-    Another process goes on, and tries again what failed here for a passing reason. None: children may go on.
+    It continues if the rest takes less time than the start of a process. Otherwise another process encodes
+    the rest, and tries transient failures again.
     """
     compare_first: bool = True
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""

@@ -164,8 +164,8 @@ class ChangeGuard:
         files[place] = known._replace(stamp=now.stamp)
 
 
-def loaded(payload: bytes) -> ChangeGuard:
-    """Return what reads, as it was sent: in a worker, or in the calling process before there is one."""
+def load_guard(payload: bytes) -> ChangeGuard:
+    """Unpickle the source of a run with its guard, in a worker or in the calling process."""
     return cloudpickle.loads(payload)
 
 
@@ -627,7 +627,7 @@ def serve(connection: Connection) -> int:
         heartbeat.write("start")
         confine_sources(start["confined"])
         layout = layout_from_json(start["layout"])
-        source = loaded(start["payload"])
+        source = load_guard(start["payload"])
         samples = SampleReader(source, layout.schema, start["offsets"], heartbeat=heartbeat, nan=start["nan"])
     except Exception:  # noqa: BLE001  a process edge: the caller raises this with the traceback
         channel.send({"kind": "fatal", "error": traceback.format_exc()})

@@ -29,7 +29,7 @@ from stoker.precompute.progress import WorkerView
 from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkerPool, WorkQueue
 from stoker.precompute.settings import PrecomputeSettings, Timeouts
 from stoker.precompute.worker import PartNames, SampleFault, passing_fault
-from stoker.runtime.processes.child import Drain, LoggedChild
+from stoker.runtime.processes.child import Drain, LoggedChild, ProgressTimeout
 from stoker.runtime.processes.heartbeat import Heartbeat
 from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample
@@ -90,60 +90,6 @@ class LossLimits:
         else:
             return
         raise WorkerError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether a process still moves: by its heartbeat, and by what the kernel has read for it.
-#
-# A large sample over slow storage is one call for the worker, without a heartbeat for minutes. The kernel's
-# count of bytes read tells it from one that hangs. Spinning on a file that never ends would look the same,
-# so there is a last moment all the same.
-
-
-MOST_DEADLINES = 10
-"""Timeouts that one stage of one sample may last at most, however much is read meanwhile."""
-
-
-class ProgressTimeout:
-    """Time by which a process must have made progress.
-
-    Half a timeout without a heartbeat, and its bytes are looked at for the first time; then every half. So it
-    is overdue one timeout after its last byte at the latest.
-    """
-
-    def __init__(self, pid: int, *, first_thread: bool = False) -> None:
-        """`first_thread`: count what this thread reads, and not the others of the process."""
-        self._path = Path(f"/proc/{pid}/task/{pid}/io" if first_thread else f"/proc/{pid}/io")
-        self._since = float("nan")
-        self._due = 0.0
-        self._bytes = -1
-
-    def due(self, since: float, limit_s: float) -> float:
-        """Return when to look at it (`time.monotonic()`); `since` is when it last moved by its own word."""
-        if since != self._since:
-            self._since, self._due, self._bytes = since, since + limit_s / 2, -1
-        return self._due
-
-    def overdue(self, limit_s: float, now: float) -> bool:
-        """Return True if the process hangs; call it once `due` has passed. If False, `due` is later now."""
-        count = self._count()
-        if self._bytes < 0:  # where we look late, it still gets a moment to show that it moves
-            self._due = max(self._since + limit_s, now + limit_s / 4)
-        elif count > self._bytes and now < self._since + MOST_DEADLINES * limit_s:
-            self._due = now + limit_s / 2
-        else:
-            return True
-        self._bytes = count
-        return False
-
-    def _count(self) -> int:
-        """Return the bytes of files, pipes and pages read so far; 0 where the kernel does not say."""
-        try:
-            lines = self._path.read_text().splitlines()
-        except OSError:
-            return 0
-        counts = dict(line.split(": ") for line in lines)
-        return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def _hash(key: str, seed: int) -> int:
 
 
 def whole_source(source: Source) -> Source:
-    """Return the source that a selection, or a selection of one, is of; the source itself if it is none."""
+    """Return the source below any number of selections; a source that is no selection itself."""
     while isinstance(source, SourceSelection):
         source = source._source  # pyright: ignore[reportPrivateUsage]
     return source

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, TypeVar
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -59,6 +59,7 @@ from stoker.used_code import qualified_name
 PROBES = 16
 """Items that are looked at, spread over the whole Dataset."""
 
+T = TypeVar("T")
 _log = logging.getLogger("stoker")
 
 
@@ -380,7 +381,7 @@ class TorchSource:
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
         self._sent_by = 0
-        """Process that sent this copy; 0: none did."""
+        """Process that pickled this copy; 0: it is no copy."""
         self._plain: PlainItems | None = None
 
     def _length(self, dataset: MapDataset) -> int:
@@ -495,7 +496,7 @@ class TorchSource:
     def check_in_child(self) -> None:
         """Read the probed samples once more, in a process of their own, as workers will.
 
-        A copy that was sent to another process reads them there.
+        In another process than the one that made the source, this process reads them.
 
         Raises:
             SourceError: The Dataset cannot go there, or is another there; names the member or the field.
@@ -513,17 +514,21 @@ class TorchSource:
         self._proved = True
 
     def _read_probes(self, timeout_s: float) -> dict[int, dict[str, str] | str]:
-        clock = ItemClock()
         try:
-            return call_within(
-                timeout_s,
-                lambda: dict(read_probes(self, clock.begin)),
-                f"reading {self._name} once more",
-                hint="Fix what it waits for, or give it more time: source.probe_timeout_s = 300",
-                clock=clock,
-            )
+            return self._within(timeout_s, lambda begin: dict(read_probes(self, begin)))
         finally:
             self._live = None  # what it opened may work in that thread alone
+
+    def _within(self, timeout_s: float, probe: Callable[[Callable[[int], None]], T]) -> T:
+        """Return what `probe` does in another thread. It is told what to call before it reads an item."""
+        clock = ItemClock()
+        return call_within(
+            timeout_s,
+            lambda: probe(clock.begin),
+            f"probing {self._name}",
+            hint="Fix what it waits for, or give it more time: source.probe_timeout_s = 300",
+            clock=clock,
+        )
 
     def probed_indices(self) -> list[int]:
         """Return the indices of probed samples, or of those to be probed first in this process."""
@@ -603,14 +608,7 @@ class TorchSource:
                 if self.probe_timeout_s is None:
                     probes = self._probes(lambda _: None)
                 else:
-                    clock = ItemClock()
-                    probes = call_within(
-                        self.probe_timeout_s,
-                        lambda: self._probes(clock.begin),
-                        f"probing {self._name}",
-                        hint="Fix what it waits for, or give it more time: source.probe_timeout_s = 300",
-                        clock=clock,
-                    )
+                    probes = self._within(self.probe_timeout_s, self._probes)
             items, drawn, changing = probes
             self._check_text(items)
             schema = common_schema(self._name, items, time=self._time, ragged=self._ragged)

@@ -115,7 +115,7 @@ class BackgroundFill(Protocol):
     """A cache that is being filled while others read what is there."""
 
     served: bool
-    """A loader has served an epoch of it, and found the cache complete then."""
+    """A loader has served a full epoch, and the filling has ended."""
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """Return what is stored now, and `(count,)` which samples are stored or quarantined for good.

@@ -412,7 +412,7 @@ _HALF_DTYPES = ("float16", "bfloat16")
 LANES = 2048
 """Columns that sums run over side by side: adding wide rows is fast, adding rows of a few channels is not."""
 BYTE_LANES, BYTE_ROWS = 512, 128
-"""The same of bytes, and rows in a chunk: float32 adds up 128 squares exactly, 128 x 255^2 < 2^24."""
+"""For bytes: columns, and rows that are added in float32. That is exact: 128 x 255^2 < 2^24."""
 
 Partial: TypeAlias = "dict[str, Any]"
 """Per channel `count` of finite values, `sum`, `squares`, `min`, `max`; and `nonfinite` values in all."""
@@ -475,7 +475,7 @@ class Accumulator:
         self._add_rest(rest)
 
     def _add_bytes(self, values: NDArray[Any]) -> None:
-        """Add bytes: compared as they are, at once, and summed exactly in float32, some rows at a time."""
+        """Add bytes. Minimum and maximum need no conversion; `BYTE_ROWS` rows add up exactly in float32."""
         whole = len(values) - len(values) % self._width
         table = values[:whole].reshape(-1, self._width)
         buffer = self._buffer.numpy().reshape(self._rows, self._width)

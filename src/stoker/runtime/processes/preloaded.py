@@ -246,7 +246,7 @@ class Preloaded:
             OSError: The system starts no more processes.
         """
         if not self._lock.acquire(blocking=False):
-            return  # another thread uses it, and may wait for its imports
+            return  # another thread has started it, and may wait for its imports
         try:
             if not (self._refused or _ending.is_set()):
                 self._start()

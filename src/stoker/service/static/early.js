@@ -1,5 +1,5 @@
-// Loaded before the page is drawn. A form that is sent before stoker.js is there is kept for it: the browser's
-// own way would leave the page, with what was typed in the address.
+// Loaded before the body of the page. Without it, a form that is submitted before stoker.js has loaded would be
+// sent by the browser itself: away from the page, with its fields in the address. stoker.js submits it again.
 
 const early = new Map();
 

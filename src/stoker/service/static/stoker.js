@@ -351,7 +351,8 @@ document.addEventListener("submit", async (event) => {
   }
 });
 
-document.removeEventListener("submit", keep);  // of early.js
+// Forms that early.js has kept.
+document.removeEventListener("submit", keep);
 for (const [form, pressed] of early) form.requestSubmit(pressed);
 
 // Buttons that htmx sends.

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from stoker.precompute.workers import MOST_DEADLINES, ProgressTimeout
+from stoker.runtime.processes.child import MOST_DEADLINES, ProgressTimeout
 
 
 @pytest.fixture
