@@ -204,7 +204,8 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
         check_dtype(dtype)
-    own, ours = inspect.signature(Loader.__init__).parameters, inspect.signature(cached).parameters
+    own, ours = dict(inspect.signature(Loader.__init__).parameters), inspect.signature(cached).parameters
+    del own["self"], own["cache"]  # the cache is made here
     beyond = {name: value for name, value in loader.items() if name not in own}
     for name in beyond:
         if name in _precompute_names():

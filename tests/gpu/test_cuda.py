@@ -10,13 +10,17 @@ import pytest
 import torch
 
 import stoker
+from stoker.encoders.module import ModuleEncoder
 from stoker.loader import placement
-from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.precompute import PrecomputeSettings, queue, run_precompute
+from stoker.precompute.encoder_processes import EncoderProcesses
+from stoker.precompute.run import StageBuilder
 from stoker.train.config import TrainConfig
 from stoker.train.run import train
 from tests.conftest import write_burgers
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import values_of
+from tests.precompute.fake_sources import FakeSource
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +62,38 @@ def test_encoding_on_the_device_gives_the_records_of_the_cpu_within_rounding(
         torch.testing.assert_close(
             report.cache[number]["latent"].float(), cache[number]["latent"].float(), rtol=2e-3, atol=2e-3
         )
+
+
+def test_the_first_samples_are_encoded_here_and_no_record_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then children take over, to which this process leaves the memory of the device."""
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
+    monkeypatch.setattr(StageBuilder, "is_ready", lambda _: True)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3)).cuda().eval()
+    children: list[bool] = []
+    start = EncoderProcesses.__init__
+
+    def counted(self: EncoderProcesses, *given: Any, **named: Any) -> None:
+        children.append(builders[-1].clock.calls > 0)
+        start(self, *given, **named)
+
+    builders: list[StageBuilder] = []
+    begin = StageBuilder.head_start
+    monkeypatch.setattr(StageBuilder, "head_start", lambda self: (builders.append(self), begin(self))[1])
+    monkeypatch.setattr(EncoderProcesses, "__init__", counted)
+
+    def encoded(folder: str, **settings: Any) -> stoker.Cache:
+        source = FakeSource((300, 300), delay_s=0.004, run=13)
+        taken = ModuleEncoder(module, field="data", encode_batch=4, version="1")
+        return stoker.precompute(source, taken, tmp_path / folder, name="a", **settings)
+
+    here, there = encoded("here"), encoded("there", workers=1)
+
+    assert children == [True, False]
+    assert here.fingerprint == there.fingerprint
+    for number in range(600):
+        assert torch.equal(here[number]["latent"], there[number]["latent"]), number
 
 
 @pytest.mark.parametrize("order", ["full", "sequential", "block(8,64)"])

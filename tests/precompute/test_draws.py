@@ -50,6 +50,10 @@ class Sampling(nn.Module):
         if self.way == "seeded":
             torch.manual_seed(0)
             return x + torch.randn_like(x)
+        if self.way == "own torch, whole batches":
+            if len(x) == 1 and x.any():
+                raise ValueError("one sample")
+            return x + torch.randn(x.shape, generator=self.generator)
         if self.way == "drawn in vain":
             torch.randn(3)
         return x
@@ -66,8 +70,12 @@ def fill(folder: Path, way: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way", ["torch", "numpy", "dropout", "own numpy", "own random", "own torch", "counter"]
-)
+    "way",
+    [
+        "torch", "numpy", "dropout", "own numpy", "own random", "own torch", "counter",
+        "own torch, whole batches",
+    ],
+)  # fmt: skip
 def test_an_encoder_that_draws_random_numbers_is_refused(tmp_path: Path, way: str) -> None:
     with pytest.raises(EncoderError, match=r"'latent'.*random numbers"):
         fill(tmp_path, way)
@@ -80,6 +88,21 @@ def test_an_encoder_that_gives_the_same_again_is_taken(tmp_path: Path, way: str)
     (batch,) = list(fill(tmp_path, way))
 
     assert batch["latent"].shape == (8, 8)
+
+
+def test_a_set_of_one_batch_is_encoded_once(tmp_path: Path) -> None:
+    """Padded to 256 samples, and one of them twice again, to see whether the encoder draws."""
+    samples: list[int] = []
+
+    def encode(x: Tensor) -> Tensor:
+        if x.any():
+            samples.append(len(x))
+        return x
+
+    dataset = TensorDataset(torch.arange(1.0, 65.0).reshape(8, 8))
+    stoker.cached(dataset, ModuleEncoder(encode, field="0", version="1"), cache_dir=tmp_path)
+
+    assert samples == [256, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -229,7 +229,8 @@ class StageBuilder:
     def head_start(self) -> HeadStart | None:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
-        It needs the main thread and local files, where a read that hangs can be ended. There is none if the
+        It needs the main thread and local files, where a read that hangs can be ended; and a GPU that this
+        process uses already, since its own memory there is not freed before it ends. There is none if the
         last program ended during it, since a sample may have crashed that. A copy of the source reads, so
         that what it opens is not sent to workers later. A Dataset that holds much is not copied:
         `TorchSource` opens files in a shallow copy anyway.
@@ -238,7 +239,7 @@ class StageBuilder:
         if (
             settings.workers is not None
             or settings.always_in_child
-            or settings.device != "cpu"
+            or (settings.device != "cpu" and not torch.cuda.is_initialized())
             or len(settings.devices) > 1
             or not self._interrupts.can_stall
             or not _are_local(file for files in self.folder.recipe.refs for file in files)
@@ -683,6 +684,7 @@ def _encode(
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
+                builder.leave_device()
                 feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
                 with closing(feed), closing(_encoding(builder, feed, share)) as encoding:  # workers start now
                     try:
