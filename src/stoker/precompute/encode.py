@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -250,6 +251,7 @@ class BatchEncoder:
         self._device = torch.device(device)
         self._reject_nan = nan == "reject"
         self._partials: dict[int, Batch] = {}
+        self._memory = CopyMemory()
         self._succeeded = False
         self.clock = clock or EncodeClock()
         self.compare_first = False
@@ -536,7 +538,7 @@ class BatchEncoder:
         for name, value in output.items():
             kept = value[: len(rows)] if whole else value.index_select(0, index)
             if whole and not loaded.owned and _within(kept, loaded):
-                kept = _copied(kept)
+                kept = self._memory.copied(kept)
             records[name] = list(kept) if self._record_schema[name].ragged else kept.contiguous()
         numbers = [first + row for row in rows]
         size = sum(value.nbytes for value in output.values())
@@ -574,11 +576,21 @@ def _alike(value: Tensor) -> Tensor:
     return room[begin : begin + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
 
 
-def _copied(value: Tensor) -> Tensor:
-    """Copy with one thread: workers have the other cores, and torch would wait for all of them."""
-    fresh = torch.empty_like(value, memory_format=torch.contiguous_format)
-    np.copyto(np.asarray(view_bytes(fresh.reshape(-1))), np.asarray(view_bytes(value.reshape(-1))))
-    return fresh
+class CopyMemory:
+    """Memory for copies of batches. It is used again once no record lies in it: fresh pages cost more."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+
+    def copied(self, value: Tensor) -> Tensor:
+        """Copy with one thread: workers have the other cores, and torch would wait for all of them."""
+        free = self._free.setdefault(value.nbytes, [])
+        room = free.pop() if free else np.empty(value.nbytes, np.uint8)
+        np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))
+        lent = room[:]  # dies with the last tensor in it
+        weakref.finalize(lent, free.append, room).atexit = False
+        fresh: Tensor = torch.from_numpy(lent)  # pyright: ignore[reportUnknownMemberType]
+        return fresh.view(value.dtype).view(value.shape)
 
 
 def _within(value: Tensor, loaded: LoadedBatch) -> bool:

@@ -307,6 +307,26 @@ class MapDataset(Protocol):
         ...
 
 
+class _Sight:
+    """What is seen of a Dataset, for another process. It is looked for when this is pickled: that takes time.
+
+    The other process gets None where it sees the same: no code is of `__main__`.
+    """
+
+    def __init__(self, dataset: object, seen: Description | None) -> None:
+        self._dataset = dataset
+        self.seen = seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        seen = self.seen or describe(self._dataset)
+        main = any(name.startswith("__main__.") for name in seen.code)
+        return _unchanged, (seen if main else None,)
+
+
+def _unchanged(seen: Description | None) -> Description | None:
+    return seen
+
+
 class TorchSource:
     """The items of a map-style Dataset, as samples.
 
@@ -402,9 +422,6 @@ class TorchSource:
 
         A class of `__main__` has no source text where it is unpickled, so what was seen of it travels along.
         """
-        seen = None if self._version is not None else self._seen or describe(self._dataset)
-        if seen is not None and not any(name.startswith("__main__.") for name in seen.code):
-            seen = None
         return {
             **self.__dict__,
             "_live": None,
@@ -412,8 +429,14 @@ class TorchSource:
             "_elsewhere": None,
             "_plain": None,
             "_sent_by": os.getpid(),
-            "_seen": seen,
+            "_seen": None if self._version is not None else _Sight(self._dataset, self._seen),
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state; a copy in the same process looks for itself."""
+        self.__dict__.update(state)
+        if isinstance(self._seen, _Sight):
+            self._seen = self._seen.seen
 
     def __len__(self) -> int:
         """Return the Dataset's length when the source was made."""
