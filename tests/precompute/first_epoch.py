@@ -1,0 +1,49 @@
+"""A first epoch while the cache is filled, as a program: `first_epoch.py FOLDER SAMPLES DELAY`.
+
+Prints `incomplete` or `complete` (what the call found), then a digest of each batch, as they come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import stoker
+from stoker.loader.loader import Loader, is_filling
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+from tests.precompute.run_once import seal_early
+
+
+def loader_of(folder: str | Path, samples: int, delay_s: float) -> Loader:
+    source = FakeSource((samples,), delay_s=delay_s, run=3)
+    return stoker.cached(
+        source, FakeEncoder(by_shape=True), cache_dir=folder, name="c", batch_size=5, wait=False
+    )
+
+
+def digests(loader: Loader) -> list[str]:
+    """Of one epoch, while it is served."""
+    found: list[str] = []
+    for batch in loader:
+        digest = hashlib.sha256()
+        for name in sorted(batch):
+            digest.update(batch[name].numpy().tobytes())
+        found.append(digest.hexdigest()[:16])
+        print(found[-1], flush=True)
+    return found
+
+
+def main(folder: str, samples: str, delay_s: str) -> int:
+    seal_early()  # so that a kill finds something
+    loader = loader_of(folder, int(samples), float(delay_s))
+    print("incomplete" if is_filling(loader) else "complete", flush=True)
+    digests(loader)
+    print("end", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.exit(main(*sys.argv[1:]))
