@@ -21,7 +21,7 @@
 set -u
 cd "$(dirname "$(readlink -f "$0")")/.."
 python=${PYTHON:-python3}
-export PYTHONPATH=src:.:benchmarks PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONFAULTHANDLER=1
+export PYTHONPATH="src:.:benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONFAULTHANDLER=1
 if ! timeout 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   echo "gpu session: $python sees no GPU. It needs a CUDA build of torch and an NVIDIA driver (nvidia-smi)" >&2
   exit 2
