@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from measure import medians, publish
-from stoker.sources.image_decoding import decode
+from stoker.sources.image_decoding import decode, decoder
 from stoker.sources.image_geometry import Rules
 
 SIZE = 224
@@ -83,7 +83,9 @@ def of_opencv() -> dict[str, Decoder]:
 
     def run(data: bytes, how: int) -> Pixels:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), how)
-        return planes(cv2.cvtColor(cv2.resize(image, (SIZE, SIZE), interpolation=cv2.INTER_AREA), cv2.COLOR_BGR2RGB))
+        return planes(
+            cv2.cvtColor(cv2.resize(image, (SIZE, SIZE), interpolation=cv2.INTER_AREA), cv2.COLOR_BGR2RGB)
+        )
 
     return {
         "OpenCV, full": partial(run, how=cv2.IMREAD_COLOR),
@@ -153,6 +155,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = [
         {
             "contender": name,
+            "pillow": decoder(),
             "images": f"{arguments.folder.name}, {len(files)} files",
             "images_per_s": round(len(files) / seconds),
             "differs": away(name),

@@ -70,7 +70,9 @@ def test_the_first_samples_are_encoded_here_and_no_record_differs(
     """Then children take over, to which this process leaves the memory of the device."""
     monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
     monkeypatch.setattr(StageBuilder, "is_ready", lambda _: True)
-    module = torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3)).cuda().eval()
+    module = (
+        torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3)).cuda().eval()
+    )
     children: list[bool] = []
     start = EncoderProcesses.__init__
 

@@ -23,6 +23,11 @@ def loader_of(folder: str | Path, samples: int, delay_s: float) -> Loader:
     )
 
 
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
 def digests(loader: Loader) -> list[str]:
     """Of one epoch, while it is served."""
     found: list[str] = []
@@ -31,16 +36,16 @@ def digests(loader: Loader) -> list[str]:
         for name in sorted(batch):
             digest.update(batch[name].numpy().tobytes())
         found.append(digest.hexdigest()[:16])
-        print(found[-1], flush=True)
+        say(found[-1])
     return found
 
 
 def main(folder: str, samples: str, delay_s: str) -> int:
     seal_early()  # so that a kill finds something
     loader = loader_of(folder, int(samples), float(delay_s))
-    print("incomplete" if is_filling(loader) else "complete", flush=True)
+    say("incomplete" if is_filling(loader) else "complete")
     digests(loader)
-    print("end", flush=True)
+    say("end")
     return 0
 
 

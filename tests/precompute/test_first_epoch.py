@@ -20,7 +20,6 @@ from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.precompute import queue, run
 from stoker.schema import Field
 from tests.kit import forked as subprocess
-from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.first_epoch import digests, loader_of
 
