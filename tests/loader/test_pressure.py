@@ -67,7 +67,7 @@ def group() -> Iterator[Path]:
             return
 
 
-def fused_cuts(group: Path, limit_bytes: int) -> None:
+def lower_limit(group: Path, limit_bytes: int) -> None:
     names = ("memory.limit_in_bytes", "memory.max")
     (limit,) = [group / name for name in names if (group / name).exists()]
     limit.write_text(str(limit_bytes))
@@ -88,11 +88,10 @@ def test_a_limit_lowered_in_a_running_job_costs_memory_and_no_batch(tmp_path: Pa
         assert child.stdout is not None
         assert wait_for(child, lambda host, disk: (host, disk) == (256, 0)), "memory was to spare"
 
-        held = held_bytes(child.pid)
-        fused_cuts(group, held + 60 * MIB)
+        lower_limit(group, held_bytes(child.pid) + 60 * MIB)
 
         assert wait_for(child, lambda host, disk: 0 < host < 256 and host + disk == 256)
-        fused_cuts(group, held + 20 * MIB)
+        lower_limit(group, settled_bytes(child.pid) + 4 * MIB)
         assert wait_for(child, lambda host, disk: host < 100 and host + disk == 256)
         assert child.poll() is None, "it was killed"
     finally:
@@ -106,6 +105,15 @@ def held_bytes(pid: int) -> int:
     proc = Path(f"/proc/{pid}")
     limits = memory_limits((proc / "cgroup").read_text(), (proc / "mountinfo").read_text(), Path("/"))
     return limits[0].held_bytes
+
+
+def settled_bytes(pid: int) -> int:
+    """The same once it grows no more: batches read ahead from disk cannot be taken back either."""
+    held, before = held_bytes(pid), 0
+    while held > before + MIB:
+        time.sleep(1.0)
+        held, before = held_bytes(pid), held
+    return held
 
 
 def wait_for(child: subprocess.Popen[str], wanted: object) -> bool:

@@ -35,7 +35,8 @@ def digests(loader: Loader) -> list[str]:
         digest = hashlib.sha256()
         for name in sorted(batch):
             digest.update(batch[name].numpy().tobytes())
-        found.append(digest.hexdigest()[:16])
+        index = "-".join(map(str, batch["index"].tolist()))
+        found.append(f"{digest.hexdigest()[:16]}:{index}")
         say(found[-1])
     return found
 

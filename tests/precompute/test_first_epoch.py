@@ -27,9 +27,10 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = 120
 
 
-def start(folder: Path, delay_s: float) -> Any:
+def start(folder: Path, delay_s: float, said: Path) -> Any:
     command = [sys.executable, "-m", "tests.precompute.first_epoch", str(folder), str(SAMPLES), str(delay_s)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with said.open("w") as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.chaos
@@ -43,23 +44,27 @@ def test_a_first_epoch_killed_at_any_time_continues_with_the_same_batches(
     assert len(filled) == len(complete) == SAMPLES // 5
     capsys.readouterr()
     chance = random.Random(kills)
-    folder, killed = tmp_path / "killed", []
+    folder, said, killed = tmp_path / "killed", tmp_path / "said.txt", []
 
     for turn in range(kills):
-        process = start(folder, 0.04)
-        time.sleep(chance.uniform(0.1, 4.0))
+        process = start(folder, 0.02, said)
+        lines = chance.randrange(SAMPLES // 5) if turn % 3 else 0
+        while said.read_text().count("\n") < lines and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.2 if lines else 2.0))
         process.kill()
-        out, _ = process.communicate()
-        found, *batches = out.split() or ["nothing"]
+        _, err = process.communicate(timeout=60)
+        found, *batches = said.read_text().split() or ["killed before the call was over"]
         expected = complete if found == "complete" else filled
+        assert "Traceback" not in err, err
         assert batches == [*expected, "end"][: len(batches)], (turn, found)
         if found == "complete":
             folder = tmp_path / f"killed-{turn}"
         else:
             killed.append(len(batches))
 
-    out, err = start(folder, 0.0).communicate(timeout=120)
-    found, *batches = out.split()
+    _, err = start(folder, 0.0, said).communicate(timeout=120)
+    found, *batches = said.read_text().split()
     assert batches == [*(complete if found == "complete" else filled), "end"], err
     assert any(0 < count < SAMPLES // 5 for count in killed), f"no kill fell into an epoch: {killed}"
 

@@ -268,3 +268,18 @@ def test_what_is_computed_in_a_read_does_not_depend_on_the_state_of_the_caller(t
     with another_state():
         here = stoker.precompute(source, None, tmp_path, name="a")
     same(here, stoker.precompute(source, None, tmp_path / "b", name="a", workers=1))
+
+
+def test_a_mark_that_cannot_be_removed_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("begun-here"):
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert len(stoker.precompute(FakeSource((20,)), None, tmp_path, name="a")) == 20
+    assert list(tmp_path.rglob("begun-here-*"))
+    cache = stoker.precompute(FakeSource((30,)), None, tmp_path, name="a")
+    assert len(cache) == 30

@@ -281,8 +281,12 @@ class StageBuilder:
             position.write("wait")
 
     def forget_head(self) -> None:
-        """Remove the mark: this process survived its head start, or workers have read instead."""
-        self._mark.unlink(missing_ok=True)
+        """Remove the mark: this process survived its head start, or workers have read instead.
+
+        A mark that stays does no harm: the next run begins with workers.
+        """
+        with suppress(OSError):
+            self._mark.unlink()
 
     def is_ready(self) -> bool:
         """Return True if children can be forked at once; what they are forked from is started."""
@@ -684,7 +688,6 @@ def _encode(
                 if settings.workers == 0 and sink is not None:
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
-                builder.leave_device()
                 feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
                 with closing(feed), closing(_encoding(builder, feed, share)) as encoding:  # workers start now
                     try:
@@ -733,7 +736,9 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         stages = builder.stages(head.reader, encoding, writer)
         # Workers read with random states of their own: the caller's must not tell how many samples were here.
         with preserve_random_state(), closing(head.reader), head.watch:
-            return loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+            finished = loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+        builder.leave_device()  # to children
+        return finished
     finally:
         builder.forget_head()
 
