@@ -143,7 +143,7 @@ def test_no_byte_depends_on_the_way_that_a_record_took(examples: int) -> None:
                 cache = stoker.precompute(source, encoder, folder / str(workers), name="c", workers=workers)
                 assert [cache[n]["data"].numpy().tobytes() for n in range(count)] == expected, workers
             patch.setattr(queue, "FIRST_START_S", 0.0)  # children follow after the first moments
-            patch.setattr(run, "_JUDGED_AFTER_S", 0.0)
+            patch.setattr(run, "_JUDGED_FROM_S", 0.0)
             patch.setattr(run.StageBuilder, "is_ready", lambda _: True)
             cache = stoker.precompute(source, encoder, folder / "head", name="c")
             assert [cache[n]["data"].numpy().tobytes() for n in range(count)] == expected

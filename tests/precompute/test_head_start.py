@@ -85,6 +85,30 @@ def test_workers_take_over_and_no_record_differs(
     )
 
 
+@pytest.mark.parametrize(("sleep_s", "children"), [(0.0, 0), (0.02, 1)])
+def test_a_quick_encoder_stays_here_when_workers_take_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_s: float, children: int
+) -> None:
+    """A child would have to import torch, which takes longer than all that it could do."""
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
+    monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
+    started: list[object] = []
+    start, begin = Supervisor.start, EncoderProcesses.__init__
+    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append("worker"), start(self, n))[1])
+    monkeypatch.setattr(
+        EncoderProcesses,
+        "__init__",
+        lambda self, *given, **named: (started.append("encoder"), begin(self, *given, **named))[1],
+    )
+
+    encoder = FakeEncoder(by_shape=True, sleep_s=sleep_s)
+    cache = stoker.precompute(FakeSource((300,), delay_s=0.004, run=13), encoder, tmp_path, name="a")
+
+    assert len(cache) == 300
+    assert "worker" in started
+    assert started.count("encoder") == children
+
+
 def test_a_read_that_hangs_here_is_given_to_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource((60,), faults={17: "hang"})
 

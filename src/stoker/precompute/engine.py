@@ -26,7 +26,7 @@ from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, re
 from stoker.precompute.encoder_processes import unpickled
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import retry_hint
-from stoker.precompute.run import encode_here
+from stoker.precompute.run import encode_here, may_begin_here
 from stoker.precompute.settings import (
     EncodeShare,
     Engine,
@@ -399,10 +399,13 @@ def run_precompute(
 
 
 def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
-    """Start the processes that children are forked from, while a large file is digested."""
+    """Start the processes that children are forked from, while a large file is digested.
+
+    Where this process encodes first, it finds out whether a child is worth the import of torch.
+    """
     if settings.workers != 0:
         preload(LIGHT)
-    if encoder is not None:
+    if encoder is not None and not may_begin_here(settings):
         preload(TORCH)
 
 

@@ -84,8 +84,11 @@ _SMALL_ENCODER_BYTES = 64 * MIB
 """A larger one is not pickled for a child that may not be needed: a child encodes from the beginning."""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
-_JUDGED_AFTER_S = 0.5
-"""Seconds after which the first samples tell how long the others will take; the very first take longer."""
+_JUDGED_FROM_S, _JUDGED_AFTER_S = 0.1, 0.5
+"""Seconds after which the first samples tell how long the others will take; the very first take longer.
+
+Before the second, children must be worth their start the more often, the less time has passed.
+"""
 _GROUPS_A_WORKER = 8
 """Fewer are read before another worker has started."""
 
@@ -235,12 +238,8 @@ class StageBuilder:
         that what it opens is not sent to workers later. A Dataset that holds much is not copied:
         `TorchSource` opens files in a shallow copy anyway.
         """
-        settings = self.settings
         if (
-            settings.workers is not None
-            or settings.always_in_child
-            or (settings.device != "cpu" and not torch.cuda.is_initialized())
-            or len(settings.devices) > 1
+            not may_begin_here(self.settings)
             or not self._interrupts.can_stall
             or not _are_local(file for files in self.folder.recipe.refs for file in files)
             or self._mark.exists()
@@ -262,7 +261,8 @@ class StageBuilder:
             self._mark.touch()
         except OSError:
             return None
-        position = ReadingPosition(limit_s=2 * max(settings.timeouts.open, settings.timeouts.read))
+        limits = self.settings.timeouts
+        position = ReadingPosition(limit_s=2 * max(limits.open, limits.read))
         reading = self._reading if payload is None else self._copied(payload, position)
         if reading is None:
             self.forget_head()
@@ -354,11 +354,16 @@ class StageBuilder:
                 if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
                     path.unlink()
 
-    def close(self) -> None:
-        """Release what no child needed, and the folder of logs unless a process was lost."""
+    def encode_here(self) -> None:
+        """Have this process encode to the end."""
+        self._children = ()
         if self._encoders is not None:
             os.close(self._encoders.task_fd)
             self._encoders = None
+
+    def close(self) -> None:
+        """Release what no child needed, and the folder of logs unless a process was lost."""
+        self.encode_here()
         with suppress(OSError):
             self.logs.rmdir()
 
@@ -550,12 +555,23 @@ class HeadStart:
             return True
         if self._until is not None:  # another process continues, and takes as long to start as a child
             return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
-        if now - self._begun < _JUDGED_AFTER_S:
+        if now - self._begun < _JUDGED_FROM_S:
             return False
         # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
         seconds = self.reader.seconds + self._builder.seconds_for_children
-        worth = queue.is_worth_a_start(seconds, part_read=part_read)
+        times = max(1.0, _JUDGED_AFTER_S / (now - self._begun))
+        worth = queue.is_worth_a_start(seconds, part_read=part_read, times=times)
+        if worth and not queue.is_worth_a_start(self._builder.seconds_for_children, part_read=part_read):
+            self._builder.encode_here()  # an encoder this quick is not worth a child of its own
         return worth and self._builder.is_ready()
+
+
+def may_begin_here(settings: PrecomputeSettings) -> bool:
+    """Return True if the calling process may encode first: on a GPU, if it uses one already."""
+    device = settings.device
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    alone = settings.workers is None and not settings.always_in_child and len(settings.devices) < 2
+    return alone and (on_cpu or torch.cuda.is_initialized())
 
 
 def _are_local(files: Iterable[FileRef]) -> bool:
