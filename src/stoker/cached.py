@@ -29,9 +29,10 @@ from stoker.loader.options import (
     whole_numbers,
 )
 from stoker.loader.outputs import check_dtype, check_names
-from stoker.plan.resources import encode_on, resolve_device, storage_of
+from stoker.plan.resources import encode_on, resolve_device
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.runtime.locks import FileLock
+from stoker.runtime.mounts import storage_of
 from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source

@@ -85,7 +85,7 @@ def test_workers_take_over_and_no_record_differs(
     )
 
 
-@pytest.mark.parametrize(("sleep_s", "children"), [(0.0, 0), (0.02, 1)])
+@pytest.mark.parametrize(("sleep_s", "children"), [(0.0, 0), (0.04, 1)])
 def test_a_quick_encoder_stays_here_when_workers_take_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_s: float, children: int
 ) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.plan.resources import Mount
 from stoker.run import staging
 from stoker.run.build import build_source
 from stoker.run.context import Run
@@ -21,6 +20,7 @@ from stoker.run.precompute import precompute_config
 from stoker.run.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
 from stoker.runtime import files as runtime_files
 from stoker.runtime.files import paths_of
+from stoker.runtime.mounts import Mount
 
 LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 

@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError, DegradedError, FormatError
-from stoker.plan.resources import Mount
+from stoker.runtime.mounts import Mount
 from stoker.service.database import JOBS, META, Database, State
 from stoker.service.folders import StateFolder
 from stoker.service.jobs import JobQueue, Jobs

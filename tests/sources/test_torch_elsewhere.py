@@ -13,6 +13,7 @@ import torch
 
 import stoker
 from stoker.errors import SourceError, StalledError
+from stoker.sources import torch_dataset
 from stoker.sources.splits import Subset
 from stoker.sources.torch_dataset import TorchSource
 from tests.kit import forked as subprocess
@@ -270,6 +271,29 @@ else:
     sys.exit("read")
 """)
     subprocess.run([sys.executable, script], check=True, timeout=60)
+
+
+def test_nothing_is_read_ahead_where_the_files_are_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process would have to import torch first, before a single sample is read."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["u"] = np.arange(12.0).reshape(6, 2)
+    asked: list[str] = []
+    monkeypatch.setattr(torch_dataset, "read_elsewhere", lambda *_, **__: asked.append("read") or {})
+
+    class Held(Items):
+        def __init__(self, path: Path) -> None:
+            super().__init__(lambda i: h5py.File(path)["u"][i], count=6)
+            self.path = path
+
+    (read,) = TorchSource(Held(path)).read(3).values()
+    assert read.tolist() == [6.0, 7.0]
+    assert not asked
+    monkeypatch.setattr(torch_dataset, "are_local", lambda _: False)
+    TorchSource(Held(path)).schema()
+    assert asked
 
 
 @pytest.mark.slow

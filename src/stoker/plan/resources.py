@@ -11,13 +11,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
 from stoker.errors import ConfigError, ResourceError, arg
 from stoker.runtime.disk import free_space
+from stoker.runtime.mounts import mount_lines, storage_of
 from stoker.runtime.threads import call_within
 from stoker.schema import JsonResult
 
@@ -185,29 +186,11 @@ def _ancestry(path: PurePosixPath, top: PurePosixPath, mount: Path, version: int
 def _mounts(mountinfo: str, controller: str) -> dict[int, list[tuple[PurePosixPath, str]]]:
     """Version to (root of the mount in its hierarchy, mount point), for hierarchies with `controller`."""
     found: dict[int, list[tuple[PurePosixPath, str]]] = {}
-    for top, point, kind in _mount_lines(mountinfo):
+    for top, point, kind in mount_lines(mountinfo):
         version = {"cgroup": 1, "cgroup2": 2}.get(kind[0])
         if version == 2 or (version == 1 and controller in kind[-1].split(",")):
             found.setdefault(version, []).append((PurePosixPath(top), point))
     return found
-
-
-def _mount_lines(mountinfo: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each mount its root in what is mounted, its mount point, and type, source and options."""
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) >= 5 and len(kind) >= 2:
-            yield _plain(fields[3]), _plain(fields[4]), kind
-
-
-def _plain(path: str) -> str:
-    r"""Undo mountinfo's octal escapes.
-
-    >>> _plain("/a\\040b")
-    '/a b'
-    """
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _limit(path: Path) -> int | None:
@@ -232,58 +215,6 @@ def least_cpus(limits: list[CpuLimit], affinity: int) -> CpuLimit:
     """
     allowed = CpuLimit(cpus=float(affinity), label="CPUs this process may run on")
     return min([allowed, *limits], key=lambda limit: limit.cpus, default=CpuLimit(cpus=math.inf, label=""))
-
-
-# ----------------------------------------------------------------------------------------------------------
-# What kind of storage a path lies on, from the text of `/proc/self/mountinfo`: arithmetic on names.
-
-
-NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
-    "orangefs", "pvfs2", "panfs", "wekafs", "ncpfs", "coda", "davfs", "ocfs2", "gfs2", "vboxsf", "prl_fs",
-    "fuse",
-})  # fmt: skip
-"""Types of file systems whose data is on another machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
-    """Mount point of a path."""
-
-    point: str
-    kind: str
-    """Type of the file system, as `nfs4` or `fuse.sshfs`."""
-    source: str
-    """The mounted device, as `server:/export`."""
-
-    @property
-    def network(self) -> bool:
-        """True if its data is on another machine: by type; programs that serve a file system count as such.
-
-        >>> Mount(point="/", kind="fuse.sshfs", source="host:").network
-        True
-        """
-        return self.kind in NETWORK or self.kind.startswith("fuse.")
-
-    @property
-    def in_memory(self) -> bool:
-        """True if what is written there takes memory."""
-        return self.kind in ("tmpfs", "ramfs")
-
-
-def mount_of(path: PurePosixPath, mountinfo: str) -> Mount | None:
-    """Return the mount that an absolute path without links lies on; None where nothing is known.
-
-    >>> text = "1 0 0:1 / / rw - ext4 /dev/sda rw\\n2 1 0:2 / /my\\\\040nfs rw shared:1 - nfs4 host:/x rw"
-    >>> mount_of(PurePosixPath("/my nfs/a.h5"), text).kind, mount_of(PurePosixPath("/nfs/a"), text).kind
-    ('nfs4', 'ext4')
-    """
-    found: Mount | None = None
-    for _, point, kind in _mount_lines(mountinfo):
-        # A later mount on the same point hides the earlier one.
-        if path.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
-            found = Mount(point=point, kind=kind[0], source=_plain(kind[1]))
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -603,12 +534,6 @@ def disk_space(path: Path) -> tuple[int, int | None]:
     what = f"the file system of {path}"
     free = call_within(DISK_TIMEOUT_S, lambda: free_space(path, nearest=True), what)
     return free.bytes, free.inodes
-
-
-def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
-    """Return what a path lies on, or will once it is there; None where the system does not say."""
-    real = PurePosixPath(os.path.realpath(path))
-    return mount_of(real, _read(proc / "self/mountinfo"))
 
 
 # ----------------------------------------------------------------------------------------------------------

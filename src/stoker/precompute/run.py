@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import EncoderError, Interrupted, ResourceError, SourceError, StokerError
-from stoker.plan.resources import Resources, probe, resolve_device, storage_of
+from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
     PRECISION,
@@ -49,13 +48,14 @@ from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueu
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, load_guard
 from stoker.precompute.workers import Supervisor, WorkerLaunch
+from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
-from stoker.sources.protocol import FileRef, LocatableSource, SelfCheckingSource, Source
+from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
 from stoker.sources.splits import whole_source
 from stoker.sources.torch_dataset import TorchSource, preserve_random_state
 from stoker.store import Failure, Folder, WriterSettings
@@ -89,6 +89,8 @@ _JUDGED_FROM_S, _JUDGED_AFTER_S = 0.1, 0.5
 
 Before the second, children must be worth their start the more often, the less time has passed.
 """
+_TORCH_TIMES = 2.0
+"""Children that import torch must be worth their start so often: meanwhile a core is busy with that."""
 _GROUPS_A_WORKER = 8
 """Fewer are read before another worker has started."""
 
@@ -241,7 +243,7 @@ class StageBuilder:
         if (
             not may_begin_here(self.settings)
             or not self._interrupts.can_stall
-            or not _are_local(file for files in self.folder.recipe.refs for file in files)
+            or not are_local(file.path for files in self.folder.recipe.refs for file in files)
             or self._mark.exists()
         ):
             return None
@@ -295,6 +297,11 @@ class StageBuilder:
             for one in self._wanted:
                 preload(one)
         return all(map(is_preloaded, self._wanted))
+
+    @property
+    def needs_torch(self) -> bool:
+        """True if the first children have to wait until a process has imported torch."""
+        return bool(self._children) or isinstance(whole_source(self._source), TorchSource)
 
     @property
     def seconds_for_children(self) -> float:
@@ -557,13 +564,23 @@ class HeadStart:
             return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
         if now - self._begun < _JUDGED_FROM_S:
             return False
-        # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
-        seconds = self.reader.seconds + self._builder.seconds_for_children
-        times = max(1.0, _JUDGED_AFTER_S / (now - self._begun))
-        worth = queue.is_worth_a_start(seconds, part_read=part_read, times=times)
-        if worth and not queue.is_worth_a_start(self._builder.seconds_for_children, part_read=part_read):
+        early = max(1.0, _JUDGED_AFTER_S / (now - self._begun))
+        if not queue.is_worth_a_start(self._seconds, part_read=part_read, times=early):
+            return False
+        encoding_s = self._builder.seconds_for_children
+        if not queue.is_worth_a_start(encoding_s, part_read=part_read, times=_TORCH_TIMES):
             self._builder.encode_here()  # an encoder this quick is not worth a child of its own
+        early *= _TORCH_TIMES if self._builder.needs_torch else 1.0
+        worth = queue.is_worth_a_start(self._seconds, part_read=part_read, times=early)
         return worth and self._builder.is_ready()
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds spent so far on what children could do.
+
+        Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
+        """
+        return self.reader.seconds + self._builder.seconds_for_children
 
 
 def may_begin_here(settings: PrecomputeSettings) -> bool:
@@ -572,16 +589,6 @@ def may_begin_here(settings: PrecomputeSettings) -> bool:
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     alone = settings.workers is None and not settings.always_in_child and len(settings.devices) < 2
     return alone and (on_cpu or torch.cuda.is_initialized())
-
-
-def _are_local(files: Iterable[FileRef]) -> bool:
-    """Return True if no file is known to lie on another machine."""
-    devices: dict[int, Path] = {}
-    for folder in {file.path.parent for file in files}:
-        with suppress(OSError):
-            devices.setdefault(folder.stat().st_dev, folder)
-    mounts = map(storage_of, devices.values())
-    return not any(mount.network for mount in mounts if mount is not None)
 
 
 def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Failure]) -> None:

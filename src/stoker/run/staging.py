@@ -23,12 +23,12 @@ from typing import Literal, TypeAlias
 
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.plan.resources import storage_of
 from stoker.run.context import Run
 from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import PartialFile, link_file, make_folder, paths_of, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.runtime.locks import FileLock
+from stoker.runtime.mounts import storage_of
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers

@@ -45,7 +45,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Dialect, make_url
 
 from stoker.errors import ConfigError, DegradedError, FormatError, StokerError
-from stoker.plan.resources import storage_of
+from stoker.runtime.mounts import storage_of
 from stoker.runtime.threads import start_thread
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, DecodeError, SourceError, StalledError, arg
+from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Child
 from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.threads import ItemClock, call_within
@@ -607,6 +608,8 @@ class TorchSource:
     def _look_ahead(self) -> None:
         """Read what will be probed in a second process first, where a read may stop all threads of this one.
 
+        That is where the Dataset uses h5py, and holds no path or one on another machine.
+
         h5py keeps the interpreter's lock while it waits for storage, so that no deadline in this process
         would be noticed; the second process is killed. What it finds is kept for `check_in_child`.
 
@@ -617,6 +620,9 @@ class TorchSource:
             return
         if estimate_pickle_bytes(self._dataset) > _AHEAD_BYTES:
             return
+        files = [file.path for file in describe(self._dataset).files]
+        if files and are_local(files):
+            return  # a disk of this machine answers, and another process would have to import torch first
         other = copy.copy(self)
         other._ahead = True
         # What cannot go there can be read in this process all the same; `check_in_child` says it where

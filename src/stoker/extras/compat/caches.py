@@ -25,11 +25,12 @@ from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, StokerError
 from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, RefusedFileError
-from stoker.plan.resources import probe, storage_of
+from stoker.plan.resources import probe
 from stoker.run.caches import data_is_gone, find_without_source, locate, recipe_of
 from stoker.run.context import Run
 from stoker.run.validate import CheckRow
 from stoker.runtime.jsonio import canonical_json, read_object
+from stoker.runtime.mounts import storage_of
 from stoker.schema import columns_of
 from stoker.store import Cache, open_cache
 from stoker.store.format import is_fixed, record_bytes
