@@ -1,8 +1,8 @@
 """Question: which decoder makes 3 x 224 x 224 uint8 of JPEGs fastest, on one core, and how far are its pixels from Pillow's?
 
 Contenders get the bytes of a file in memory. `scaled` decodes at half size where the format allows it (Pillow's `draft`),
-then resizes to the size wanted; `full` decodes everything first. What is not installed is left out, by name. Whole times
-over all files, medians of interleaved rounds, one thread. `differs` is the mean difference of a pixel from that of Pillow
+then resizes to the size wanted; `full` decodes everything first. What is not installed is left out, by name. Processor
+time over all files, medians of interleaved rounds, one thread. `differs` is the mean difference of a pixel from that of Pillow
 by the same way, of 255.
 
     python benchmarks/decode_jpeg.py --folder IMAGES [--save] [--rounds 5] [--only WORD]
@@ -114,10 +114,10 @@ def of_spdl() -> dict[str, Decoder]:
 def contenders(data: bytes) -> dict[str, Decoder]:
     """All that are installed, and can decode one file."""
     found: dict[str, Decoder] = {}
-    for way in (True, False):
-        name = "scaled" if way else "full"
-        found[f"Stoker, {name}"] = partial(stoker_decode, scaled=way)
-        found[f"Pillow, {name}"] = partial(pillow, scaled=way)
+    for scaled in (True, False):
+        name = "scaled" if scaled else "full"
+        found[f"Stoker, {name}"] = partial(stoker_decode, scaled=scaled)
+        found[f"Pillow, {name}"] = partial(pillow, scaled=scaled)
     for make in (of_simplejpeg, of_torchvision, of_opencv, of_imagecodecs, of_spdl):
         try:
             made = make()
@@ -141,12 +141,12 @@ def main() -> None:
     decoders = {name: run for name, run in contenders(files[0]).items() if arguments.only in name}
 
     def all_with(run: Decoder) -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         for data in files:
             run(data)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
-    def away(name: str) -> float:
+    def distance_from_pillow(name: str) -> float:
         twin = partial(pillow, scaled=name.endswith("scaled"))
         far = [np.abs(decoders[name](data).astype(np.int16) - twin(data)).mean() for data in files[:20]]
         return round(float(np.mean(far)), 3)
@@ -158,7 +158,7 @@ def main() -> None:
             "pillow": decoder(),
             "images": f"{arguments.folder.name}, {len(files)} files",
             "images_per_s": round(len(files) / seconds),
-            "differs": away(name),
+            "differs": distance_from_pillow(name),
         }
         for name, seconds in taken.items()
     ]

@@ -128,7 +128,7 @@ def test_of_several_fields_the_hint_names_one_and_works_as_it_is_written(tmp_pat
         ({"shuffle": True}, r"order='sequential' say the same thing twice"),
         ({"collate_fn": list}, r"collate_fn= is DataLoader's"),
         ({"batchsize": 4}, r"argument 'batchsize'\. Did you mean batch_size\?"),
-        ({"cache": "c"}, r"argument 'cache'\. Did you mean cache_dir\?"),
+        ({"cache": "c"}, r"'cache'.*cache_dir"),
         ({"cachedir": "x"}, r"argument 'cachedir'\. Did you mean cache_dir\?"),
         ({"shufle": True}, r"argument 'shufle'\. Did you mean shuffle\?"),
         ({"zzz": True}, r"argument 'zzz'$"),

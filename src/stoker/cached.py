@@ -205,17 +205,20 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
         check_dtype(dtype)
-    own, ours = dict(inspect.signature(Loader.__init__).parameters), inspect.signature(cached).parameters
-    del own["self"], own["cache"]  # the cache is made here
-    beyond = {name: value for name, value in loader.items() if name not in own}
-    for name in beyond:
+    of_loader, of_cached = (
+        dict(inspect.signature(Loader.__init__).parameters),
+        inspect.signature(cached).parameters,
+    )
+    del of_loader["self"], of_loader["cache"]  # the cache is made here
+    others = {name: value for name, value in loader.items() if name not in of_loader}
+    for name in others:
         if name in _precompute_names():
             raise ConfigError(
                 f"{name}= is a setting of precompute, not of the loader. Give precompute={{{name!r}: ...}}"
             )
         if name not in (*IGNORED, *REFUSED, *TAKEN):
-            raise ConfigError(f"cached() {unknown_argument(name, {**ours, **own})}")
-    take_dataloader_arguments(beyond, loader.get("order"))
+            raise ConfigError(f"cached() {unknown_argument(name, {**of_cached, **of_loader})}")
+    take_dataloader_arguments(others, loader.get("order"))
 
 
 def _precompute_names() -> list[str]:

@@ -69,6 +69,7 @@ def test_the_first_samples_are_encoded_here_and_no_record_differs(
 ) -> None:
     """Then children take over, to which this process leaves the memory of the device."""
     monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
+    monkeypatch.setattr(StageBuilder, "keep_encoder", lambda _: None)  # it is quick, and would stay
     monkeypatch.setattr(StageBuilder, "is_ready", lambda _: True)
     module = (
         torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3)).cuda().eval()

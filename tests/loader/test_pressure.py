@@ -108,11 +108,12 @@ def held_bytes(pid: int) -> int:
 
 
 def settled_bytes(pid: int) -> int:
-    """The same once it grows no more: batches read ahead from disk cannot be taken back either."""
-    held, before = held_bytes(pid), 0
-    while held > before + MIB:
+    """Return the same once it has stopped growing: batches read ahead cannot be taken back either."""
+    held, quiet = held_bytes(pid), 0
+    while quiet < 3:
         time.sleep(1.0)
-        held, before = held_bytes(pid), held
+        before, held = held, held_bytes(pid)
+        quiet = 0 if held > before + MIB else quiet + 1
     return held
 
 

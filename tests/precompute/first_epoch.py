@@ -51,5 +51,4 @@ def main(folder: str, samples: str, delay_s: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     sys.exit(main(*sys.argv[1:]))

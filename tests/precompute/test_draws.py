@@ -51,9 +51,12 @@ class Sampling(nn.Module):
         if self.way == "seeded":
             torch.manual_seed(0)
             return x + torch.randn_like(x)
+        if self.way == "own coins":  # a flip of half of the samples
+            coins = torch.randint(0, 2, (len(x), 1), generator=self.generator).bool()
+            return torch.where(coins, x.flip(1), x)
         if self.way == "own torch, whole batches":
-            if len(x) == 1 and x.any():
-                raise ValueError("one sample")
+            if 1 < len(x) < 256:
+                raise ValueError("a part of a batch")
             return x + torch.randn(x.shape, generator=self.generator)
         if self.way == "drawn in vain":
             torch.randn(3)
@@ -74,7 +77,7 @@ def fill(folder: Path, way: str) -> Any:
     "way",
     [
         "torch", "numpy", "dropout", "own numpy", "own random", "own torch", "counter",
-        "own torch, whole batches",
+        "own torch, whole batches", "own coins",
     ],
 )  # fmt: skip
 def test_an_encoder_that_draws_random_numbers_is_refused(tmp_path: Path, way: str) -> None:
@@ -92,7 +95,7 @@ def test_an_encoder_that_gives_the_same_again_is_taken(tmp_path: Path, way: str)
 
 
 def test_a_set_of_one_batch_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded to 256 samples, and one of them twice again, to see whether the encoder draws."""
+    """Padded to 256 samples; those that are not padding twice more, to see whether the encoder draws."""
     monkeypatch.delitem(sys.modules, "torch._inductor", raising=False)
     samples: list[int] = []
 
@@ -104,7 +107,7 @@ def test_a_set_of_one_batch_is_encoded_once(tmp_path: Path, monkeypatch: pytest.
     dataset = TensorDataset(torch.arange(1.0, 65.0).reshape(8, 8))
     stoker.cached(dataset, ModuleEncoder(encode, field="0", version="1"), cache_dir=tmp_path)
 
-    assert samples == [256, 1, 1]
+    assert samples == [256, 8, 8]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

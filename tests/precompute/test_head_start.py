@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.errors import SourceError
+from stoker.errors import DeviceError, SourceError
 from stoker.precompute import queue, run
 from stoker.precompute.encoder_processes import EncoderProcesses
 from stoker.precompute.workers import Supervisor
@@ -90,7 +90,7 @@ def test_a_quick_encoder_stays_here_when_workers_take_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_s: float, children: int
 ) -> None:
     """A child would have to import torch, which takes longer than all that it could do."""
-    monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.05 if children else 0.5)
     monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
     started: list[object] = []
     start, begin = Supervisor.start, EncoderProcesses.__init__
@@ -107,6 +107,25 @@ def test_a_quick_encoder_stays_here_when_workers_take_over(
     assert len(cache) == 300
     assert "worker" in started
     assert started.count("encoder") == children
+
+
+def test_an_encoder_that_was_not_called_yet_gets_its_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first batch is read, nobody knows how long it takes to encode."""
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
+    monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
+    started: list[object] = []
+    begin = EncoderProcesses.__init__
+    monkeypatch.setattr(
+        EncoderProcesses,
+        "__init__",
+        lambda self, *given, **named: (started.append("encoder"), begin(self, *given, **named))[1],
+    )
+
+    stoker.precompute(FakeSource((80,), delay_s=0.1, run=13), FakeEncoder(), tmp_path, name="a")
+
+    assert started == ["encoder"]
 
 
 def test_a_read_that_hangs_here_is_given_to_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,5 +324,43 @@ def test_a_mark_that_cannot_be_removed_does_no_harm(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "unlink", refused)
     assert len(stoker.precompute(FakeSource((20,)), None, tmp_path, name="a")) == 20
     assert list(tmp_path.rglob("begun-here-*"))
-    cache = stoker.precompute(FakeSource((30,)), None, tmp_path, name="a")
-    assert len(cache) == 30
+    started: list[int] = []
+    start = Supervisor.start
+    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
+    cache = stoker.precompute(FakeSource((20,)), None, tmp_path, name="a", overwrite=True)
+    assert len(cache) == 20
+    assert started, "the next run begins with workers"
+
+
+def test_a_quick_encoder_that_stays_leaves_the_random_state_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "FIRST_START_S", 0.1)
+    monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
+    kept: list[object] = []
+    keep = run.StageBuilder.keep_encoder
+    monkeypatch.setattr(run.StageBuilder, "keep_encoder", lambda self: (kept.append(self), keep(self))[1])
+
+    class Seeded(FakeEncoder):
+        def encode(self, batch: Any) -> Any:
+            torch.manual_seed(0)
+            return super().encode(batch)
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    stoker.precompute(FakeSource((300,), delay_s=0.004, run=13), Seeded(), tmp_path, name="a")
+
+    assert torch.equal(torch.rand(3), expected)
+    assert kept
+
+
+def test_after_a_lost_device_the_next_run_begins_with_children(tmp_path: Path) -> None:
+    class Lost(FakeEncoder):
+        def encode(self, batch: Any) -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(DeviceError):
+        stoker.precompute(FakeSource((20,)), Lost(), tmp_path, name="a")
+
+    assert list(tmp_path.rglob("begun-here-*"))

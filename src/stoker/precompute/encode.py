@@ -10,6 +10,7 @@ the other records of the encode batch stay as they were.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import pickle
 import random
@@ -125,6 +126,8 @@ class EncodeClock:
     """Encoders that work at the same time."""
     seconds: float = 0.0
     calls: int = 0
+    batches: int = 0
+    """Batches that were encoded."""
     begun: float | None = None
     """`time.monotonic()` when the present call began, or None."""
     numbers: range = field(default_factory=lambda: range(0))
@@ -230,6 +233,10 @@ class EncodedRecords:
     """The records are those of another cache, and nothing was encoded."""
 
 
+_COMPARED = 16
+"""Samples of the first batch that are encoded twice more; a coin flip for each is missed once in 65,536."""
+
+
 class BatchEncoder:
     """Applies an encoder (or none: samples are stored as they are) to batches."""
 
@@ -255,7 +262,7 @@ class BatchEncoder:
         self._succeeded = False
         self.clock = clock or EncodeClock()
         self.compare_first = False
-        """On a CPU, make the first call twice and refuse an encoder that gives something else."""
+        """On a CPU, encode the first samples twice and refuse an encoder whose results differ."""
 
     def encode(
         self, loaded: LoadedBatch, wanted: list[int], fault: Callable[[SampleFault], object]
@@ -297,6 +304,7 @@ class BatchEncoder:
             output, marked = self._encode_group(batch, loaded, refuse)
         if output is None:
             return None
+        self.clock.batches += self._encoder is not None
         kept = [number for number in wanted if number not in refused]
         return self._select(output, loaded, kept, fault, marked=marked)
 
@@ -420,15 +428,20 @@ class BatchEncoder:
         if drew:
             refuse_random(output, self._output(batch), exact=True)
         elif self.compare_first and self._device.type == "cpu":
-            refuse_random(*self._called_twice(batch, output), exact=False)
+            refuse_random(*self._outputs_of_two_calls(batch, output), exact=False)
 
-    def _called_twice(self, batch: Batch, output: Batch) -> tuple[Batch, Batch]:
-        """Return what two calls give: for one sample where that is possible, since a set may be one batch."""
+    def _outputs_of_two_calls(self, batch: Batch, output: Batch) -> tuple[Batch, Batch]:
+        """Return two outputs for the same input: for some samples if possible, since a set may be one batch.
+
+        Padding and samples that could not be read are zeros, on which some random operations do nothing.
+        """
         rows = next(iter(batch.values())).shape[0]
-        if rows > 1 and "torch._inductor" not in sys.modules:  # that would compile for another shape
-            alone = [{name: _alike(value[:1]) for name, value in batch.items()} for _ in range(2)]
-            with suppress(Exception):  # it may take whole batches alone
-                return self._output(alone[0]), self._output(alone[1])
+        filled = (n for n in range(rows) if any(bool(value[n].any()) for value in batch.values()))
+        some = [*itertools.islice(filled, _COMPARED)]
+        if 0 < len(some) < rows and "torch._inductor" not in sys.modules:  # a compiled encoder compiles again
+            parts = [{name: _alike(value[some]) for name, value in batch.items()} for _ in range(2)]
+            with suppress(Exception):  # an encoder may accept only full batches
+                return self._output(parts[0]), self._output(parts[1])
         return output, self._output(batch)
 
     def _check(self, output: Batch, rows: int) -> None:
@@ -576,6 +589,9 @@ def _alike(value: Tensor) -> Tensor:
     return room[begin : begin + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
 
 
+_SIZES_KEPT = 8
+
+
 class CopyMemory:
     """Memory for copies of batches. It is used again once no record lies in it: fresh pages cost more."""
 
@@ -583,7 +599,9 @@ class CopyMemory:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
 
     def copied(self, value: Tensor) -> Tensor:
-        """Copy with one thread: workers have the other cores, and torch would wait for all of them."""
+        """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
+        if value.nbytes not in self._free and len(self._free) >= _SIZES_KEPT:
+            self._free.clear()  # sizes that vary seldom come again
         free = self._free.setdefault(value.nbytes, [])
         room = free.pop() if free else np.empty(value.nbytes, np.uint8)
         np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))
@@ -702,7 +720,7 @@ def _legible(ask: Callable[[], T]) -> T | None:
 _FLAGS = (
     ("cudnn", "enabled"), ("mkldnn", "enabled"),
     ("cuda.matmul", "allow_fp16_reduced_precision_reduction"),
-    ("cuda.matmul", "allow_bf16_reduced_precision_reduction"),
+    ("cuda.matmul", "allow_bf16_reduced_precision_reduction"), ("cuda.matmul", "allow_fp16_accumulation"),
 )  # fmt: skip
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _DENORMAL = 1e-40

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, re
 from stoker.precompute.encoder_processes import unpickled
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import retry_hint
-from stoker.precompute.run import encode_here, may_begin_here
+from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
 from stoker.precompute.settings import (
     EncodeShare,
     Engine,
@@ -47,6 +48,7 @@ from stoker.runtime.signals import Interrupts, first_time
 from stoker.schema import Schema, columns_of
 from stoker.sources.arguments import check_source
 from stoker.sources.files import confine_sources
+from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
@@ -403,9 +405,11 @@ def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
 
     Where this process encodes first, it finds out whether a child is worth the import of torch.
     """
+    small = estimate_pickle_bytes(encoder) <= SMALL_ENCODER_BYTES
     if settings.workers != 0:
         preload(LIGHT)
-    if encoder is not None and not may_begin_here(settings):
+    in_process = small and can_begin_in_process(settings) and current_thread() is main_thread()
+    if encoder is not None and not in_process:
         preload(TORCH)
 
 

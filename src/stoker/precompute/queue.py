@@ -145,16 +145,19 @@ class WorkQueue:
         """Groups that were never handed out."""
         return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
-    def is_worth_a_start(self, seconds: float, *, part_read: float = 0.0, times: float = 1.0) -> bool:
+    def is_worth_a_start(
+        self, seconds: float, *, part_read: float = 0.0, times: float = 1.0, batches: float | None = None
+    ) -> bool:
         """Return True if what is left takes longer than the start of the first child of a program.
 
         Args:
             seconds: Time spent on the groups that are done, of the kind that children could have spent.
             part_read: The part of a group that is read already.
-            times: So many times longer, while little is known.
+            times: Factor on the start time: the rest must take this many times longer.
+            batches: Groups on which they were spent; None: all that are done.
         """
         left = self.untaken + self._outstanding + len(self._again) - part_read
-        done = self.groups - left
+        done = self.groups - left if batches is None else batches
         return done > 0 and left * seconds / done > times * FIRST_START_S
 
     def take(self, worker: int, workers: int) -> list[ReadTask]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device, weights_device
-from stoker.errors import EncoderError, Interrupted, ResourceError, SourceError, StokerError
+from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.encode import (
@@ -80,17 +80,18 @@ FEW_GROUPS = 16
 
 Many encoders take those in the second or two that the first child of a program needs to import torch.
 """
-_SMALL_ENCODER_BYTES = 64 * MIB
+SMALL_ENCODER_BYTES = 64 * MIB
 """A larger one is not pickled for a child that may not be needed: a child encodes from the beginning."""
 _CHILD_BYTES = 512 * MIB
 """Memory that an encoder process must find free: a torch of its own, and the one that it is forked from."""
-_JUDGED_FROM_S, _JUDGED_AFTER_S = 0.1, 0.5
-"""Seconds after which the first samples tell how long the others will take; the very first take longer.
-
-Before the second, children must be worth their start the more often, the less time has passed.
-"""
-_TORCH_TIMES = 2.0
-"""Children that import torch must be worth their start so often: meanwhile a core is busy with that."""
+_ESTIMATE_FROM_S = 0.1
+"""Seconds after which the rest is first estimated."""
+_RELIABLE_AFTER_S = 0.5
+"""Seconds after which the estimate is used as it is. Before that the rest must be longer."""
+_TORCH_FACTOR = 2.0
+"""Factor on the start time of children that import torch: the import also keeps a core busy."""
+_TELLING_BATCHES = 2
+"""Batches that were encoded before an encoder can be called quick."""
 _GROUPS_A_WORKER = 8
 """Fewer are read before another worker has started."""
 
@@ -234,14 +235,14 @@ class StageBuilder:
     def head_start(self) -> HeadStart | None:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
-        It needs the main thread and local files, where a read that hangs can be ended; and a GPU that this
-        process uses already, since its own memory there is not freed before it ends. There is none if the
+        It needs the main thread and local files, where a read that hangs can be ended. On a GPU, this process
+        must use it already: memory that it takes there is freed only when it ends. There is none if the
         last program ended during it, since a sample may have crashed that. A copy of the source reads, so
         that what it opens is not sent to workers later. A Dataset that holds much is not copied:
         `TorchSource` opens files in a shallow copy anyway.
         """
         if (
-            not may_begin_here(self.settings)
+            not can_begin_in_process(self.settings)
             or not self._interrupts.can_stall
             or not are_local(file.path for files in self.folder.recipe.refs for file in files)
             or self._mark.exists()
@@ -251,7 +252,7 @@ class StageBuilder:
         if large and not isinstance(whole_source(self._source), TorchSource):
             return None
         if self._children and self._here_until is None:
-            if estimate_pickle_bytes(self._encoder) > _SMALL_ENCODER_BYTES:
+            if estimate_pickle_bytes(self._encoder) > SMALL_ENCODER_BYTES:
                 return None
             # Before a call, which may leave in it what cannot be sent.
             self._encoders = self._launch_of_encoders(compare_first=False)
@@ -361,16 +362,19 @@ class StageBuilder:
                 if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
                     path.unlink()
 
-    def encode_here(self) -> None:
-        """Have this process encode to the end."""
+    def keep_encoder(self) -> None:
+        """Keep the encoder in this process to the end: no child will encode."""
         self._children = ()
+        self._release_launch()
+
+    def _release_launch(self) -> None:
         if self._encoders is not None:
             os.close(self._encoders.task_fd)
             self._encoders = None
 
     def close(self) -> None:
         """Release what no child needed, and the folder of logs unless a process was lost."""
-        self.encode_here()
+        self._release_launch()
         with suppress(OSError):
             self.logs.rmdir()
 
@@ -494,6 +498,7 @@ class StageBuilder:
         """
         if self._home is not None and self._encoded_here and not self.clock.given_up:
             self._move(self._home)
+            self._encoded_here = False
             if self.settings.device.startswith("cuda"):
                 torch.cuda.empty_cache()
 
@@ -562,16 +567,20 @@ class HeadStart:
             return True
         if self._until is not None:  # another process continues, and takes as long to start as a child
             return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
-        if now - self._begun < _JUDGED_FROM_S:
+        elapsed_s = now - self._begun
+        if elapsed_s < _ESTIMATE_FROM_S:
             return False
-        early = max(1.0, _JUDGED_AFTER_S / (now - self._begun))
-        if not queue.is_worth_a_start(self._seconds, part_read=part_read, times=early):
+        margin = max(1.0, _RELIABLE_AFTER_S / elapsed_s)
+        if not queue.is_worth_a_start(self._seconds, part_read=part_read, times=margin):
             return False
-        encoding_s = self._builder.seconds_for_children
-        if not queue.is_worth_a_start(encoding_s, part_read=part_read, times=_TORCH_TIMES):
-            self._builder.encode_here()  # an encoder this quick is not worth a child of its own
-        early *= _TORCH_TIMES if self._builder.needs_torch else 1.0
-        worth = queue.is_worth_a_start(self._seconds, part_read=part_read, times=early)
+        encoding_s, batches = self._builder.seconds_for_children, self._builder.clock.batches
+        if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
+            encoding_s, times=_TORCH_FACTOR, batches=batches
+        ):
+            self._builder.keep_encoder()
+        if self._builder.needs_torch:
+            margin *= _TORCH_FACTOR
+        worth = queue.is_worth_a_start(self._seconds, part_read=part_read, times=margin)
         return worth and self._builder.is_ready()
 
     @property
@@ -583,12 +592,15 @@ class HeadStart:
         return self.reader.seconds + self._builder.seconds_for_children
 
 
-def may_begin_here(settings: PrecomputeSettings) -> bool:
-    """Return True if the calling process may encode first: on a GPU, if it uses one already."""
+def can_begin_in_process(settings: PrecomputeSettings) -> bool:
+    """Return True if these settings let the calling process encode first; on a GPU, if it uses that."""
+    if settings.workers is not None or settings.always_in_child or len(settings.devices) > 1:
+        return False
     device = settings.device
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    alone = settings.workers is None and not settings.always_in_child and len(settings.devices) < 2
-    return alone and (on_cpu or torch.cuda.is_initialized())
+    if device == "cpu" or not torch.cuda.is_available():
+        return True
+    used = None if device in ("auto", "cuda") else device
+    return torch.cuda.is_initialized() and torch.cuda.memory_reserved(used) > 0
 
 
 def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Failure]) -> None:
@@ -712,7 +724,12 @@ def _encode(
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
                 feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
-                with closing(feed), closing(_encoding(builder, feed, share)) as encoding:  # workers start now
+                # An encoder that stays here may draw in vain.
+                with (
+                    preserve_random_state(),
+                    closing(feed),
+                    closing(_encoding(builder, feed, share)) as encoding,
+                ):
                     try:
                         finished = loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
                     finally:
@@ -760,10 +777,14 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         # Workers read with random states of their own: the caller's must not tell how many samples were here.
         with preserve_random_state(), closing(head.reader), head.watch:
             finished = loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
-        builder.leave_device()  # to children
-        return finished
-    finally:
+        builder.leave_device()  # children may need its memory
+    except DeviceError:
+        raise  # the mark stays: the next run begins with children, which can lose a device of their own
+    except BaseException:
         builder.forget_head()
+        raise
+    builder.forget_head()
+    return finished
 
 
 def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:

@@ -68,17 +68,17 @@ def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
 
 
 def are_local(paths: Iterable[Path]) -> bool:
-    """Return True if no file is known to lie on another machine."""
+    """Return True if no path leads to another machine, as far as is known; links are followed."""
     devices: dict[int, Path] = {}
-    for folder in {path.parent for path in paths}:
+    for path in paths:
         with suppress(OSError):
-            devices.setdefault(folder.stat().st_dev, folder)
+            devices.setdefault(path.stat().st_dev, path)
     mounts = map(storage_of, devices.values())
     return not any(mount.network for mount in mounts if mount is not None)
 
 
 def mount_lines(mountinfo: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each mount its root in what is mounted, its mount point, and type, source and options."""
+    """Yield for each mount: its root in what is mounted, its mount point, and type, source and options."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()

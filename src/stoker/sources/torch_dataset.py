@@ -43,7 +43,7 @@ from stoker.sources.pickling import (
     uses_module,
 )
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
-from stoker.sources.torch_identity import Description, describe
+from stoker.sources.torch_identity import Description, describe, held_paths
 from stoker.sources.torch_items import Item, PlainItems, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
@@ -270,6 +270,7 @@ def preserve_random_state(seed: int | None = None) -> Generator[None]:
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state()
     torch_state = None if torch is None else torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else []
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -282,6 +283,8 @@ def preserve_random_state(seed: int | None = None) -> Generator[None]:
         np.random.set_state(states[1])
         if torch is not None:
             torch.set_rng_state(torch_state)
+            if on_gpus:
+                torch.cuda.set_rng_state_all(on_gpus)
 
 
 VERSION = 1
@@ -290,6 +293,7 @@ VERSION = 1
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
 _ALONE_S = 60.0
+_HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".mat")
 _AHEAD_BYTES = 256 * MIB
 """A Dataset that holds more has its data in memory, and would take long to send to another process."""
 
@@ -308,10 +312,10 @@ class MapDataset(Protocol):
         ...
 
 
-class _Sight:
-    """What is seen of a Dataset, for another process. It is looked for when this is pickled: that takes time.
+class _LazyDescription:
+    """Description of a Dataset for another process, made only when pickled because that takes time.
 
-    The other process gets None where it sees the same: no code is of `__main__`.
+    It unpickles to None if the other process sees the same: no code is from `__main__`.
     """
 
     def __init__(self, dataset: object, seen: Description | None) -> None:
@@ -321,10 +325,10 @@ class _Sight:
     def __reduce__(self) -> tuple[Any, ...]:
         seen = self.seen or describe(self._dataset)
         main = any(name.startswith("__main__.") for name in seen.code)
-        return _unchanged, (seen if main else None,)
+        return _restore_description, (seen if main else None,)
 
 
-def _unchanged(seen: Description | None) -> Description | None:
+def _restore_description(seen: Description | None) -> Description | None:
     return seen
 
 
@@ -430,13 +434,13 @@ class TorchSource:
             "_elsewhere": None,
             "_plain": None,
             "_sent_by": os.getpid(),
-            "_seen": None if self._version is not None else _Sight(self._dataset, self._seen),
+            "_seen": None if self._version is not None else _LazyDescription(self._dataset, self._seen),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the state; a copy in the same process looks for itself."""
+        """Restore the state. A copy in the same process keeps the description, or makes its own."""
         self.__dict__.update(state)
-        if isinstance(self._seen, _Sight):
+        if isinstance(self._seen, _LazyDescription):
             self._seen = self._seen.seen
 
     def __len__(self) -> int:
@@ -608,7 +612,8 @@ class TorchSource:
     def _look_ahead(self) -> None:
         """Read what will be probed in a second process first, where a read may stop all threads of this one.
 
-        That is where the Dataset uses h5py, and holds no path or one on another machine.
+        This applies to a Dataset that uses h5py and holds no path of an HDF5 file or a folder, or a path on
+        another machine. Links inside an HDF5 file are not followed.
 
         h5py keeps the interpreter's lock while it waits for storage, so that no deadline in this process
         would be noticed; the second process is killed. What it finds is kept for `check_in_child`.
@@ -620,15 +625,21 @@ class TorchSource:
             return
         if estimate_pickle_bytes(self._dataset) > _AHEAD_BYTES:
             return
-        files = [file.path for file in describe(self._dataset).files]
-        if files and are_local(files):
-            return  # a disk of this machine answers, and another process would have to import torch first
+        with suppress(StalledError):
+            if call_within(self.probe_timeout_s, self._is_on_this_machine, f"looking at {self._name}"):
+                return  # its disk answers, and another process would have to import torch first
         other = copy.copy(self)
         other._ahead = True
         # What cannot go there can be read in this process all the same; `check_in_child` says it where
         # that matters.
         with suppress(SourceError):
             self._elsewhere = read_elsewhere(other, self._name, timeout_s=self.probe_timeout_s)
+
+    def _is_on_this_machine(self) -> bool:
+        """Return True if the Dataset holds the path of an HDF5 file or a folder, and no path elsewhere."""
+        paths = held_paths(self._dataset)
+        found = any(path.suffix.lower() in _HDF5_SUFFIXES or path.is_dir() for path in paths)
+        return found and are_local(paths)
 
     def _probe(self) -> ProbeResult:
         if self._probed is None:

@@ -176,6 +176,13 @@ def describe(dataset: object) -> Description:
     return found
 
 
+def held_paths(dataset: object) -> list[Path]:
+    """Return the files and folders that a Dataset holds by path; nothing is opened or digested."""
+    walk = _Walk()
+    walk.begin(dataset)
+    return sorted(walk.paths)
+
+
 def _digest_held(walk: _Walk, found: Description) -> None:
     total = sum(token.nbytes for tokens in walk.held.values() for token in tokens if _is_array(token))
     if total > LIMIT_BYTES:
