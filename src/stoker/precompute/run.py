@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -724,16 +724,7 @@ def _encode(
                     sink.note(f"{builder.name}: workers=0, reading in this process: in order, no timeouts")
                 _check_source(builder, writer)
                 feed = builder.feed(cores=pacing.most // _WORKERS_A_CORE)
-                # An encoder that stays here may draw in vain.
-                with (
-                    preserve_random_state(),
-                    closing(feed),
-                    closing(_encoding(builder, feed, share)) as encoding,
-                ):
-                    try:
-                        finished = loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
-                    finally:
-                        builder.clock.alive(bounded=False)
+                finished = _run_with(builder, feed, loop, writer, share)
                 pool = feed.pool
                 builder.forget_head()
         finally:
@@ -785,6 +776,20 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         raise
     builder.forget_head()
     return finished
+
+
+def _run_with(
+    builder: StageBuilder, feed: SampleFeed, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare
+) -> bool:
+    """Work with workers, or with what reads here if `workers=0`; True: all done."""
+    with ExitStack() as ends:
+        ends.enter_context(preserve_random_state())  # an encoder that stays here may draw in vain
+        ends.enter_context(closing(feed))
+        encoding = ends.enter_context(closing(_encoding(builder, feed, share)))  # workers start meanwhile
+        try:
+            return loop.run(builder.stages(feed, encoding, writer), lasts_s=share.lasts_s)
+        finally:
+            builder.clock.alive(bounded=False)
 
 
 def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
