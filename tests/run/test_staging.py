@@ -202,6 +202,22 @@ def test_others_wait_for_the_one_that_copies_while_it_gets_on(tmp_path: Path) ->
     assert sorted(copied) == [0, 0, 0, 3000]
 
 
+def test_a_copy_that_is_renamed_while_another_looks_at_it_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, objects = tmp_path / "a.bin", tmp_path / "o"
+    path.write_bytes(bytes(30))
+    objects.mkdir()
+    original = look_at(path)
+    fd = os.open(objects / f"{original.object}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.suffix == ".part" or exists(path))  # a moment ago
+    with pytest.raises(StalledError):
+        stage_file(original, objects, timeout_s=0.3)
+    os.close(fd)
+
+
 def test_no_room_is_said_before_anything_is_copied(files: Path, tmp_path: Path, monkeypatch) -> None:
     config = settings(files, tmp_path, "data.stage=always")
     real = os.statvfs(tmp_path)

@@ -109,7 +109,10 @@ def _object_lock(original: OriginalFile, objects: Path, timeout_s: float) -> Gen
     with FileLock(objects / f"{original.object}.lock") as lock:
         since, size = time.monotonic(), -1
         while not lock.acquire():
-            grown = part.stat().st_size if part.exists() else -1
+            try:
+                grown = part.stat().st_size
+            except FileNotFoundError:  # not begun, or renamed since it is complete
+                grown = -1
             if grown != size:
                 since, size = time.monotonic(), grown
             elif time.monotonic() - since > timeout_s:

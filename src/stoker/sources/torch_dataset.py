@@ -625,7 +625,7 @@ class TorchSource:
             return
         if estimate_pickle_bytes(self._dataset) > _AHEAD_BYTES:
             return
-        with suppress(StalledError):
+        with suppress(Exception):  # storage that does not answer, or objects of others: then it is read there
             if call_within(self.probe_timeout_s, self._is_on_this_machine, f"looking at {self._name}"):
                 return  # its disk answers, and another process would have to import torch first
         other = copy.copy(self)
