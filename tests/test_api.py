@@ -116,11 +116,11 @@ def test_cached_encodes_once(tmp_path: Path) -> None:
 
     encoder = stoker.ModuleEncoder(Doubling(), version="1")
     stoker.cached(Squares(), encoder, cache_dir=tmp_path, device="cpu")
+    first = len(calls)
+    assert 256 in calls
     loader = stoker.cached(Squares(), encoder, cache_dir=tmp_path, device="cpu", order="sequential")
 
     latent = next(iter(loader))["latent"]
 
     assert np.allclose(latent[:, 0], [2 * i**2 for i in range(20)])
-    assert [count for count in calls if count > 1] == [256] * 2, (
-        "the first call is made twice; single samples are probes"
-    )
+    assert [count for count in calls[first:] if count > 1] == [], "single samples are probes"
