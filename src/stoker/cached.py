@@ -205,10 +205,8 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
         check_dtype(dtype)
-    of_loader, of_cached = (
-        dict(inspect.signature(Loader.__init__).parameters),
-        inspect.signature(cached).parameters,
-    )
+    of_loader = dict(inspect.signature(Loader.__init__).parameters)
+    of_cached = inspect.signature(cached).parameters
     del of_loader["self"], of_loader["cache"]  # the cache is made here
     others = {name: value for name, value in loader.items() if name not in of_loader}
     for name in others:

@@ -33,6 +33,24 @@ def refuse_children(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EncoderProcesses, "__init__", start)
 
 
+def note_children(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list in which each start of workers and of encoders will be noted."""
+    started: list[str] = []
+
+    def noted(kind: type, method: str, what: str) -> None:
+        start = getattr(kind, method)
+
+        def run_noted(self: Any, *given: Any, **named: Any) -> None:
+            started.append(what)
+            start(self, *given, **named)
+
+        patch.setattr(kind, method, run_noted)
+
+    noted(Supervisor, "start", "workers")
+    noted(EncoderProcesses, "__init__", "encoder")
+    return started
+
+
 @pytest.fixture
 def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_children(monkeypatch)
@@ -73,9 +91,7 @@ def test_workers_take_over_and_no_record_differs(
 ) -> None:
     monkeypatch.setattr(queue, "FIRST_START_S", start_s)
     monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)  # the fork waits for imports
-    started: list[int] = []
-    start = Supervisor.start
-    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
+    started = note_children(monkeypatch)
 
     cache = stoker.precompute(FakeSource((300, 300), delay_s=0.004, run=13), encoder, tmp_path, name="a")
 
@@ -92,40 +108,27 @@ def test_a_quick_encoder_stays_here_when_workers_take_over(
     """A child would have to import torch, which takes longer than all that it could do."""
     monkeypatch.setattr(queue, "FIRST_START_S", 0.05 if children else 0.5)
     monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
-    started: list[object] = []
-    start, begin = Supervisor.start, EncoderProcesses.__init__
-    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append("worker"), start(self, n))[1])
-    monkeypatch.setattr(
-        EncoderProcesses,
-        "__init__",
-        lambda self, *given, **named: (started.append("encoder"), begin(self, *given, **named))[1],
-    )
+    started = note_children(monkeypatch)
 
     encoder = FakeEncoder(by_shape=True, sleep_s=sleep_s)
     cache = stoker.precompute(FakeSource((300,), delay_s=0.004, run=13), encoder, tmp_path, name="a")
 
     assert len(cache) == 300
-    assert "worker" in started
+    assert "workers" in started
     assert started.count("encoder") == children
 
 
 def test_an_encoder_that_was_not_called_yet_gets_its_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first batch is read, nobody knows how long it takes to encode."""
+    """While the first batch is read, it is not known how long it takes to encode."""
     monkeypatch.setattr(queue, "FIRST_START_S", 0.5)
     monkeypatch.setattr(run.StageBuilder, "is_ready", lambda _: True)
-    started: list[object] = []
-    begin = EncoderProcesses.__init__
-    monkeypatch.setattr(
-        EncoderProcesses,
-        "__init__",
-        lambda self, *given, **named: (started.append("encoder"), begin(self, *given, **named))[1],
-    )
+    started = note_children(monkeypatch)
 
     stoker.precompute(FakeSource((80,), delay_s=0.1, run=13), FakeEncoder(), tmp_path, name="a")
 
-    assert started == ["encoder"]
+    assert started.count("encoder") == 1
 
 
 def test_a_read_that_hangs_here_is_given_to_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,9 +327,7 @@ def test_a_mark_that_cannot_be_removed_does_no_harm(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "unlink", refused)
     assert len(stoker.precompute(FakeSource((20,)), None, tmp_path, name="a")) == 20
     assert list(tmp_path.rglob("begun-here-*"))
-    started: list[int] = []
-    start = Supervisor.start
-    monkeypatch.setattr(Supervisor, "start", lambda self, n: (started.append(n), start(self, n))[1])
+    started = note_children(monkeypatch)
     cache = stoker.precompute(FakeSource((20,)), None, tmp_path, name="a", overwrite=True)
     assert len(cache) == 20
     assert started, "the next run begins with workers"

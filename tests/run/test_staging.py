@@ -3,6 +3,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,15 @@ from stoker.run import staging
 from stoker.run.build import build_source
 from stoker.run.context import Run
 from stoker.run.precompute import precompute_config
-from stoker.run.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
+from stoker.run.staging import (
+    OriginalFile,
+    is_staged,
+    look_at,
+    prune_staged,
+    stage_config,
+    stage_file,
+    stage_task,
+)
 from stoker.runtime import files as runtime_files
 from stoker.runtime.files import paths_of
 from stoker.runtime.mounts import Mount
@@ -179,16 +189,25 @@ def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
     never.set()
 
 
-def test_others_wait_for_the_one_that_copies_while_it_gets_on(tmp_path: Path) -> None:
-    path, objects = tmp_path / "a.bin", tmp_path / "o"
+@contextmanager
+def locked(folder: Path) -> Iterator[tuple[OriginalFile, Path]]:
+    """A file of 3,000 bytes that another process stages into a folder, and gets nowhere."""
+    path, objects = folder / "a.bin", folder / "o"
     path.write_bytes(bytes(3000))
     objects.mkdir()
     original = look_at(path)
     fd = os.open(objects / f"{original.object}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(StalledError, match="staged by another process, which has made no progress"):
-        stage_file(original, objects, timeout_s=0.3)
+    yield original, objects
     os.close(fd)
+
+
+def test_others_wait_for_the_one_that_copies_while_it_gets_on(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path) as (original, objects),
+        pytest.raises(StalledError, match="staged by another process, which has made no progress"),
+    ):
+        stage_file(original, objects, timeout_s=0.3)
 
     copied: list[int] = []
     threads = [
@@ -205,17 +224,10 @@ def test_others_wait_for_the_one_that_copies_while_it_gets_on(tmp_path: Path) ->
 def test_a_copy_that_is_renamed_while_another_looks_at_it_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, objects = tmp_path / "a.bin", tmp_path / "o"
-    path.write_bytes(bytes(30))
-    objects.mkdir()
-    original = look_at(path)
-    fd = os.open(objects / f"{original.object}.lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(fd, fcntl.LOCK_EX)
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: path.suffix == ".part" or exists(path))  # a moment ago
-    with pytest.raises(StalledError):
+    with locked(tmp_path) as (original, objects), pytest.raises(StalledError):
         stage_file(original, objects, timeout_s=0.3)
-    os.close(fd)
 
 
 def test_no_room_is_said_before_anything_is_copied(files: Path, tmp_path: Path, monkeypatch) -> None:

@@ -590,6 +590,7 @@ def _alike(value: Tensor) -> Tensor:
 
 
 _SIZES_KEPT = 8
+"""Sizes for which `CopyMemory` keeps memory: batches have one for each field, ragged records have many."""
 
 
 class CopyMemory:
@@ -601,7 +602,7 @@ class CopyMemory:
     def copied(self, value: Tensor) -> Tensor:
         """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
         if value.nbytes not in self._free and len(self._free) >= _SIZES_KEPT:
-            self._free.clear()  # sizes that vary seldom come again
+            self._free.clear()
         free = self._free.setdefault(value.nbytes, [])
         room = free.pop() if free else np.empty(value.nbytes, np.uint8)
         np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))

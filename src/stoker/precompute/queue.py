@@ -154,7 +154,7 @@ class WorkQueue:
             seconds: Time spent on the groups that are done, of the kind that children could have spent.
             part_read: The part of a group that is read already.
             times: Factor on the start time: the rest must take this many times longer.
-            batches: Groups on which they were spent; None: all that are done.
+            batches: Groups on which `seconds` were spent; None: all that are done.
         """
         left = self.untaken + self._outstanding + len(self._again) - part_read
         done = self.groups - left if batches is None else batches

@@ -570,26 +570,15 @@ class HeadStart:
         elapsed_s = now - self._begun
         if elapsed_s < _ESTIMATE_FROM_S:
             return False
-        margin = max(1.0, _RELIABLE_AFTER_S / elapsed_s)
-        if not queue.is_worth_a_start(self._seconds, part_read=part_read, times=margin):
-            return False
-        encoding_s, batches = self._builder.seconds_for_children, self._builder.clock.batches
+        builder, batches = self._builder, self._builder.clock.batches
         if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
-            encoding_s, times=_TORCH_FACTOR, batches=batches
+            builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches
         ):
-            self._builder.keep_encoder()
-        if self._builder.needs_torch:
-            margin *= _TORCH_FACTOR
-        worth = queue.is_worth_a_start(self._seconds, part_read=part_read, times=margin)
-        return worth and self._builder.is_ready()
-
-    @property
-    def _seconds(self) -> float:
-        """Seconds spent so far on what children could do.
-
-        Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
-        """
-        return self.reader.seconds + self._builder.seconds_for_children
+            builder.keep_encoder()
+        margin = max(1.0, _RELIABLE_AFTER_S / elapsed_s) * (_TORCH_FACTOR if builder.needs_torch else 1.0)
+        # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
+        seconds = self.reader.seconds + builder.seconds_for_children
+        return queue.is_worth_a_start(seconds, part_read=part_read, times=margin) and builder.is_ready()
 
 
 def can_begin_in_process(settings: PrecomputeSettings) -> bool:
@@ -770,7 +759,7 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
             finished = loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
         builder.leave_device()  # children may need its memory
     except DeviceError:
-        raise  # the mark stays: the next run begins with children, which can lose a device of their own
+        raise  # the mark stays: the next run begins with children, each of which has a context of its own
     except BaseException:
         builder.forget_head()
         raise
@@ -781,9 +770,9 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
 def _run_with(
     builder: StageBuilder, feed: SampleFeed, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare
 ) -> bool:
-    """Work with workers, or with what reads here if `workers=0`; True: all done."""
+    """Run the stages with workers, or reading in this process if `workers=0`; return True if all is done."""
     with ExitStack() as ends:
-        ends.enter_context(preserve_random_state())  # an encoder that stays here may draw in vain
+        ends.enter_context(preserve_random_state())  # an encoder that is kept may set it
         ends.enter_context(closing(feed))
         encoding = ends.enter_context(closing(_encoding(builder, feed, share)))  # workers start meanwhile
         try:
