@@ -32,7 +32,7 @@ from stoker.schema import (
     unfolded,
 )
 from stoker.sources.pickling import dumps
-from stoker.sources.protocol import BatchSource, Source, SourceIdentity, locate
+from stoker.sources.protocol import BatchSource, RowSource, Source, SourceIdentity, locate
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,7 @@ def check_source(source: Source, *, samples: int = 4) -> None:
         )
         _check_ranges(source, number, first[number], schema)
     _check_many(source, first)
+    _check_into(source, first)
     _check_copy(source, copied, first)
     _check_copy(source, _copied(source), first)
     for number in (-1, count):
@@ -97,6 +98,18 @@ def _check_many(source: Source, first: dict[int, Sample]) -> None:
         place = number - numbers.start
         assert many is None or _same(sample, {name: array[place, ...] for name, array in many.items()}), (
             f"sample {number} differs between read() and read_many({numbers})"
+        )
+
+
+def _check_into(source: Source, first: dict[int, Sample]) -> None:
+    """Check that a sample is the same in arrays of the caller, for sources that can put it there."""
+    if not isinstance(source, RowSource):
+        return
+    for number, sample in first.items():
+        rows = {name: np.empty_like(array) for name, array in sample.items()}
+        found = source.read_into(number, rows)
+        assert _same(sample, rows if found is None else found), (
+            f"sample {number} differs between read() and read_into()"
         )
 
 

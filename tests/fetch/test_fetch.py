@@ -376,7 +376,8 @@ def test_a_remote_of_rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     journal.write_text(f"stoker part 1 tag\n100 {xxhash.xxh3_128_hexdigest(BODY[:100])}\n")
 
-    report = fetch_files(want, tmp_path / "out", QUICK)
+    # The program itself may take more than a second to start.
+    report = fetch_files(want, tmp_path / "out", FetchConfig(stall=30.0, tries=3, deadline=60.0))
 
     assert (tmp_path / "out" / "a.h5").read_bytes() == BODY
     assert (report.files[0].received, report.files[0].resumed) == (len(BODY) - 100, 100)

@@ -68,6 +68,23 @@ def test_the_short_way_reads_what_the_long_way_does_or_leaves_it(first: Any, sec
             assert values.flags.c_contiguous
 
 
+@given(items, items)
+def test_what_is_read_into_rows_is_what_is_read_or_is_left(first: Any, second: Any) -> None:
+    if (known := flattened(first)) is None:
+        return
+    plain = PlainItems(first, flatten_item(first, where="item 0"))
+    for item, wanted in ((first, known), (second, flattened(second))):
+        rows = {name: np.full((3, *values.shape), 7, values.dtype) for name, values in known.items()}
+        if not plain.read_into(item, {name: values[1, ...] for name, values in rows.items()}):
+            continue
+        assert wanted is not None
+        assert rows.keys() == wanted.keys()
+        for name, values in rows.items():
+            assert values.dtype == wanted[name].dtype
+            assert values[1].tobytes() == wanted[name].tobytes()
+            assert (values[::2] == np.array(7).astype(values.dtype)).all()
+
+
 def test_flat_items_of_arrays_and_tensors_are_read_the_short_way() -> None:
     for item in (
         np.ones((2, 3), np.uint8),
@@ -75,4 +92,8 @@ def test_flat_items_of_arrays_and_tensors_are_read_the_short_way() -> None:
         (torch.ones(2), 3),
         {"x": np.ones(2, np.float32), "label": 1, "seen": True},
     ):
-        assert PlainItems(item, flatten_item(item, where="item 0")).read(item) is not None
+        found = flatten_item(item, where="item 0")
+        assert PlainItems(item, found).read(item) is not None
+        assert PlainItems(item, found).read_into(
+            item, {name: values.copy() for name, (values, _) in found.items()}
+        )

@@ -1,5 +1,7 @@
 import os
+import re
 import shutil
+import threading
 from pathlib import Path
 
 import h5py
@@ -8,9 +10,11 @@ import pytest
 import torch
 
 from stoker import HDF5Source, Loader, Windows, index_in_place, open_cache, precompute
-from stoker.errors import ConfigError, CorruptError, SourceError
+from stoker.errors import ConfigError, CorruptError, SourceError, StalledError
+from stoker.runtime.locks import lock_folder
 from stoker.sources.arrays import ArraySource
 from stoker.sources.splits import SplitOf
+from stoker.store import in_place
 from stoker.store.storage import open_storage
 
 TIERS = ["disk", "host"]
@@ -213,3 +217,26 @@ def test_files_of_equal_names_are_found_where_they_were_moved_to(tmp_path: Path)
     cache = index_in_place(ArraySource(files), tmp_path / "c", name="x")
 
     assert [float(next(iter(cache[n].values()))[0]) for n in range(8)] == [0.0] * 4 + [1.0] * 4
+
+
+def test_a_process_waits_for_one_that_indexes_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = HDF5Source(write(tmp_path / "d" / "a.h5", values()))
+    folder = index_in_place(source, tmp_path / "c", name="a").path
+    for shard in folder.glob("shard-*"):
+        shard.unlink()
+    with lock_folder(folder, "encode") as got:
+        assert got
+        monkeypatch.setattr(in_place, "READ_DEADLINE_S", 0.2)
+        with pytest.raises(StalledError, match=re.escape(str(folder))):
+            index_in_place(source, tmp_path / "c", name="a")
+
+        monkeypatch.setattr(in_place, "READ_DEADLINE_S", 30.0)
+        found: list[int] = []
+        waiting = threading.Thread(
+            target=lambda: found.append(len(index_in_place(source, tmp_path / "c", name="a")))
+        )
+        waiting.start()
+    waiting.join(60)
+    assert found == [COUNT]

@@ -237,6 +237,8 @@ def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
     else:
         counts = f"{format_count(len(cache.cache), 'record')} ready, nothing to encode"
         more = "source gone, cache used" if cache.source_gone else "same recipe"
+        if cache.cache.recipe.entries.get("in_place"):
+            more = "served from the files they are in"
         if cache.adopted:
             counts += f", {format_count(cache.adopted)} adopted"
             more = "their samples are unchanged"

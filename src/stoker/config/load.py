@@ -771,6 +771,37 @@ def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer)
         raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
 
 
+def _beside_in_place(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what would change samples that are to be served from the files they are in."""
+    if not config.precompute.in_place:
+        return
+    kind, dtype, compression = (
+        config.encoder.kind,
+        config.training.latent_cache_dtype,
+        config.precompute.compression,
+    )
+    for given, fact, cure in (
+        (kind != "identity", f"encoder.kind={kind} encodes them", "encoder.kind=identity"),
+        (config.data.normalize, "data.normalize=true changes them", "data.normalize=false"),
+        (
+            dtype is not None,
+            f"training.latent_cache_dtype={dtype} changes them",
+            "training.latent_cache_dtype=null",
+        ),
+        (
+            compression != "none",
+            f"precompute.compression={compression} stores them",
+            "precompute.compression=none",
+        ),
+    ):
+        if given:
+            yield (
+                "precompute.in_place",
+                f"is true, which serves samples from the files they are in, but {fact}. Give {cure}, or "
+                "precompute.in_place=false",
+            )
+
+
 def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer) -> Iterator[tuple[str, str]]:
     """Yield settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
@@ -785,6 +816,7 @@ def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer)
     given = {**file.values, **command.values} if engine == "ray" else command.values
     for name, cure in beside_engine(engine, given):
         yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
+    yield from _beside_in_place(config)
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
         if url and "://" in url and _has_password(url):
             yield (

@@ -462,6 +462,9 @@ class PrecomputeConfig(SettingsSection):
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
     compression: Literal["none", "zstd", "lz4", "auto"] = "none"
     """How shards are compressed, without loss (docs/caches.md); `auto`: zstd where it saves a tenth."""
+    in_place: Flag = False
+    """With `encoder.kind: identity`: serve contiguous HDF5 and `.npy` files where they are, without a copy
+    (docs/sources.md)."""
     keep: str | tuple[str, ...] = ()
     """Fields of the raw samples to store with the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False

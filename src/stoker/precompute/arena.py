@@ -11,6 +11,7 @@ import errno
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -236,8 +237,41 @@ def slot_arrays(memory: memoryview, schema: Schema, shapes: dict[str, tuple[int,
 
 def private_arrays(schema: Schema, shapes: dict[str, tuple[int, ...]]) -> Sample:
     """Return zeroed arrays of this process alone, aligned as those in a slot."""
+    return slot_arrays(memoryview(mmap.mmap(-1, _bytes_of(schema, shapes))), schema, shapes)
+
+
+def _bytes_of(schema: Schema, shapes: dict[str, tuple[int, ...]]) -> int:
     size = sum(align(math.prod(shape) * schema[name].itemsize) for name, shape in shapes.items())
-    return slot_arrays(memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE))), schema, shapes)
+    return max(size, mmap.PAGESIZE)
+
+
+_SIZES_KEPT = 8
+"""Sizes for which `ReusedMemory` keeps memory: batches have one for each field, ragged records have many."""
+
+
+class ReusedMemory:
+    """Memory for batches. It is used again once no record lies in it: fresh pages cost more than a copy."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return so many bytes, of any content, which are free again when the last user of the array is gone.
+
+        A numpy view of it is no user; a memoryview, and a tensor by `torch.from_numpy`, are.
+        """
+        if size not in self._free and len(self._free) >= _SIZES_KEPT:
+            self._free.clear()
+        free = self._free.setdefault(size, [])
+        room = free.pop() if free else np.empty(size, np.uint8)
+        lent = room[:]
+        weakref.finalize(lent, free.append, room).atexit = False
+        return lent
+
+    def arrays(self, schema: Schema, shapes: dict[str, tuple[int, ...]]) -> Sample:
+        """Return arrays of any content, each aligned as the first is."""
+        memory: Any = self.take(_bytes_of(schema, shapes))
+        return slot_arrays(memoryview(memory), schema, shapes)
 
 
 # ----------------------------------------------------------------------------------------------------------

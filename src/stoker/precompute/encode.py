@@ -17,7 +17,6 @@ import random
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
-from stoker.precompute.arena import LoadedBatch
+from stoker.precompute.arena import LoadedBatch, ReusedMemory
 from stoker.precompute.worker import SampleFault
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.signals import guard_page
@@ -258,7 +257,7 @@ class BatchEncoder:
         self._device = torch.device(device)
         self._reject_nan = nan == "reject"
         self._partials: dict[int, Batch] = {}
-        self._memory = CopyMemory()
+        self._memory = ReusedMemory()
         self._succeeded = False
         self.clock = clock or EncodeClock()
         self.compare_first = False
@@ -551,13 +550,20 @@ class BatchEncoder:
         for name, value in output.items():
             kept = value[: len(rows)] if whole else value.index_select(0, index)
             if whole and not loaded.owned and _within(kept, loaded):
-                kept = self._memory.copied(kept)
+                kept = self._copied(kept)
             records[name] = list(kept) if self._record_schema[name].ragged else kept.contiguous()
         numbers = [first + row for row in rows]
         size = sum(value.nbytes for value in output.values())
         return EncodedRecords(
             numbers=numbers, records=records, marked=numbers if marked else [], size_bytes=size
         )
+
+    def _copied(self, value: Tensor) -> Tensor:
+        """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
+        room = self._memory.take(value.nbytes)
+        np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))
+        fresh: Tensor = torch.from_numpy(room)  # pyright: ignore[reportUnknownMemberType]
+        return fresh.view(value.dtype).view(value.shape)
 
     def _nan_rows(self, output: Batch) -> dict[int, str]:
         """Return rows with NaN or infinity, and a field that has it: a sum meets all, then we look closer."""
@@ -587,29 +593,6 @@ def _alike(value: Tensor) -> Tensor:
     room = torch.empty(value.nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     begin = (value.data_ptr() - room.data_ptr()) % mmap.PAGESIZE
     return room[begin : begin + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
-
-
-_SIZES_KEPT = 8
-"""Sizes for which `CopyMemory` keeps memory: batches have one for each field, ragged records have many."""
-
-
-class CopyMemory:
-    """Memory for copies of batches. It is used again once no record lies in it: fresh pages cost more."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-
-    def copied(self, value: Tensor) -> Tensor:
-        """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
-        if value.nbytes not in self._free and len(self._free) >= _SIZES_KEPT:
-            self._free.clear()
-        free = self._free.setdefault(value.nbytes, [])
-        room = free.pop() if free else np.empty(value.nbytes, np.uint8)
-        np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))
-        lent = room[:]  # dies with the last tensor in it
-        weakref.finalize(lent, free.append, room).atexit = False
-        fresh: Tensor = torch.from_numpy(lent)  # pyright: ignore[reportUnknownMemberType]
-        return fresh.view(value.dtype).view(value.shape)
 
 
 def _within(value: Tensor, loaded: LoadedBatch) -> bool:

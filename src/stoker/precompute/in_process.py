@@ -30,7 +30,14 @@ import numpy as np
 import torch
 
 from stoker.errors import Interrupted, StalledError
-from stoker.precompute.arena import Layout, LoadedBatch, ReadTask, private_arrays, time_length
+from stoker.precompute.arena import (
+    Layout,
+    LoadedBatch,
+    ReadTask,
+    ReusedMemory,
+    private_arrays,
+    time_length,
+)
 from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, TorchState
 from stoker.precompute.progress import WorkerView
 from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
@@ -154,7 +161,7 @@ class InProcessReader:
 
     pool: WorkerPool | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a run
         self,
         samples: SampleReader,
         layout: Layout,
@@ -163,7 +170,9 @@ class InProcessReader:
         *,
         position: ReadingPosition,
         interrupts: Interrupts,
+        encodes: bool,
     ) -> None:
+        """`encodes`: False: the arrays of a group that is read become its records."""
         self._samples = samples
         self._layout = layout
         self._queue = queue
@@ -183,6 +192,7 @@ class InProcessReader:
         """Time spent on reading."""
         # One buffer for the whole run: a batch is encoded before the next is read.
         self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
+        self._memory = None if encodes or layout.mode != "group" else ReusedMemory()
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """See `SampleFeed.poll`; at most one batch."""
@@ -217,7 +227,8 @@ class InProcessReader:
             elif last:
                 self._queue.done()
             return [LoadedBatch.end(work)] if start else []
-        return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
+        owned = self._arrays is None or self._memory is not None
+        return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=owned)]
 
     def _leave(self, work: ReadTask, error: StalledError) -> list[LoadedBatch]:
         """Leave a group to workers: a read of it hung, and was interrupted."""
@@ -255,6 +266,8 @@ class InProcessReader:
     ) -> tuple[Sample, list[SampleFault], None] | None:
         """Read samples of a group for some time; None: there are more."""
         if self._rows is None:
+            if self._memory is not None:
+                arrays = self._arrays = self._memory.arrays(self._layout.schema, self._layout.shapes())
             self._rows = fill_rows(self._samples, arrays, work.numbers, bad)
         until = time.monotonic() + _TURN_S
         for fault in self._rows:

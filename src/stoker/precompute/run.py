@@ -229,7 +229,13 @@ class StageBuilder:
             reading, self._schema, self._parts.offsets, heartbeat=position, nan=self.settings.nan
         )
         return InProcessReader(
-            samples, self._layout, self.queue, self.ledger, position=position, interrupts=self._interrupts
+            samples,
+            self._layout,
+            self.queue,
+            self.ledger,
+            position=position,
+            interrupts=self._interrupts,
+            encodes=self._encoder is not None,
         )
 
     def head_start(self) -> HeadStart | None:

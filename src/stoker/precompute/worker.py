@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -26,16 +26,18 @@ from numpy.typing import NDArray
 
 from stoker.errors import DecodeError, RecordError, SourceError
 from stoker.precompute.arena import PIECE_BYTES, Arena, layout_from_json, time_length
+from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.schema import FLOATS, Sample, Schema, check_sample
 from stoker.sources.files import confine_sources, stamp_of
-from stoker.sources.protocol import BatchSource, FileRef, LocatableSource
+from stoker.sources.protocol import BatchSource, FileRef, LocatableSource, RowSource
 
 if TYPE_CHECKING:
     from stoker.store.recipe import FileDigest
 
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------------------------------
 # Whether the files of a sample are still those that were digested: looked at after each read.
@@ -48,10 +50,8 @@ if TYPE_CHECKING:
 # Looking costs a stat for each file. This module does not import torch unless a file changed.
 
 
-FEW = 8
-"""Up to so many files of a part are all looked at, whatever the source says."""
-LOOKED_AT = 64
-"""Files looked at after a read; a part of more has its turn of others each time."""
+LOOKED_AT = 8
+"""Files looked at after a read, whatever the source says; a part of more has its turn of others each time."""
 
 
 class SampleSource(Protocol):
@@ -95,6 +95,7 @@ class ChangeGuard:
         self._turn = 0
         # Beyond the protocol: without it each read would look at many files, and seldom at its own.
         self._names_of: Callable[[int], Sequence[str]] | None = getattr(source, "sample_files", None)
+        self._rows = source if isinstance(source, RowSource) else None
         self._places: dict[int, dict[str, int]] = {}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -103,9 +104,21 @@ class ChangeGuard:
         Raises:
             ChangedError: A file of the sample's part has other content than when it was digested.
         """
+        whole = start is None and stop is None
+        return self._looked(
+            index, lambda: self._source.read(index) if whole else self._source.read(index, start, stop)
+        )
+
+    def read_into(self, index: int, rows: Sample) -> Sample | None:
+        """As `RowSource.read_into`, of any source."""
+        source = self._rows
+        if source is None:
+            return self.read(index)
+        return self._looked(index, lambda: source.read_into(index, rows))
+
+    def _looked(self, index: int, read: Callable[[], T]) -> T:
         try:
-            whole = start is None and stop is None
-            sample = self._source.read(index) if whole else self._source.read(index, start, stop)
+            sample = read()
         except Exception:
             self._look(index)  # half-written files raise anything; that they changed is the better reason
             raise
@@ -121,7 +134,7 @@ class ChangeGuard:
     def _look(self, number: int) -> None:
         part = bisect_right(self._offsets, number) - 1
         files = self._files[part]
-        if self._names_of is not None and len(files) > FEW:
+        if self._names_of is not None and len(files) > LOOKED_AT:
             if part not in self._places:
                 self._places[part] = {file.name: n for n, file in enumerate(files)}
             known = self._places[part]
@@ -264,7 +277,7 @@ class SampleReader:
 
     def __init__(
         self,
-        source: SampleSource,
+        source: ChangeGuard,
         schema: Schema,
         offsets: Sequence[int],
         *,
@@ -293,12 +306,18 @@ class SampleReader:
                 stop = min(start + self._piece, self._length)
                 self.fill_steps(arrays, (member, start), number, (start, stop))
             return
-        for name, array in self.sample(number).items():
+        rows = {name: array[member, ...] for name, array in arrays.items()}
+        sample = self._read(number, lambda: self._source.read_into(number, rows))
+        if sample is None:
+            self._accept(number, rows)
+            return
+        self._check(number, sample, self._schema)
+        for name, array in sample.items():
             arrays[name][member] = array
 
     def fill_many(self, arrays: Sample, numbers: range) -> bool:
         """Put samples `numbers` into the first rows of `arrays` by one read; False: do it one by one."""
-        if self._piece or len(numbers) < 2 or not isinstance(self._source, BatchSource):
+        if self._piece or len(numbers) < 2:
             return False
         self._heartbeat.write("read", numbers.start)
         try:
@@ -356,22 +375,39 @@ class SampleReader:
         Raises:
             SampleFaultError: As for `fill`.
         """
+        source = self._source
+        sample = self._read(
+            number, lambda: source.read(number) if start is None else source.read(number, start, stop)
+        )
+        self._check(number, sample, self._expected(start, stop))
+        return sample
+
+    def _read(self, number: int, read: Callable[[], T]) -> T:
         part = part_index(self._offsets, number)
         stage = "read" if part in self._opened else "open"
         self._heartbeat.write(stage, number)
         try:
-            sample = self._source.read(number) if start is None else self._source.read(number, start, stop)
+            found = read()
         except Exception as error:
             raise self._fault(number, stage, error) from error
         self._opened.add(part)
+        return found
+
+    def _check(self, number: int, sample: Sample, schema: Schema) -> None:
         try:
-            check_sample(sample, self._expected(start, stop), where=f"sample {number}")
+            check_sample(sample, schema, where=f"sample {number}")
+        except RecordError as error:
+            raise self._fault(number, "check", error) from error
+        self._accept(number, sample)
+
+    def _accept(self, number: int, sample: Sample) -> None:
+        """Note that a sample is there, unless it has values that are not wanted."""
+        try:
             if self._reject_nan:
                 _reject_nan(sample, self._schema)
         except RecordError as error:
             raise self._fault(number, "check", error) from error
-        self._heartbeat.progress(sum(array.nbytes for array in sample.values()))
-        return sample
+        self._heartbeat.progress(sum([array.nbytes for array in sample.values()]))
 
     def _expected(self, start: int | None, stop: int | None) -> Schema:
         if start is None or stop is None:
@@ -460,6 +496,10 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
             raise RecordError(f"field {name!r} holds NaN or infinity")
 
 
+_FEW_VALUES = 16_384
+"""Of so many, a temporary costs less than the error state that a sum needs."""
+
+
 def all_finite(array: NDArray[Any], dtype: str) -> bool:
     """Return True if a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
 
@@ -470,6 +510,8 @@ def all_finite(array: NDArray[Any], dtype: str) -> bool:
     """
     if dtype == "bfloat16":
         return not bool(((array & 0x7F80) == 0x7F80).any())
+    if array.size <= _FEW_VALUES:
+        return bool(np.isfinite(array).all())
     # A sum meets every element without a temporary; it overflows rarely, and then the slow look decides.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(array.sum(dtype=np.float64 if dtype == "float64" else np.float32)):
@@ -618,6 +660,7 @@ def serve(connection: Connection) -> int:
     the cores with the encoder. Numpy has read its own settings by now and keeps its threads.
     """
     use_one_thread()
+    keep_freed_memory()  # fresh pages for each sample may cost more than decoding it
     channel, heartbeat = WorkerChannel(connection.socket), connection.heartbeat
     (arena_fd,) = connection.shared
     try:

@@ -103,6 +103,10 @@ def recipe_of(run: Run, split: str) -> Recipe:
 def job_recipe(run: Run, job: CacheJob) -> Recipe:
     """As `recipe_of`, of sources and an encoder that are made already."""
     digests = Digests(run.cache_dir, run.config.identity)
+    if run.config.precompute.in_place:
+        from stoker.store.in_place import in_place_recipe  # few runs serve files in place
+
+        return in_place_recipe(job.source, digests)
     dtype = run.config.training.latent_cache_dtype
     return make_recipe(job.source, job.encoder, dtype=dtype, encode_batch=job.encode_batch, digests=digests)
 
@@ -328,6 +332,7 @@ def matches(run: Run, recipe: Recipe, split: str) -> bool:
         and _same_layout(config, source)
         and _same_files(config, recipe, run.task)
         and _same_limit(config, recipe)
+        and _same_place(config, recipe)
         and _same_encoder(config, recipe, kept_fields(run))
         and config.precompute.encode_batch in ("auto", None, recipe.encode_batch.samples)
         and _same_dtypes(config, recipe)
@@ -438,6 +443,10 @@ def _same_split(config: Config, rule: Mapping[str, Any], split: str) -> bool:
     # Fractions may have been cut from the train files alone; then they are the same ones, scaled.
     total = sum(wanted[name] for name in shares) / sum(shares.values())
     return all(math.isclose(share * total, wanted[name], rel_tol=1e-9) for name, share in shares.items())
+
+
+def _same_place(config: Config, recipe: Recipe) -> bool:
+    return bool(recipe.entries.get("in_place")) == config.precompute.in_place
 
 
 def _same_limit(config: Config, recipe: Recipe) -> bool:

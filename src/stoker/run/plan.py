@@ -22,9 +22,11 @@ from stoker.monitor import StallMeter
 from stoker.plan import BatchLoad, Demand, Plan, RemoteDemand, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.resources import require_folder
 from stoker.plan.tiers import TIERS, GpuRow, MeasuredStall, gpu_table, over_budget, say_gpus, say_together
-from stoker.run.caches import CacheLocation, locate, raw_bytes
+from stoker.run.build import CacheJob
+from stoker.run.caches import CacheLocation, locate_with_job, raw_bytes
 from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
 from stoker.schema import SCALE_SUFFIX, Field, Json, JsonResult, Schema, as_json, columns_of
+from stoker.sources.hdf5_fields import InPlaceSource
 from stoker.store import Cache, Recipe
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.recipe import stored_schema
@@ -377,7 +379,7 @@ class PlanResult(JsonResult):
     smaller: tuple[SmallerDtype, ...] = ()
     """Storage dtypes that would take fewer bytes, what they would buy and cost."""
     advice: str = ""
-    """The best of those in words; empty without one."""
+    """What would take fewer bytes, in words: the files themselves, the best of those; empty without one."""
     gpus: tuple[GpuRow, ...] = ()
     """Records that the memory of GPUs would hold, half of it left to the model."""
     on_gpus: str = ""
@@ -402,7 +404,32 @@ def plan_config(run: Run) -> PlanResult:
     """
     require_folder(run.cache_dir, "training.latent_cache_dir")
     first = run.parts()[0]
-    return plan_located(first, locate(first, first.split))
+    return _plan_split(first)
+
+
+def _plan_split(run: Run, resources: Resources | None = None) -> PlanResult:
+    """Plan the training split of one task; see `plan_located`."""
+    job, located = locate_with_job(run, run.split)
+    result = plan_located(run, located, resources)
+    offer = in_place_offer(run, job, result) if job is not None and result.missing else ""
+    return replace(result, advice="\n".join(filter(None, (offer, result.advice))))
+
+
+def in_place_offer(run: Run, job: CacheJob, result: PlanResult) -> str:
+    """Say how to serve the files themselves where they hold the samples as they are stored; else empty."""
+    config = run.config
+    plain = job.encoder is None and config.training.latent_cache_dtype is None
+    if not plain or config.precompute.in_place or not isinstance(job.source, InPlaceSource):
+        return ""
+    try:
+        job.source.places()
+    except StokerError:  # chunks, compression, another order of bytes
+        return ""
+    return (
+        "nothing needs encoding, and the files hold the samples as they are stored. precompute.in_place=true "
+        f"would serve them from there: {format_bytes(result.plan.bytes)} would not be copied, only read once "
+        "for checksums (docs/sources.md, Serve files in place)"
+    )
 
 
 def plan_located(run: Run, located: CacheLocation, resources: Resources | None = None) -> PlanResult:
@@ -425,7 +452,7 @@ def plan_located(run: Run, located: CacheLocation, resources: Resources | None =
         rates=rates,
     )
     plan = planned(demand, tier=config.training.tier)
-    smaller = smaller_dtypes(located, demand, planned)
+    smaller = () if config.precompute.in_place else smaller_dtypes(located, demand, planned)
     return PlanResult(
         plan=plan,
         records=sum(plan.tiers.values()),
@@ -532,7 +559,7 @@ def plan_tasks(run: Run) -> TaskPlans:
     cache_dir = require_folder(run.cache_dir, "training.latent_cache_dir")
     resources = probe(device=run.device, path=cache_dir)
     for part in run.parts():
-        plans[part.task] = plan_located(part, locate(part, part.split), resources)
+        plans[part.task] = _plan_split(part, resources)
         resources = left_by(plans[part.task].plan, resources)
     return TaskPlans(tasks=plans)
 

@@ -453,6 +453,8 @@ def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult
         return None  # precompute repairs it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
         return None
+    if run.config.precompute.in_place:
+        return None  # `index_in_place` looks where the files are now
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
@@ -469,6 +471,11 @@ def _fill(
     run: Run, job: CacheJob, settings: PrecomputeSettings, *, fill: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
+    if run.config.precompute.in_place:
+        from stoker.store.in_place import index_in_place  # few runs serve files in place
+
+        cache = index_in_place(job.source, run.cache_dir, name=job.name)
+        return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=time.monotonic() - began)
     report = fill(job.source, job.encoder, run.cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,

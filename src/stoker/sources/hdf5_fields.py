@@ -359,7 +359,10 @@ class InPlaceSource(Protocol):
         ...
 
 
-_CURE = "Encode it once instead: stoker.precompute(source, None, cache_dir, name=...)"
+_CURE = (
+    "Copy it once instead: stoker.precompute(source, None, cache_dir, name=...), in settings "
+    "precompute.in_place=false"
+)
 
 
 def offset_of(dataset: Any, *, where: str) -> int:

@@ -128,6 +128,21 @@ class BatchSource(Protocol):
 
 
 @runtime_checkable
+class RowSource(Protocol):
+    """A source that can put a sample where it is wanted, which saves a copy."""
+
+    def read_into(self, index: int, rows: Sample) -> Sample | None:
+        """Read sample `index` into `rows`: an array of each field's shape and dtype in the schema.
+
+        Returns:
+            None, or the sample as `read` gives it where it could not be put there; it is checked then.
+        Raises:
+            SourceError: As `read`.
+        """
+        ...
+
+
+@runtime_checkable
 class LocatableSource(Protocol):
     """A source that can tell where a user finds a sample. Most can: an index alone is of little use."""
 

@@ -160,6 +160,26 @@ class PlainItems:
 
     def read(self, item: Any) -> Sample | None:
         """Return the fields of an item like the first, as fresh arrays; None for any other."""
+        views = self._views(item)
+        return None if views is None else {name: np.array(view, order="C") for name, view in views.items()}
+
+    def read_into(self, item: Any, rows: Sample) -> bool:
+        """Copy the fields of an item like the first into `rows`; False for any other."""
+        views = self._views(item)
+        if views is None or views.keys() != rows.keys():
+            return False
+        try:
+            for name, view in views.items():
+                row = rows[name]
+                if row.shape != view.shape:
+                    return False
+                np.copyto(row, view, casting="no")
+        except TypeError:  # another dtype
+            return False
+        return True
+
+    def _views(self, item: Any) -> Sample | None:
+        """Return the fields of an item like the first, in its own memory; None for any other."""
         fields = self._fields
         if fields is None or type(item) is not self._kind:
             return None
@@ -173,25 +193,25 @@ class PlainItems:
             values = (item,)
         if len(values) != len(fields):
             return None
-        sample: Sample = {}
+        views: Sample = {}
         for (name, kind, dtype, shape), value in zip(fields, values, strict=True):
             if type(value) is not kind:
                 return None
             if dtype is None:
-                sample[name] = np.array(value)
-                if kind is int and sample[name].dtype != np.int64:
+                views[name] = np.array(value)
+                if kind is int and views[name].dtype != np.int64:
                     return None
             else:
                 try:
                     if value.dtype != dtype or value.shape != shape:
                         return None
-                    sample[name] = np.array(value.numpy() if kind is not np.ndarray else value, order="C")
+                    views[name] = value if kind is np.ndarray else value.numpy()
                 except (
                     TypeError,
                     RuntimeError,
                 ):  # on a GPU, sparse, nested, with a gradient, a view that negates
                     return None
-        return sample
+        return views
 
 
 def _is_stored_as_it_is(value: Any, array: NDArray[Any], dtype: str) -> bool:

@@ -72,20 +72,20 @@ def digest_samples(arrays: Sample, schema: Schema, members: Sequence[int]) -> ND
     Returns:
         `(len(members), 2)`: the halves of xxh3_128.
     """
-    head = schema_text(schema).encode()
-    found = np.empty((len(members), 2), np.uint64)
-    for i, member in enumerate(members):
-        digest = xxhash.xxh3_128(head)
+    head = xxhash.xxh3_128(schema_text(schema).encode())
+    found: list[bytes] = []
+    for member in members:
+        digest = head.copy()
         for name, field in schema.items():
-            array = arrays[name][member]
+            array = arrays[name][member, ...]
             if field.ragged:
                 digest.update(str(array.shape[0]).encode())
             elif field.time:
                 array = array[: field.shape[0]]
-            data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            data: Any = array if array.flags.c_contiguous else np.ascontiguousarray(array)
             digest.update(data)
-        found[i] = np.frombuffer(digest.digest(), ">u8")
-    return found
+        found.append(digest.digest())
+    return np.frombuffer(b"".join(found), ">u8").reshape(-1, 2).astype(np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, FormatError, SourceError, StalledError
 from stoker.runtime.files import RegularFile
+from stoker.runtime.locks import lock_folder
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Schema, numpy_dtype, schema_to_json
 from stoker.sources.hdf5_fields import InPlaceSource, PartLocations
@@ -52,32 +53,54 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
     Raises:
         SourceError: The files cannot be served from where they are; says why, and what to do instead.
         ConfigError: The source has no files of its own.
-        StalledError: A file could not be read in time, or another process indexes it.
+        StalledError: A file could not be read in time, or another process indexes it and makes no progress.
     """
+    places = _places_of(source)
+    folder = open_folder(Path(cache_dir), name, _recipe(source, places, Digests(Path(cache_dir))))
+    storage = open_storage(folder.path)
+    while True:
+        stored = storage.list()
+        with lock_folder(folder.path, "encode", timeout_s=READ_DEADLINE_S) as got:
+            if got:
+                return _index(folder, source, places)
+        if storage.list() == stored:
+            raise StalledError(
+                f"{folder.path} is being indexed by another process, which has stored nothing for "
+                f"{READ_DEADLINE_S:g} s. Run again when it is done"
+            )
+
+
+def in_place_recipe(source: Source, digests: Digests) -> Recipe:
+    """Return the recipe of what `index_in_place` makes.
+
+    Raises:
+        SourceError, ConfigError: As `index_in_place`.
+    """
+    return _recipe(source, _places_of(source), digests)
+
+
+def _places_of(source: Source) -> Sequence[PartLocations]:
     if not isinstance(source, InPlaceSource):
         raise ConfigError(
             f"{source!r} does not say where its samples lie. Expected an HDF5Source or ArraySource over "
-            "contiguous HDF5 or .npy files; for others use stoker.precompute"
+            "contiguous HDF5 or .npy files; for others use stoker.precompute, in settings "
+            "precompute.in_place=false"
         )
-    cache_dir = Path(cache_dir)
-    places = source.places()
-    recipe = _recipe(source, places, Digests(cache_dir))
-    folder = open_folder(cache_dir, name, recipe)
-    with folder.lock("encode") as got:
-        if not got:
-            raise StalledError(
-                f"{folder.path} is being indexed by another process. Run again when it is done"
-            )
-        _note_places(folder.path, places)
-        if (cache := folder.complete()) is not None:
-            return cache
-        missing = folder.missing()
-        for i, part in enumerate(places):
-            first = recipe.parts[i].offset
-            own = missing[(missing >= first) & (missing < first + part.count)] - first
-            _index_part(folder, i, part, own)
-        _check_values(source, cache := folder.finish())
+    return source.places()
+
+
+def _index(folder: Folder, source: Source, places: Sequence[PartLocations]) -> Cache:
+    """Make what the folder lacks, under its lock."""
+    _note_places(folder.path, places)
+    if (cache := folder.complete()) is not None:
         return cache
+    missing = folder.missing()
+    for i, part in enumerate(places):
+        first = folder.recipe.parts[i].offset
+        own = missing[(missing >= first) & (missing < first + part.count)] - first
+        _index_part(folder, i, part, own)
+    _check_values(source, cache := folder.finish())
+    return cache
 
 
 def _recipe(source: Source, places: Sequence[PartLocations], digests: Digests) -> Recipe:

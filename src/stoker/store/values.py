@@ -411,8 +411,8 @@ _BYTES = ("uint8", "int8", "bool")
 _HALF_DTYPES = ("float16", "bfloat16")
 LANES = 2048
 """Columns that sums run over side by side: adding wide rows is fast, adding rows of a few channels is not."""
-BYTE_LANES, BYTE_ROWS = 512, 128
-"""For bytes: columns, and rows that are added in float32. That is exact: 128 x 255^2 < 2^24."""
+BYTE_LANES, BYTE_ROWS = 2048, 256
+"""For bytes: columns, and rows that are added in float32. That is exact: 256 x 255^2 < 2^24."""
 
 Partial: TypeAlias = "dict[str, Any]"
 """Per channel `count` of finite values, `sum`, `squares`, `min`, `max`; and `nonfinite` values in all."""
