@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -106,11 +106,20 @@ def _check_into(source: Source, first: dict[int, Sample]) -> None:
     if not isinstance(source, RowSource):
         return
     for number, sample in first.items():
-        rows = {name: np.empty_like(array) for name, array in sample.items()}
-        found = source.read_into(number, rows)
-        assert _same(sample, rows if found is None else found), (
-            f"sample {number} differs between read() and read_into()"
-        )
+        around = {name: np.stack([_others(array)] * 3) for name, array in sample.items()}
+        found = source.read_into(number, {name: array[1, ...] for name, array in around.items()})
+        got = {name: array[1, ...] for name, array in around.items()} if found is None else found
+        assert _same(sample, got), f"sample {number} differs between read() and read_into()"
+        for name, array in around.items():
+            assert array[::2].tobytes() == 2 * _others(sample[name]).tobytes(), (
+                f"read_into() of sample {number} writes outside of the row of field {name!r}"
+            )
+
+
+def _others(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of the same shape and dtype in which every byte is another."""
+    data = np.frombuffer(array.tobytes(), np.uint8)
+    return np.frombuffer((data ^ 1).tobytes(), array.dtype).reshape(array.shape)
 
 
 def _check_numbering(source: Source, count: int) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.precompute.worker import ChangeGuard, digested_files
 from stoker.sources.hdf5 import HDF5Source
-from stoker.store import make_recipe, open_cache
+from stoker.sources.protocol import FileRef
+from stoker.store import Digests, make_recipe, open_cache
 from tests.conftest import write_burgers
 from tests.precompute.meddled import Meddled
 
@@ -101,3 +103,37 @@ def test_what_is_wrong_with_a_sample_is_named_by_file_and_number(tmp_path: Path,
         assert (failure.stage, failure.kind) == ("check", "sample")
         assert data.name in failure.error
         assert "field 'data' holds NaN or infinity" in failure.error
+
+
+class Ones:
+    """A source that gives one value, whatever its files hold."""
+
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> dict[str, np.ndarray]:
+        return {"data": np.ones(1, np.float32)}
+
+
+def read_in_turn(guard: ChangeGuard) -> None:
+    for turn in range(60):
+        guard.read(1000 * (turn % 2))
+
+
+@pytest.mark.parametrize("counts", [(20, 3), (16, 16), (100, 3), (100, 100)])
+def test_every_file_of_every_part_is_looked_at_in_its_turn(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """Also while reads of other parts come in between."""
+    parts = [
+        [FileRef(name=f"{part}-{n}", path=tmp_path / f"{part}-{n}") for n in range(count)]
+        for part, count in enumerate(counts)
+    ]
+    for ref in (ref for part in parts for ref in part):
+        ref.path.write_text(ref.name)
+    files = digested_files(parts, Digests().files([ref for part in parts for ref in part]))
+    for part, count in enumerate(counts):
+        for number in (0, count // 2, count - 1):
+            guard = ChangeGuard(Ones(), files, [0, 1000])
+            guard.read(0)
+            path = parts[part][number].path
+            path.write_text("other")
+            with pytest.raises(SourceError, match=f"{path.name} changed"):
+                read_in_turn(guard)
+            path.write_text(path.name)
+            files = digested_files(parts, Digests().files([ref for part in parts for ref in part]))

@@ -548,3 +548,21 @@ def test_an_item_that_was_read_does_not_go_with_the_source() -> None:
     source.read(3)
 
     assert len(cloudpickle.dumps(source)) < before + 1000
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "too much"])
+def test_the_check_of_a_source_notices_rows_that_are_wrong(wrong: str) -> None:
+    class Wrong(TorchSource):
+        def read_into(self, index, rows):
+            if wrong == "nothing":
+                return None
+            for name, values in self.read(index).items():
+                around = rows[name].base
+                around[:] = values
+            return None
+
+    dataset = Items(lambda index: torch.full((2, 3), float(index)))
+    check_source(TorchSource(dataset))
+
+    with pytest.raises(AssertionError, match="read_into"):
+        check_source(Wrong(dataset))

@@ -2,6 +2,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import h5py
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from stoker import HDF5Source, Loader, Windows, index_in_place, open_cache, precompute
-from stoker.errors import ConfigError, CorruptError, SourceError, StalledError
+from stoker.errors import ConfigError, CorruptError, ReadOnlyError, SourceError, StalledError
 from stoker.runtime.locks import lock_folder
 from stoker.sources.arrays import ArraySource
 from stoker.sources.splits import SplitOf
@@ -226,17 +227,47 @@ def test_a_process_waits_for_one_that_indexes_the_same_files(
     folder = index_in_place(source, tmp_path / "c", name="a").path
     for shard in folder.glob("shard-*"):
         shard.unlink()
+    monkeypatch.setattr(in_place, "READ_DEADLINE_S", 0.5)
+    found: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(len(index_in_place(source, tmp_path / "c", name="a")))
+    )
     with lock_folder(folder, "encode") as got:
         assert got
-        monkeypatch.setattr(in_place, "READ_DEADLINE_S", 0.2)
         with pytest.raises(StalledError, match=re.escape(str(folder))):
             index_in_place(source, tmp_path / "c", name="a")
 
-        monkeypatch.setattr(in_place, "READ_DEADLINE_S", 30.0)
-        found: list[int] = []
-        waiting = threading.Thread(
-            target=lambda: found.append(len(index_in_place(source, tmp_path / "c", name="a")))
-        )
         waiting.start()
+        for _ in range(20):  # four times as long as a holder may be idle
+            os.utime(folder)
+            time.sleep(0.1)
+        assert waiting.is_alive()
     waiting.join(60)
     assert found == [COUNT]
+
+
+def test_those_who_wait_are_told_of_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "BATCH_BYTES", 1)
+    touched: list[Path] = []
+    monkeypatch.setattr(os, "utime", touched.append)
+    source = HDF5Source(write(tmp_path / "d" / "a.h5", values()))
+
+    folder = index_in_place(source, tmp_path / "c", name="a").path
+
+    assert touched.count(folder) == COUNT
+
+
+def test_a_complete_index_is_used_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = HDF5Source(write(tmp_path / "d" / "a.h5", values()))
+    index_in_place(source, tmp_path / "c", name="a")
+
+    def refuse(folder: Path, *_: object, **__: object) -> None:
+        raise ReadOnlyError(f"{folder} cannot be written")
+
+    monkeypatch.setattr(in_place, "lock_folder", refuse)
+
+    assert len(index_in_place(source, tmp_path / "c", name="a")) == COUNT
+    with pytest.raises(ReadOnlyError):
+        index_in_place(source, tmp_path / "c", name="b")

@@ -775,24 +775,19 @@ def _beside_in_place(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what would change samples that are to be served from the files they are in."""
     if not config.precompute.in_place:
         return
-    kind, dtype, compression = (
-        config.encoder.kind,
-        config.training.latent_cache_dtype,
-        config.precompute.compression,
-    )
+    kind, dtype, wanted = config.encoder.kind, config.training.latent_cache_dtype, config.precompute
+    dtypes, engine = f"training.latent_cache_dtype={dtype}", f"precompute.engine={wanted.engine}"
     for given, fact, cure in (
         (kind != "identity", f"encoder.kind={kind} encodes them", "encoder.kind=identity"),
         (config.data.normalize, "data.normalize=true changes them", "data.normalize=false"),
+        (dtype is not None, f"{dtypes} changes them", "training.latent_cache_dtype=null"),
         (
-            dtype is not None,
-            f"training.latent_cache_dtype={dtype} changes them",
-            "training.latent_cache_dtype=null",
-        ),
-        (
-            compression != "none",
-            f"precompute.compression={compression} stores them",
+            wanted.compression != "none",
+            f"precompute.compression={wanted.compression} would store them",
             "precompute.compression=none",
         ),
+        (wanted.engine != "local", f"{engine} would encode them elsewhere", "precompute.engine=local"),
+        (wanted.overwrite, "precompute.overwrite=true would store them again", "precompute.overwrite=false"),
     ):
         if given:
             yield (

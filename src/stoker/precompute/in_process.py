@@ -190,9 +190,12 @@ class InProcessReader:
         """A read hung, and was interrupted."""
         self.seconds = 0.0
         """Time spent on reading."""
-        # One buffer for the whole run: a batch is encoded before the next is read.
-        self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
         self._memory = None if encodes or layout.mode != "group" else ReusedMemory()
+        self._arrays: Sample = {}
+        """Of the group in hand; one buffer for the run where a group is encoded before the next is read."""
+        self._owned = layout.mode == "pieces" or self._memory is not None
+        if not self._owned:
+            self._arrays = private_arrays(layout.schema, layout.shapes())
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """See `SampleFeed.poll`; at most one batch."""
@@ -227,8 +230,7 @@ class InProcessReader:
             elif last:
                 self._queue.done()
             return [LoadedBatch.end(work)] if start else []
-        owned = self._arrays is None or self._memory is not None
-        return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=owned)]
+        return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=self._owned)]
 
     def _leave(self, work: ReadTask, error: StalledError) -> list[LoadedBatch]:
         """Leave a group to workers: a read of it hung, and was interrupted."""
@@ -248,10 +250,10 @@ class InProcessReader:
         None: some of the group is read.
         """
         bad: Callable[[int], bool] = self._ledger.is_bad
-        if self._arrays is None:
+        if self._layout.mode == "pieces":
             return *self._read_whole(work, bad), None
         if self._layout.mode == "group":
-            return self._read_rows(self._arrays, work, bad)
+            return self._read_rows(work, bad)
         length = time_length(self._layout.schema)
         stop = min(self._start + self._layout.steps, length)
         try:
@@ -262,13 +264,13 @@ class InProcessReader:
         return self._arrays, [], None if stop == length else stop
 
     def _read_rows(
-        self, arrays: Sample, work: ReadTask, bad: Callable[[int], bool]
+        self, work: ReadTask, bad: Callable[[int], bool]
     ) -> tuple[Sample, list[SampleFault], None] | None:
         """Read samples of a group for some time; None: there are more."""
         if self._rows is None:
             if self._memory is not None:
-                arrays = self._arrays = self._memory.arrays(self._layout.schema, self._layout.shapes())
-            self._rows = fill_rows(self._samples, arrays, work.numbers, bad)
+                self._arrays = self._memory.arrays(self._layout.schema, self._layout.shapes())
+            self._rows = fill_rows(self._samples, self._arrays, work.numbers, bad)
         until = time.monotonic() + _TURN_S
         for fault in self._rows:
             self._rows_read += 1
@@ -277,7 +279,7 @@ class InProcessReader:
             if time.monotonic() > until:
                 return None
         faults, self._faults, self._rows, self._rows_read = self._faults, [], None, 0
-        return arrays, faults, None
+        return self._arrays, faults, None
 
     def _read_whole(self, work: ReadTask, bad: Callable[[int], bool]) -> tuple[Sample, list[SampleFault]]:
         """Return a group of unknown or very large size, in memory of its own."""

@@ -50,8 +50,10 @@ T = TypeVar("T")
 # Looking costs a stat for each file. This module does not import torch unless a file changed.
 
 
-LOOKED_AT = 8
-"""Files looked at after a read, whatever the source says; a part of more has its turn of others each time."""
+FEW = 8
+"""Up to so many files of a part are all looked at after a read, whatever the source says."""
+LOOKED_AT = 64
+"""Up to so many are where the source names none; of a larger part each read looks at the next `FEW`."""
 
 
 class SampleSource(Protocol):
@@ -92,7 +94,7 @@ class ChangeGuard:
         self._source = source
         self._files = [list(own) for own in files]
         self._offsets = list(offsets)
-        self._turn = 0
+        self._turns = [0] * len(self._files)
         # Beyond the protocol: without it each read would look at many files, and seldom at its own.
         self._names_of: Callable[[int], Sequence[str]] | None = getattr(source, "sample_files", None)
         self._rows = source if isinstance(source, RowSource) else None
@@ -134,7 +136,7 @@ class ChangeGuard:
     def _look(self, number: int) -> None:
         part = bisect_right(self._offsets, number) - 1
         files = self._files[part]
-        if self._names_of is not None and len(files) > LOOKED_AT:
+        if self._names_of is not None and len(files) > FEW:
             if part not in self._places:
                 self._places[part] = {file.name: n for n, file in enumerate(files)}
             known = self._places[part]
@@ -142,10 +144,12 @@ class ChangeGuard:
                 if name in known:  # what is missing has no digest, and its sample fails on its own
                     self._compare(files, known[name], number)
             return
-        first = self._turn if len(files) > LOOKED_AT else 0
-        for place in range(first, first + min(len(files), LOOKED_AT)):
+        first, count = 0, len(files)
+        if count > LOOKED_AT:
+            first, count = self._turns[part], FEW
+            self._turns[part] = (first + FEW) % len(files)
+        for place in range(first, first + count):
             self._compare(files, place % len(files), number)
-        self._turn = first + LOOKED_AT
 
     @staticmethod
     def _compare(files: list[DigestedFile], place: int, number: int) -> None:

@@ -248,7 +248,7 @@ IMPORTED = "import-pt/"
 
 def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | None:
     """Return the newest complete matching cache of each split; None unless the data is gone and all exist."""
-    if not data_is_gone(run):
+    if not data_is_gone(run) or run.config.precompute.in_place:
         return None
     found: dict[str, Cache] = {}
     for split in splits:
@@ -332,7 +332,7 @@ def matches(run: Run, recipe: Recipe, split: str) -> bool:
         and _same_layout(config, source)
         and _same_files(config, recipe, run.task)
         and _same_limit(config, recipe)
-        and _same_place(config, recipe)
+        and not recipe.entries.get("in_place")  # its bytes are gone with the data
         and _same_encoder(config, recipe, kept_fields(run))
         and config.precompute.encode_batch in ("auto", None, recipe.encode_batch.samples)
         and _same_dtypes(config, recipe)
@@ -443,10 +443,6 @@ def _same_split(config: Config, rule: Mapping[str, Any], split: str) -> bool:
     # Fractions may have been cut from the train files alone; then they are the same ones, scaled.
     total = sum(wanted[name] for name in shares) / sum(shares.values())
     return all(math.isclose(share * total, wanted[name], rel_tol=1e-9) for name, share in shares.items())
-
-
-def _same_place(config: Config, recipe: Recipe) -> bool:
-    return bool(recipe.entries.get("in_place")) == config.precompute.in_place
 
 
 def _same_limit(config: Config, recipe: Recipe) -> bool:

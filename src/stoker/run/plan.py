@@ -379,7 +379,7 @@ class PlanResult(JsonResult):
     smaller: tuple[SmallerDtype, ...] = ()
     """Storage dtypes that would take fewer bytes, what they would buy and cost."""
     advice: str = ""
-    """What would take fewer bytes, in words: the files themselves, the best of those; empty without one."""
+    """How records would take fewer bytes, in words: served in place, or in the best dtype of `smaller`."""
     gpus: tuple[GpuRow, ...] = ()
     """Records that the memory of GPUs would hold, half of it left to the model."""
     on_gpus: str = ""
@@ -422,9 +422,11 @@ def in_place_offer(run: Run, job: CacheJob, result: PlanResult) -> str:
     if not plain or config.precompute.in_place or not isinstance(job.source, InPlaceSource):
         return ""
     try:
-        job.source.places()
+        places, schema = job.source.places(), job.source.schema()
     except StokerError:  # chunks, compression, another order of bytes
         return ""
+    if any(one.field.dtype != schema[name].dtype for part in places for name, one in part.fields.items()):
+        return ""  # float64, of which a copy takes half
     return (
         "nothing needs encoding, and the files hold the samples as they are stored. precompute.in_place=true "
         f"would serve them from there: {format_bytes(result.plan.bytes)} would not be copied, only read once "

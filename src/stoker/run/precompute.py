@@ -411,7 +411,7 @@ def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) ->
         for job, schema in zip(jobs, schemas, strict=True):
             settings = settings_of(run, job)
             ready = _ready(run, job, settings) if training else None
-            if while_training and ready is None:
+            if while_training and ready is None and not run.config.precompute.in_place:
                 check_beside(run, schema)
             results.append(ready or _fill(run, job, settings, fill=fill))
     return results
@@ -444,8 +444,8 @@ def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
 def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult | None:
     """Return the cache as it is if every sample is stored or set aside, else None."""
     began = time.monotonic()
-    if settings.overwrite or settings.retry_quarantined:
-        return None
+    if settings.overwrite or settings.retry_quarantined or run.config.precompute.in_place:
+        return None  # in place: whether its files are where they were is looked at
     recipe = job_recipe(run, job)
     try:
         cache = open_cache(run.cache_dir / job.name / recipe.fingerprint)
@@ -453,8 +453,6 @@ def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult
         return None  # precompute repairs it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
         return None
-    if run.config.precompute.in_place:
-        return None  # `index_in_place` looks where the files are now
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
@@ -472,9 +470,7 @@ def _fill(
 ) -> CacheResult:
     began = time.monotonic()
     if run.config.precompute.in_place:
-        from stoker.store.in_place import index_in_place  # few runs serve files in place
-
-        cache = index_in_place(job.source, run.cache_dir, name=job.name)
+        cache = _serve_in_place(run, job)
         return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=time.monotonic() - began)
     report = fill(job.source, job.encoder, run.cache_dir, name=job.name, settings=settings)
     return CacheResult(
@@ -486,6 +482,27 @@ def _fill(
         seconds=time.monotonic() - began,
         encode_seconds=report.encode_seconds,
     )
+
+
+def _serve_in_place(run: Run, job: CacheJob) -> Cache:
+    """Return a cache that serves samples from the files they are in.
+
+    Raises:
+        SourceError: As `index_in_place`; values are not finite, and `precompute.nan` refuses them.
+    """
+    from stoker.store.in_place import index_in_place  # few runs serve files in place
+
+    cache = index_in_place(job.source, run.cache_dir, name=job.name, identity=run.config.identity)
+    if run.config.precompute.nan == "reject":
+        found = {name: field["nonfinite"] for name, field in cache.statistics.items() if field["nonfinite"]}
+        if found:
+            said = ", ".join(f"{name}: {format_count(count)}" for name, count in found.items())
+            raise SourceError(
+                f"{job.name} holds NaN or infinity ({said}), and samples that are served from their files "
+                "cannot be left out. Give precompute.in_place=false, which leaves them out of a copy, or "
+                "precompute.nan=allow"
+            )
+    return cache
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -571,6 +588,9 @@ def repair_cache(path: str | Path, run: Run | None = None) -> RepairResult:
         imported = is_imported(load_recipe(folder))
         return RepairResult(report=report, encoded=None, missing=tuple(report.missing), imported=imported)
     settings, job = replace(settings_of(*made), overwrite=False), made[1]
+    if made[0].config.precompute.in_place:
+        _serve_in_place(*made)
+        return RepairResult(report=report, encoded=0)
     again = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return RepairResult(report=report, encoded=again.encoded)
 

@@ -347,7 +347,8 @@ class SplitOf(SourceSelection):
         """
         if not isinstance(self._source, InPlaceSource):
             raise SourceError(
-                f"{self._source!r} does not know where its samples are stored. Use stoker.precompute"
+                f"{self._source!r} does not know where its samples are stored. Use stoker.precompute, "
+                "in settings precompute.in_place=false"
             )
         return [part.take(rows) for part, rows in self._rows_of_parts(self._source.places()) if len(rows)]
 

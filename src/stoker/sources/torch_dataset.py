@@ -680,8 +680,8 @@ class TorchSource:
                 _log.warning("%s: random='freeze': one random draw is stored of %s", self._name, fields)
             digests = {index: digests_of(item, without=tuple(changing)) for index, item in items.items()}
             self._probed = ProbeResult(schema=schema, digests=digests, changing=tuple(sorted(changing)))
-            sizes = [field.size_bytes(1 if field.ragged else None) for field in schema.values()]
-            self._holds = sum(sizes) <= _HELD_BYTES
+            known = not self._text.names and not any(field.ragged for field in schema.values())
+            self._holds = known and sum(field.size_bytes() for field in schema.values()) <= _HELD_BYTES
         return self._probed
 
     def _probes(self, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:

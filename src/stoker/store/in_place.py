@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, FormatError, SourceError, StalledError
+from stoker.errors import ConfigError, FormatError, ReadOnlyError, SourceError, StalledError
 from stoker.runtime.files import RegularFile
 from stoker.runtime.locks import lock_folder
 from stoker.runtime.threads import ItemClock, call_within
@@ -38,7 +39,9 @@ READ_DEADLINE_S = 120.0
 """Seconds that one batch may take to be read from the user's files."""
 
 
-def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache:
+def index_in_place(
+    source: Source, cache_dir: str | Path, *, name: str, identity: Literal["auto", "full"] = "auto"
+) -> Cache:
     """Return a cache that serves the samples of `source` from the files they are in.
 
     Reads every byte once, for the sums that reading is checked with from then on; what is written is about a
@@ -49,6 +52,7 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
         source: An `HDF5Source` or `ArraySource` over contiguous, uncompressed HDF5 or `.npy` files, or a
             `SplitOf` one.
         cache_dir, name: The index is made in `<cache_dir>/<name>/<fingerprint>`.
+        identity: How large files are digested for the fingerprint; see `stoker.precompute`.
 
     Raises:
         SourceError: The files cannot be served from where they are; says why, and what to do instead.
@@ -56,16 +60,20 @@ def index_in_place(source: Source, cache_dir: str | Path, *, name: str) -> Cache
         StalledError: A file could not be read in time, or another process indexes it and makes no progress.
     """
     places = _places_of(source)
-    folder = open_folder(Path(cache_dir), name, _recipe(source, places, Digests(Path(cache_dir))))
-    storage = open_storage(folder.path)
+    folder = open_folder(Path(cache_dir), name, _recipe(source, places, Digests(Path(cache_dir), identity)))
     while True:
-        stored = storage.list()
-        with lock_folder(folder.path, "encode", timeout_s=READ_DEADLINE_S) as got:
-            if got:
-                return _index(folder, source, places)
-        if storage.list() == stored:
+        progress = folder.path.stat().st_mtime_ns
+        try:
+            with lock_folder(folder.path, "encode", timeout_s=READ_DEADLINE_S) as got:
+                if got:
+                    return _index(folder, source, places)
+        except ReadOnlyError:  # another user's folder
+            if (cache := folder.complete()) is not None:
+                return cache
+            raise
+        if folder.path.stat().st_mtime_ns == progress:
             raise StalledError(
-                f"{folder.path} is being indexed by another process, which has stored nothing for "
+                f"{folder.path} is being indexed by another process, which has made no progress for "
                 f"{READ_DEADLINE_S:g} s. Run again when it is done"
             )
 
@@ -179,7 +187,9 @@ def _index_part(folder: Folder, index: int, part: PartLocations, rows: NDArray[n
             storage.put(f"{places_name(spec.name)}", dump_places([*users.values()], columns))
             shard = OpenShard(storage, spec, capacity=len(own), absent=frozenset(part.fields))
             try:
-                _fill(shard, recipe.schema, part, own, files)
+                for _ in _fill(shard, recipe.schema, part, own, files):
+                    with suppress(OSError):
+                        os.utime(folder.path)  # tells those who wait that there is progress
                 _check_unchanged(users)
                 shard.commit()
             finally:
@@ -231,8 +241,8 @@ def _fill(
     part: PartLocations,
     rows: NDArray[np.int64],
     files: Mapping[Path, RegularFile],
-) -> None:
-    """Add the sums of samples to a shard, a batch at a time, each in its time."""
+) -> Iterator[None]:
+    """Add the sums of samples to a shard, a batch at a time, each in its time; yields after each."""
     batches = [rows[own] for own in _cut(_record_bytes(part)[rows], BATCH_BYTES, format.MAX_ROWS)]
     for batch in batches:
 
@@ -245,6 +255,7 @@ def _fill(
         hint = "Is the storage reachable? Run again"
         stored = call_within(READ_DEADLINE_S, read, where, hint=hint, clock=clock)
         shard.add(batch, stored, 0, len(batch))
+        yield
 
 
 def _read(

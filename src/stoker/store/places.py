@@ -26,7 +26,10 @@ from stoker.store.format import OpenFile, read_header
 from stoker.units import MIB
 
 MAX_PLACES_BYTES = 256 * MIB
-CURE = "Run stoker.index_in_place again over the files as they are now: it keeps what did not change"
+CURE = (
+    "Run stoker.index_in_place, or the command with precompute.in_place=true, again over the files as "
+    "they are now: it keeps what did not change"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
