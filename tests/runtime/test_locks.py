@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -280,3 +281,16 @@ def test_ranges_of_a_file_are_locked_one_by_one(tmp_path: Path) -> None:
             assert freed
     with lock_range(tmp_path / "removed", 0, 1, timeout_s=0) as got:
         assert got
+
+
+def test_a_holder_that_has_not_signed_yet_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    signing = threading.Timer(0.05, lambda: path.write_text("process 17 on box"))
+    signing.start()
+
+    assert FileLock(path).holder() == "process 17 on box"
+
+    signing.join()
+    (tmp_path / "none").touch()
+    assert FileLock(tmp_path / "none").holder() == "another process"

@@ -114,6 +114,10 @@ def _close_after_fork() -> None:
     os.register_at_fork(after_in_child=close_all)
 
 
+_SIGN_S = 0.2
+"""Seconds that a holder is given to sign; writing a few bytes takes far less."""
+
+
 def _poll(attempt: Callable[[], bool], timeout_s: float) -> bool:
     """Try until it succeeds or `timeout_s` have passed; returns whether it succeeded."""
     deadline, pause = time.monotonic() + timeout_s, FIRST_POLL_S
@@ -227,6 +231,7 @@ class FileLock:
 
     def holder(self) -> str:
         """Return who holds the lock, as `process 17 on host`; `another process` where that is not known."""
+        _poll(lambda: bool(self.note()) or not self.path.exists(), _SIGN_S)  # it signs after it has locked
         note = self.note()
         if re.fullmatch(r"\d+", note):  # as `stoker fetch` once signed
             return f"process {note}"
