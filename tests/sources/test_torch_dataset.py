@@ -393,7 +393,9 @@ def test_a_dataset_without_torch_does_not_import_it(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
 
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_an_item_that_never_comes_is_named_while_probing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,20 @@ def flattened(item: Any) -> dict[str, np.ndarray[Any, Any]] | None:
         return None
 
 
-@given(items, items)
-def test_the_short_way_reads_what_the_long_way_does_or_leaves_it(first: Any, second: Any) -> None:
+def plain_and_wanted(
+    first: Any, second: Any
+) -> Iterator[tuple[PlainItems, Any, dict[str, np.ndarray[Any, Any]] | None]]:
+    """Yield the short way for items like the first, each item, and what the long way reads of it."""
     if (known := flattened(first)) is None:
         return
     plain = PlainItems(first, flatten_item(first, where="item 0"))
-    for item, wanted in ((first, known), (second, flattened(second))):
+    yield plain, first, known
+    yield plain, second, flattened(second)
+
+
+@given(items, items)
+def test_the_short_way_reads_what_the_long_way_does_or_leaves_it(first: Any, second: Any) -> None:
+    for plain, item, wanted in plain_and_wanted(first, second):
         read = plain.read(item)
         if read is None:
             continue
@@ -70,10 +79,8 @@ def test_the_short_way_reads_what_the_long_way_does_or_leaves_it(first: Any, sec
 
 @given(items, items)
 def test_what_is_read_into_rows_is_what_is_read_or_is_left(first: Any, second: Any) -> None:
-    if (known := flattened(first)) is None:
-        return
-    plain = PlainItems(first, flatten_item(first, where="item 0"))
-    for item, wanted in ((first, known), (second, flattened(second))):
+    known = flattened(first) or {}
+    for plain, item, wanted in plain_and_wanted(first, second):
         rows = {name: np.full((3, *values.shape), 7, values.dtype) for name, values in known.items()}
         if not plain.read_into(item, {name: values[1, ...] for name, values in rows.items()}):
             continue

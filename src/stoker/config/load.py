@@ -771,7 +771,7 @@ def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer)
         raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
 
 
-def _beside_in_place(config: Config) -> Iterator[tuple[str, str]]:
+def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what would change samples that are to be served from the files they are in."""
     if not config.precompute.in_place:
         return
@@ -811,7 +811,7 @@ def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer)
     given = {**file.values, **command.values} if engine == "ray" else command.values
     for name, cure in beside_engine(engine, given):
         yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
-    yield from _beside_in_place(config)
+    yield from _conflicts_with_in_place(config)
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
         if url and "://" in url and _has_password(url):
             yield (

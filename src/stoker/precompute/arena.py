@@ -250,15 +250,15 @@ _SIZES_KEPT = 8
 
 
 class ReusedMemory:
-    """Memory for batches. It is used again once no record lies in it: fresh pages cost more than a copy."""
+    """Memory for batches, used again once no record is in it: fresh pages cost more than a copy."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return so many bytes, of any content, which are free again when the last user of the array is gone.
+        """Return an array of `size` bytes with any content. Its memory is used again once the array is gone.
 
-        A numpy view of it is no user; a memoryview, and a tensor by `torch.from_numpy`, are.
+        A memoryview or `torch.from_numpy` keeps the array. A numpy view does not: its base is the memory.
         """
         if size not in self._free and len(self._free) >= _SIZES_KEPT:
             self._free.clear()
