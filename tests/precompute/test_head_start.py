@@ -101,6 +101,20 @@ def test_workers_take_over_and_no_record_differs(
     )
 
 
+@pytest.mark.parametrize("preloaded", [False, True])
+def test_children_that_can_be_forked_at_once_take_over_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded: bool
+) -> None:
+    """Reading takes 1.2 s: less than the imports of a child, far longer than a fork."""
+    monkeypatch.setattr(run, "is_preloaded", lambda _modules: preloaded)
+    started = note_children(monkeypatch)
+
+    cache = stoker.precompute(FakeSource((300,), delay_s=0.004, run=13), None, tmp_path, name="a")
+
+    assert len(cache) == 300
+    assert bool(started) == preloaded
+
+
 @pytest.mark.parametrize(("sleep_s", "children"), [(0.0, 0), (0.04, 1)])
 def test_a_quick_encoder_stays_here_when_workers_take_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_s: float, children: int

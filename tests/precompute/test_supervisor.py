@@ -184,7 +184,7 @@ def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
 def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_process(
     tmp_path, monkeypatch, spawned
 ):
-    plan, handed = iter([1, 1, -1, -1, 1, -1] * 10), []
+    plan, handed = iter([1, -1, -1, 1, -1, 1] * 10), []  # of two at first
     monkeypatch.setattr(loop_module, "_WINDOW_S", 0.05)
     change = loop_module.WorkerPacing.change
 

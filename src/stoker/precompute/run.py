@@ -49,7 +49,7 @@ from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOut
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, load_guard
 from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.mounts import are_local
-from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload, start_method
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
@@ -90,6 +90,8 @@ _RELIABLE_AFTER_S = 0.5
 """Seconds after which the estimate is used as it is. Before that the rest must be longer."""
 _TORCH_FACTOR = 2.0
 """Factor on the start time of children that import torch: the import also keeps a core busy."""
+_FORKED_FACTOR = 0.25
+"""The same of children that can be forked at once, because their imports are done by now."""
 _TELLING_BATCHES = 2
 """Batches that were encoded before an encoder can be called quick."""
 _GROUPS_A_WORKER = 8
@@ -217,7 +219,7 @@ class StageBuilder:
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
-            feed.start(self._first_workers if self._encoder is not None else self._at_once(cores))
+            feed.start(self._first_workers if self._children else self._at_once(cores))
         except BaseException:
             feed.close()
             raise
@@ -581,7 +583,11 @@ class HeadStart:
             builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches
         ):
             builder.keep_encoder()
-        margin = max(1.0, _RELIABLE_AFTER_S / elapsed_s) * (_TORCH_FACTOR if builder.needs_torch else 1.0)
+        margin = max(1.0, _RELIABLE_AFTER_S / elapsed_s)
+        if builder.needs_torch:
+            margin *= _TORCH_FACTOR
+        elif start_method() == "fork" and is_preloaded(LIGHT):  # a large file was digested, or children ran
+            margin *= _FORKED_FACTOR
         # Writing stays in this process: a set in memory, whose samples are only copied, gains nothing.
         seconds = self.reader.seconds + builder.seconds_for_children
         return queue.is_worth_a_start(seconds, part_read=part_read, times=margin) and builder.is_ready()
