@@ -69,6 +69,25 @@ def test_two_ranks_train_as_one_process_with_twice_the_batch(project: Path) -> N
 
 
 @pytest.mark.slow
+def test_two_ranks_train_while_caches_are_filled_as_one_process_does(project: Path) -> None:
+    with torchrun(2, "-m", "stoker", "train", "c.yaml", "--no-wait", "--json", cwd=project) as launcher:
+        out, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0, err
+    report, both = json.loads(out), weights(project)
+
+    words = ("--no-wait", "training.batch_size=32", "training.latent_cache_dir=another", "--json")
+    one = alone("train", "c.yaml", *words, cwd=project)
+
+    single = json.loads(one.stdout)
+    assert not single["cache_reused"]
+    assert sum(cache["encoded"] for cache in single["caches"]) == 16
+    for key in ("epoch_steps", "val_nrmse", "persistence_nrmse", "rollout_nrmse"):
+        assert report[key] == pytest.approx(single[key], rel=1e-3), key
+    for name, value in weights(project).items():
+        torch.testing.assert_close(both[name], value, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_alone_over_the_same_global_batches(project: Path) -> None:
     """SIGTERM to one rank ends all at one step; the same command, without torchrun, takes it from there."""
     words = ("train", "c.yaml", "training.epochs=12")

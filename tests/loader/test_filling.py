@@ -34,11 +34,17 @@ class Steps:
     """A filling that stores some blocks each time somebody waits, in its order or in a shuffled one."""
 
     def __init__(
-        self, folder: Path, fields: dict[str, Any], *, bad: Sequence[int] = (), chance: int | None = None
+        self,
+        folder: Path,
+        fields: dict[str, Any],
+        *,
+        bad: Sequence[int] = (),
+        chance: int | None = None,
     ) -> None:
         source = Arrays(fields, ["latent", "time"])
         recipe = make_recipe(source, None)
         self.fields, self.bad, self.error, self.served = fields, set(bad), None, False
+        self.agreed = True
         self.folder = open_folder(folder, "c", recipe)
         self.blocks = [range(a, b) for a, b in fill_blocks(recipe).tolist()]
         if chance is not None:
@@ -304,7 +310,7 @@ def test_an_epoch_given_up_begins_anew(tmp_path: Path, fields: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "wish",
-    [{"world_size": 2}, {"order": "static(2)"}, {"order": "bucket"}, {"static": True, "tier": "device"}],
+    [{"order": "static(2)"}, {"order": "bucket"}, {"static": True, "tier": "device"}],
     ids=lambda wish: next(iter(wish)),
 )
 def test_what_needs_a_complete_cache_says_so(

@@ -20,6 +20,7 @@ from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.joins import join_table
 from tests.loader.caches import trajectories, write_cache
+from tests.loader.test_filling import Steps
 
 COLUMNS: dict[str, Any] = {"label": {"text": ["cat", "dog"]}, "weight": "float32"}
 
@@ -123,6 +124,15 @@ def test_keys_with_several_rows_are_refused_or_treated_as_missing(cache: Cache, 
     assert masked.joined is not None
     assert masked.joined.report.repeated == 1
     assert not masked[4]["label_known"]
+
+
+def test_a_cache_that_lacks_records_is_not_joined(tmp_path: Path) -> None:
+    """Those that come later would have zeros, in silence."""
+    steps = Steps(tmp_path, trajectories(12))
+    steps.fill(range(6), 0)
+
+    with pytest.raises(ConfigError, match=r"holds 6 of 12 records.*to its end first, without wait=False"):
+        join_table(steps.cache(), table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS)
 
 
 def test_a_malformed_row_is_named(cache: Cache, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A first epoch while the cache is filled, as a program: `first_epoch.py FOLDER SAMPLES DELAY`.
+"""A first epoch while the cache is filled, as a program: `first_epoch.py FOLDER SAMPLES DELAY [RANK WORLD]`.
 
 Prints `incomplete` or `complete` (what the call found), then a digest of each batch, as they come.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import stoker
 from stoker.loader.loader import Loader, is_filling
@@ -16,11 +19,10 @@ from tests.precompute.fake_sources import FakeSource
 from tests.precompute.run_once import seal_early
 
 
-def loader_of(folder: str | Path, samples: int, delay_s: float) -> Loader:
+def loader_of(folder: str | Path, samples: int, delay_s: float, **settings: Any) -> Loader:
     source = FakeSource((samples,), delay_s=delay_s, run=3)
-    return stoker.cached(
-        source, FakeEncoder(by_shape=True), cache_dir=folder, name="c", batch_size=5, wait=False
-    )
+    settings = {"batch_size": 5, "wait": False, **settings}
+    return stoker.cached(source, FakeEncoder(by_shape=True), cache_dir=folder, name="c", **settings)
 
 
 def say(word: str) -> None:
@@ -41,9 +43,14 @@ def digests(loader: Loader) -> list[str]:
     return found
 
 
-def main(folder: str, samples: str, delay_s: str) -> int:
+def main(folder: str, samples: str, delay_s: str, rank: str = "0", world: str = "1") -> int:
     seal_early()  # so that a kill finds something
-    loader = loader_of(folder, int(samples), float(delay_s))
+    if world != "1":
+        meeting = Path(folder).with_suffix(".meeting")
+        torch.distributed.init_process_group(
+            "gloo", f"file://{meeting}", rank=int(rank), world_size=int(world)
+        )
+    loader = loader_of(folder, int(samples), float(delay_s), rank=int(rank), world_size=int(world))
     say("incomplete" if is_filling(loader) else "complete")
     digests(loader)
     say("end")

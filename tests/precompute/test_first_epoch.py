@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = 120
 
 
-def start(folder: Path, delay_s: float, said: Path) -> Any:
-    command = [sys.executable, "-m", "tests.precompute.first_epoch", str(folder), str(SAMPLES), str(delay_s)]
+def start(folder: Path, delay_s: float, said: Path, *ranks: int) -> Any:
+    words = (folder, SAMPLES, delay_s, *ranks)
+    command = [sys.executable, "-m", "tests.precompute.first_epoch", *map(str, words)]
     with said.open("w") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True)
 
@@ -67,6 +68,33 @@ def test_a_first_epoch_killed_at_any_time_continues_with_the_same_batches(
     found, *batches = said.read_text().split()
     assert batches == [*(complete if found == "complete" else filled), "end"], err
     assert any(0 < count < SAMPLES // 5 for count in killed), f"no kill fell into an epoch: {killed}"
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_first_epoch_have_the_batches_of_one_rank(tmp_path: Path) -> None:
+    """While another process fills, and where one of them has to wait for it. Then all is stored."""
+    filled, complete = (
+        [
+            batch.split(":")[1].split("-")
+            for batch in digests(loader_of(tmp_path / "alone", SAMPLES, 0.0, **one))
+        ]
+        for one in (
+            {"batch_size": 10, "drop_last": True},
+            {"batch_size": 10, "drop_last": True, "wait": True},
+        )
+    )
+    for run_number, expected in enumerate((filled, complete)):
+        (tmp_path / "ranks.meeting").unlink(missing_ok=True)
+        said = [tmp_path / f"said-{rank}" for rank in range(2)]
+        ranks = [start(tmp_path / "ranks", 0.06, said[rank], rank, 2) for rank in range(2)]
+        for rank in ranks:
+            _, err = rank.communicate(timeout=120)
+            assert rank.returncode == 0, err
+        words = [text.read_text().split() for text in said]
+        assert [own[0] for own in words] == [("incomplete", "complete")[run_number]] * 2
+        assert [own[-1] for own in words] == ["end", "end"]
+        by_rank = [[batch.split(":")[1].split("-") for batch in own[1:-1]] for own in words]
+        assert [a + b for a, b in zip(*by_rank, strict=True)] == expected
 
 
 class Drawn(FakeSource):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
+from stoker.distributed.ranks import SINGLE_PROCESS
 from stoker.errors import ConfigError
 from stoker.run.context import Run
 from stoker.run.loaders import check_beside
@@ -55,15 +55,10 @@ def test_what_cannot_be_served_beside_the_filling_is_refused_before_it_begins(
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
-def test_ranks_and_lengths_that_vary_are_refused_as_well(configure: Configure) -> None:
-    class Two(Ranks):
-        world_size = 2
-
+def test_lengths_that_vary_are_refused_as_well(configure: Configure) -> None:
     fixed = {"latent": Field(shape=(9, 4, 6), dtype="float32", time=True)}
     varying = {"latent": Field(shape=(-1, 4, 6), dtype="float32", time=True, ragged=True)}
 
     check_beside(Run(configure("training.weights_file=weights.npy"), ranks=SINGLE_PROCESS), fixed)
-    with pytest.raises(ConfigError, match="training with 2 ranks needs a complete cache"):
-        check_beside(Run(configure(), ranks=Two()), fixed)
     with pytest.raises(ConfigError, match="trajectories of varying length needs a complete cache"):
         check_beside(Run(configure(), ranks=SINGLE_PROCESS), varying)

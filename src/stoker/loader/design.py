@@ -305,8 +305,9 @@ def check_filling(cache: Cache, options: Options) -> None:
     )
     wants = {
         f"world_size={options.world_size}": (
-            options.world_size > 1,
-            "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
+            options.world_size > 1 and cache.filling is not None and not cache.filling.agreed,
+            "ranks have to agree on the order of the first epoch, and torch.distributed was not initialized "
+            "when precompute was called",
         ),
         "windows over points": (
             cuts_points(cache.schema, options.windows),
@@ -321,6 +322,10 @@ def check_filling(cache: Cache, options: Options) -> None:
         "weights= over windows of trajectories of varying length": (
             varying and options.weights is not None,
             "how many windows a weight is for is known once all are stored",
+        ),
+        "order='sequential' of several ranks over trajectories of varying length": (
+            varying and options.order == "sequential" and options.world_size > 1,
+            "where the piece of a rank begins is known once all are stored",
         ),
     }
     for what, (wanted, why) in wants.items():

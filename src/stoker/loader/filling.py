@@ -6,13 +6,16 @@ So the examples and their order depend on the seed, the epoch and the samples al
 ready. Samples that prove to be quarantined are passed over, and batches are filled up with those
 that follow; a position counts all examples, also those passed over. From the next epoch on the cache is
 complete, and the order is the one that was asked for.
+
+Each of several ranks takes its part of the same order. None passes over a sample: another rank may have it,
+since it looked later or has another copy of the cache, and would serve other batches from there on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.batch import Examples, Windows, number_examples, time_field
 from stoker.loader.chunks import Chunk, Locator, Span
-from stoker.loader.order import Draws, Order, OrderKind, apportion, make_draws
+from stoker.loader.order import Draws, Order, OrderKind, RankShare, apportion, make_draws
 from stoker.loader.records import RecordTable, as_indices, find_records, trajectory_lengths
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.cache import BLOCKS, fill_blocks
@@ -194,10 +197,24 @@ class FillChunks:
         cache: Cache,
         options: Options,
         order: FillOrder,
+        share: RankShare,
         changed: Callable[[Cache, int], None],
     ) -> None:
-        """`changed` is told of each new handle of the cache, and how many positions get no example."""
-        self.order, self._options, self._changed = order, options, changed
+        """Serve the part `share` of the order.
+
+        `changed` is told of each new handle of the cache, and how many positions get no example.
+        """
+        self.order, self._options, self._share, self._changed = order, options, share, changed
+        self._own = range(order.windows[-1].stop if order.windows else 0)
+        """Positions of this rank, where they are one piece; else of all ranks."""
+        self._scale, self._stream = 1, share
+        """Positions that one example of them counts for; who has which of their examples."""
+        if share.contiguous:
+            stop = (
+                share.own.start + share.positions // share.world_size if share.drop_last else share.own.stop
+            )
+            self._own, self._scale = range(share.own.start, stop), share.world_size
+            self._stream = replace(share, rank=0, world_size=1, contiguous=False)
         self._counted: dict[int, int] = {}
         """Examples of each window so far, by where it begins; only where lengths vary."""
         self.locator = Locator(
@@ -222,7 +239,9 @@ class FillChunks:
         Raises:
             StokerError: As `of`.
         """
-        left, at = batch * self._options.batch_size, 0
+        if self._share.contiguous:
+            return min(batch * self._share.step, self._share.positions)
+        left, at = batch * self._share.step, 0
         for window in self.order.windows if left else ():
             positions = self._stored(window, epoch)[1]
             if left < len(positions):
@@ -237,20 +256,22 @@ class FillChunks:
             StalledError: A window was not settled in time.
             StokerError: Filling failed.
         """
-        size = self._options.batch_size
-        more = size if self._options.drop_last else 1
-        examples = positions = np.empty(0, np.int64)
+        size, begin = self._stream.step, self._own.start + position // self._scale
+        # Of a last step that is short, a rank may have no example.
+        more = size if self._stream.drop_last or self._stream.world_size > 1 else 1
+        examples = after = np.empty(0, np.int64)
         for window in self.order.windows:
-            if window.stop <= position:
+            if window.stop <= begin or window.begin >= self._own.stop:
                 continue
-            own, at = self._stored(window, epoch)
-            rest = at >= position
-            examples, positions = np.append(examples, own[rest]), np.append(positions, at[rest])
+            found, at = self._stored(window, epoch)
+            rest = (at >= begin) & (at < self._own.stop)
+            examples = np.append(examples, found[rest])
+            after = np.append(after, (at[rest] + 1 - self._own.start) * self._scale)
             # What follows may all be quarantined: a batch is not the last one if `more` examples are here.
             whole = max(0, (len(examples) - more) // size * size)
-            yield from self._chunks(epoch, examples[:whole], positions[:whole], last=False)
-            examples, positions = examples[whole:], positions[whole:]
-        yield from self._chunks(epoch, examples, positions, last=True)
+            yield from self._chunks(epoch, examples[:whole], after[:whole], last=False)
+            examples, after = examples[whole:], after[whole:]
+        yield from self._chunks(epoch, examples, after, last=True)
         self._await_verdict()
         self._check_counted()
 
@@ -262,27 +283,38 @@ class FillChunks:
             filling.forget()
 
     def _chunks(
-        self, epoch: int, examples: NDArray[np.int64], positions: NDArray[np.int64], *, last: bool
+        self, epoch: int, examples: NDArray[np.int64], after: NDArray[np.int64], *, last: bool
     ) -> Iterator[Chunk]:
-        """Yield the chunks of these examples; a short batch comes last, where that is wanted."""
-        size = self._options.batch_size
-        tail = 0 if self._options.drop_last else len(examples) % size
-        whole = len(examples) // size
-        for first, count, length in ((0, whole, size), (whole * size, min(1, tail), tail)):
-            if not count:
+        """Yield this rank's chunks of these examples; a short batch comes last, where that is wanted.
+
+        Args:
+            after: Position after each of the examples.
+            last: The epoch ends with them.
+        """
+
+        def ids(begin: int, stop: int) -> NDArray[np.int64]:
+            return examples[begin:stop]
+
+        own = replace(self._stream, positions=len(examples))
+        whole, tail = own.whole_and_tail(0)
+        begin = whole * own.step
+        for short, batches, batch, ends in (
+            (False, whole, own.batch_size, after[own.step - 1 : begin : own.step]),
+            (True, 1, tail, after[-1:]),
+        ):
+            if not batches * batch:
                 continue
-            stop = first + count * length
             span = Span(
                 epoch=epoch,
-                position=int(positions[first]),
-                batches=count,
-                batch=length,
+                position=int(after[begin if short else 0]) - self._scale,
+                batches=batches,
+                batch=batch,
                 step=0,
-                short=length < size,
-                last=last and (stop == len(examples) or not tail),
-                ends=(positions[first + length - 1 : stop : length] + 1).tolist(),
+                short=short,
+                last=last and (short or not tail),
+                ends=ends.tolist(),
             )
-            yield self._located(span, examples[first:stop])
+            yield self._located(span, own.take_tail(ids, begin) if short else own.take(ids, 0, whole))
 
     def _located(self, span: Span, examples: NDArray[np.int64]) -> Chunk:
         """Return the examples of a span, located in the cache as it is now."""
@@ -332,10 +364,32 @@ class FillChunks:
         self._await(self.order.indices[window.slots])
         if self._options.meter is not None:
             self._options.meter.spent("read", time.perf_counter() - begin)
+        self._check_whole(self.order.indices[window.slots])
         counts = self._counts(self.order.indices[window.slots])
         if self.order.varying:
             self._counted[window.begin] = int(counts.sum())
         return self.order.served(window, epoch, counts)
+
+    def _check_whole(self, numbers: NDArray[np.int64]) -> None:
+        """Refuse to pass over a sample where other ranks serve parts of the same order.
+
+        Raises:
+            IncompleteError: As said.
+        """
+        lost = numbers[~self._here[numbers]]
+        if len(lost) and self._is_shared:
+            number = int(lost[0])
+            why = self._cache.quarantined.get(number)
+            raise IncompleteError(
+                f"sample {number} of {self._cache.path} could not be encoded"
+                f"{'' if why is None else f' ({why.error})'}, and ranks skip no sample in the epoch in which "
+                f"a cache is filled. Leave {arg('wait', False)} out for one run: all ranks skip it then"
+            )
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if other ranks serve this epoch too, and may see other samples."""
+        return self._share.world_size > 1 and self._cache.filling is not None
 
     def _counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the examples of these samples, which are settled."""
@@ -387,4 +441,7 @@ class FillChunks:
         self._cache, self._settled = cache, settled
         self._here = np.zeros(cache.recipe.count, np.bool_)
         self._here[cache.numbers] = True
-        self._changed(cache, self.order.lost((settled & ~self._here)[self.order.indices]))
+        lost = np.zeros(len(self.order.indices), np.bool_)
+        if not self._is_shared:  # or ranks would count other batches; `_check_whole` raises for it
+            lost = (settled & ~self._here)[self.order.indices]
+        self._changed(cache, self.order.lost(lost))

@@ -191,7 +191,8 @@ class Loader(EpochIterable):
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Return where to resume: after the batches handed out so far, or after the one at `position`."""
-        return states.dump(self._serving.design, self._place.at if position is None else position)
+        at = self._place.at if position is None else position
+        return states.dump(self._serving.design, at, filled=self._filling_epoch not in (None, at[0]))
 
     def load_state_dict(self, state: dict[str, Any], *, allow_rebatch: bool = False) -> None:
         """Resume where `state` was taken, at any tier, world size or number of workers.
@@ -215,7 +216,7 @@ class Loader(EpochIterable):
         """As `_pass`, in the order of filling to the end of the epoch, also if the filling ends before."""
         epoch = self._place.at[0]
         if self._filling_epoch not in (None, epoch) and not self._place.amid:
-            self._complete()
+            self._complete(wait=self._options.world_size > 1)  # all ranks do the same, whoever is complete
         self._filling_epoch = epoch
         yield from self._pass()
         with suppress(ConfigError):  # the next pass raises it, if there is one

@@ -720,7 +720,7 @@ class RankShare:
         return self.batch_size * self.world_size
 
     @property
-    def _own(self) -> range:
+    def own(self) -> range:
         """Positions of a contiguous rank."""
         return range(
             self.positions * self.rank // self.world_size, self.positions * (self.rank + 1) // self.world_size
@@ -729,7 +729,7 @@ class RankShare:
     def steps(self, position: int = 0) -> int:
         """Return the batches that this rank serves from `position` to the end of the epoch."""
         if self.contiguous:
-            left, size = len(self._own) - position // self.world_size, self.batch_size
+            left, size = len(self.own) - position // self.world_size, self.batch_size
         else:
             left, size = self.positions - position, self.step
         if self.drop_last and self.contiguous:
@@ -749,7 +749,7 @@ class RankShare:
         """Return how many full batches this rank serves from `position` on, and examples in the last one."""
         steps = self.steps(position)
         if self.contiguous:
-            own, size = len(self._own) - position // self.world_size, self.batch_size
+            own, size = len(self.own) - position // self.world_size, self.batch_size
         else:
             own, size = self.positions - position, self.step
         whole = min(steps, own // size)
@@ -758,7 +758,7 @@ class RankShare:
     def take(self, ids: Ids, position: int, steps: int) -> Any:
         """Return the examples of this rank in `steps` full steps from `position`, in serving order."""
         if self.contiguous:
-            begin = self._own.start + position // self.world_size
+            begin = self.own.start + position // self.world_size
             return ids(begin, begin + steps * self.batch_size)
         examples = ids(position, position + steps * self.step)
         if self.world_size == 1:
@@ -768,7 +768,7 @@ class RankShare:
     def take_tail(self, ids: Ids, position: int) -> Any:
         """Return the examples of this rank in the short last step, which begins at `position`."""
         if self.contiguous:
-            return ids(self._own.start + position // self.world_size, self._own.stop)
+            return ids(self.own.start + position // self.world_size, self.own.stop)
         rest = self.positions - position
         begin = rest * self.rank // self.world_size
         return ids(position + begin, position + begin + self._tail(rest))

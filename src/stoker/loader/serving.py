@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from stoker.errors import ConfigError, CorruptError, StalledError, StokerError
+from stoker.errors import ConfigError, CorruptError, StalledError, StokerError, arg
 from stoker.loader import placement
 from stoker.loader.assembly import BatchAssembly
 from stoker.loader.chunks import Chunk, Chunks, ColumnStrip, Locator
@@ -529,7 +529,9 @@ class FillServing(Serving):
         assert self.design.fill is not None
         self._made_in = os.getpid()
         self._fill, self._positions = self.design.fill, self.design.order.positions
-        self.fill_chunks = self._fill_chunks = FillChunks(cache, options, self._fill, self._changed)
+        self.fill_chunks = self._fill_chunks = FillChunks(
+            cache, options, self._fill, self.design.share, self._changed
+        )
 
     def _begin(self, cache: Cache) -> Design:
         from stoker.loader.filling import FillOrder
@@ -604,6 +606,12 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
         StokerError: Filling has failed; or as `Serving`.
     """
     if not cache.complete and cache.filling is None and options.tier == "encode" and cache.filler is not None:
+        if options.world_size > 1:
+            raise ConfigError(
+                f"tier='encode' with world_size={options.world_size} begins to fill {cache.path}, and a rank "
+                "that comes when it is complete would serve another order. Call precompute with "
+                f"{arg('wait', False)} in each rank, after init_process_group, and leave tier out"
+            )
         cache.filling = cache.filler.begin()
     if is_served_while_filling(cache):
         return FillServing(cache, options, repairer)

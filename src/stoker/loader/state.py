@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
+def dump(design: Design, at: tuple[int, int], *, filled: bool = False) -> dict[str, Json]:
     """Return the state at epoch and position `at` as JSON values: all that the meaning of a position needs.
 
     `generation` is kept for people who read a state; what counts is `records`. `world_size` matters
@@ -48,6 +48,7 @@ def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
         "windows": None if options.windows is None else options.windows.text(),
         "world": design.share.world_size,
         **({} if design.fill is None else {"beside": design.fill.kind}),
+        **({FILLED: True} if filled and design.fill is not None else {}),
         **({NOTED: transforms} if transforms else {}),
     }
 
@@ -58,12 +59,13 @@ def _examples(order: Order) -> int:
 
 
 def was_filling(state: object) -> bool:
-    """Return True if a state was saved in a pass that began before its cache was complete.
+    """Return True if a state is of an epoch that was served while its cache was being filled.
 
     Raises:
         StaleStateError: It is no state.
     """
-    return check_state(state, "loader", ()).get("beside") is not None
+    there = check_state(state, "loader", ())
+    return there.get("beside") is not None and FILLED not in there
 
 
 def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int, int]:
@@ -76,6 +78,8 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     there = check_state(state, "loader", here.keys() - {NOTED})
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
+    if FILLED in there:  # counted with samples that may be quarantined by now; a place between two epochs
+        ignored |= {"records", "examples"}
     if here["order"] != "sequential" or not at[1]:
         ignored.add("world")
     if allow_rebatch and design.order.kind.kind not in ("static", "bucket"):
@@ -94,6 +98,8 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     return at
 
 
+FILLED = "filled"
+"""The entry that says: this place is after the epoch in which the cache was filled."""
 NOTED = "transforms"
 """The entry that may differ, with a word on it; it is there where there are some."""
 

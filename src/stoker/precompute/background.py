@@ -119,7 +119,7 @@ class ChildFill:
         self._error: StokerError | Interrupted | None = None
         self._start = _ChildStart(folder, _pickled(replace(task, settings=settings)))
         self._finalizer = weakref.finalize(self, self._start.end, os.getpid())
-        self.served = False
+        self.served = self.agreed = False
         """As in the protocol."""
         self.here = ShareOutcome()
         """What the caller encoded before."""

@@ -51,6 +51,7 @@ from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
+from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
 from stoker.store.storage import INDEX_WAIT_S, mirror_limit, open_storage, resolve_local
@@ -279,7 +280,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         wait: False: return while another process encodes. A `Loader` serves what is there, and its first
             epoch is in the order in which the cache is filled. With `workers=None`, on a CPU and in the main
             thread, the call encodes for half a second itself. It encodes the rest too if that takes at most
-            two seconds more.
+            two seconds more. Where torch.distributed is initialized, all ranks are to make this call: they
+            agree on the order.
         engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
@@ -320,7 +322,30 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         raise ConfigError(
             f"{arg('wait', False)} encodes in another process, on this machine. Leave wait or engine out"
         )
-    return begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    if (missing := _on_any_rank(cache.filling is not None)) is not None:
+        serve_as_ranks_do(cache, missing)
+    return cache
+
+
+def _on_any_rank(flag: bool) -> bool | None:
+    """Return True if it is so on any rank of torch's process group; all ranks make this call.
+
+    None: there is no group, or it has one rank. The timeout is that of the group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    told = [False] * dist.get_world_size()
+    dist.all_gather_object(told, flag)
+    return any(told)
+
+
+def serve_as_ranks_do(cache: Cache, missing: bool) -> None:
+    """Have the first epoch of a cache come in the order of filling if any rank found records `missing`."""
+    if missing:
+        cache.filling = cache.filling or FilledCache(cache)
+        cache.filling.agreed = True
 
 
 def begin_precompute(

@@ -112,15 +112,15 @@ def check_beside(run: Run, schema: Schema) -> None:
     Raises:
         ConfigError: One of the settings needs a complete cache.
     """
-    training, ranks = run.config.training, run.ranks
+    training = run.config.training
     wants = {
-        f"training with {ranks.world_size} ranks": (
-            ranks.world_size > 1,
-            "ranks would have to agree on what is quarantined before each batch",
-        ),
         f"training.order={training.order}": (
             training.order.startswith("static"),
             "its parts are of all examples",
+        ),
+        "data.join": (
+            run.config.data.join.table is not None,
+            "a table is joined to the records that are there",
         ),
         "cutting windows from trajectories of varying length": (
             any(field.time and field.ragged for field in schema.values()),
@@ -235,8 +235,10 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
     """Return the records that this rank validates on, each complete on one rank; None: all."""
     if ranks.world_size == 1:
         return None
-    count = len(cache.numbers)
-    return cache.numbers[
+    # What is stored of a cache that is being filled says nothing about what it will hold.
+    numbers = cache.numbers if cache.filling is None else np.arange(cache.recipe.count)
+    count = len(numbers)
+    return numbers[
         count * ranks.rank // ranks.world_size : count * (ranks.rank + 1) // ranks.world_size
     ].tolist()
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import xxhash
 
 from stoker.config import Config
@@ -39,6 +40,7 @@ from stoker.precompute import (
     begin_precompute,
     run_precompute,
 )
+from stoker.precompute.engine import serve_as_ranks_do
 from stoker.precompute.settings import Engine
 from stoker.run.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.run.caches import (
@@ -77,11 +79,14 @@ def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) ->
         StalledError: A rank did not come.
     """
     own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
+    filling = [result.cache.filling is not None for result in caches]
     told = [
         json.loads(text)
-        for text in ranks.all_gather(json.dumps([ranks.node_rank, own]), "the end of precompute")
+        for text in ranks.all_gather(json.dumps([ranks.node_rank, own, filling]), "the end of precompute")
     ]
-    by_node = [figures for node, figures in told if node in nodes]
+    for result, *missing in zip(caches, *(of_rank for _, _, of_rank in told), strict=True):
+        serve_as_ranks_do(result.cache, any(missing))
+    by_node = [figures for node, figures, _ in told if node in nodes]
     results: list[CacheResult] = []
     for result, *by_rank in zip(caches, *by_node, strict=True):
         encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
@@ -98,13 +103,20 @@ def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) ->
 
 
 def _opened_again(cache: Cache) -> Cache:
+    if cache.filling is not None:
+        return cache
     again = open_cache(cache.path)
-    again.filler, again.filling = cache.filler, cache.filling
+    again.filler = cache.filler
     return again
 
 
 def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
-    seen = [[c.name, c.fingerprint, len(c), xxhash.xxh3_64_hexdigest(c.numbers.tobytes())] for c in caches]
+    # Of a cache that is being filled ranks see different parts, and wait for the same.
+    numbers = [np.arange(c.recipe.count) if c.filling is not None else c.numbers for c in caches]
+    seen = [
+        [c.name, c.fingerprint, len(own), xxhash.xxh3_64_hexdigest(own.tobytes())]
+        for c, own in zip(caches, numbers, strict=True)
+    ]
     told = [
         json.loads(text) for text in ranks.all_gather(json.dumps(seen), "a look at the caches of all ranks")
     ]

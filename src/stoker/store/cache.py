@@ -116,6 +116,8 @@ class BackgroundFill(Protocol):
 
     served: bool
     """A loader has served a full epoch, and the filling has ended."""
+    agreed: bool
+    """All ranks serve their first epoch in the order of filling, as this one does."""
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
         """Return what is stored now, and `(count,)` which samples are stored or quarantined for good.
@@ -647,6 +649,32 @@ class GrowingCache:
             self._settled[given_up] = True
             self._seen = seen
         return self._cache, self._settled
+
+
+class FilledCache:
+    """A cache that this rank found complete and another did not; a `BackgroundFill`.
+
+    Its first epoch comes in the order of filling too, since ranks serve parts of one order.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._settled = reopen(cache), np.ones(cache.recipe.count, np.bool_)
+        self.served, self.agreed = False, True
+        """As in the protocol."""
+
+    def look(self) -> tuple[Cache, NDArray[np.bool_]]:
+        """As in the protocol."""
+        return self._cache, self._settled
+
+    def done(self) -> bool:
+        """As in the protocol."""
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """As in the protocol."""
+
+    def forget(self) -> None:
+        """As in the protocol."""
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
         rules: The other settings of `Join`; `key` and `columns` are needed.
 
     Raises:
-        ConfigError, SourceError: As `join_columns`; or the cache has joined columns already.
+        ConfigError, SourceError: As `join_columns`; or the cache has joined columns already, or lacks
+            records: those that come later would have no values.
     """
     unknown = sorted(rules.keys() - {one.name for one in fields(Join)})
     if unknown or not {"key", "columns"} <= rules.keys():
@@ -136,6 +137,12 @@ def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
     join = Join(table=table, **rules)
     if cache.joined is not None:
         raise ConfigError(f"{cache.name} has joined columns already. Join one table, made of both")
+    if not cache.complete:
+        raise ConfigError(
+            f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records, "
+            "and a table is joined to the records that are there. Run the same precompute to its end first, "
+            f"without {arg('wait', False)}, and join then"
+        )
     other = copy.copy(cache)
     other.joined = join_columns(cache, join)
     return other
