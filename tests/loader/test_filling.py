@@ -324,6 +324,7 @@ def test_loaders_made_after_a_full_epoch_serve_a_complete_cache(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     steps = Steps(tmp_path, fields)
+    steps.agreed = False  # no ranks
     cache = steps.cache()
     loader = Loader(cache, batch_size=5, seed=3)
     while not steps.done():

@@ -124,7 +124,7 @@ def test_ranks_pass_over_no_sample_while_the_cache_is_filled(tmp_path: Path) -> 
         steps = Steps(tmp_path / str(settings), fields, bad=[3])
         loader = Loader(steps.cache(), batch_size=4, world_size=2, **settings)
         expected = len(loader)
-        with pytest.raises(IncompleteError, match=r"sample 3 .*broken.*Leave wait=False out for one run"):
+        with pytest.raises(IncompleteError, match=r"sample 3 .*broken.*Leave wait=False .*next epoch"):
             list(loader)
         assert len(loader) == expected
 
@@ -207,6 +207,48 @@ def test_a_rank_with_a_complete_cache_serves_its_part_of_the_same_order(tmp_path
     for _epoch in range(3):
         assert indices(complete) == indices(other)
     assert not {n for batch in indices(first)[:1] for n in batch} & {n for b in indices(other)[:1] for n in b}
+
+
+@pytest.mark.parametrize("settings", [{}, {"indices": range(32)}], ids=["all", "half"])
+def test_no_loader_of_a_rank_depends_on_what_its_other_loaders_did(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Of an epoch again, of the next one, and of a second loader; the filling of one rank goes on."""
+    fields = trajectories(COUNT)
+    caches = [Steps(tmp_path / "steps", fields).cache(), filled(tmp_path / "filled", fields)]
+    for chosen in (settings, {}):
+        ranks = [
+            Loader(cache, 4, seed=3, rank=rank, world_size=2, **chosen) for rank, cache in enumerate(caches)
+        ]
+        for epoch in (0, 0, 1, 1):
+            for loader in ranks:
+                loader.set_epoch(epoch)
+            found = [n for loader in ranks for n in numbers(loader)]
+            assert len(found) == len({*found}) == len(chosen.get("indices", range(COUNT)))
+        list(Loader(caches[1], 4))  # an evaluation on this rank alone
+
+
+def test_one_cache_of_a_mixture_is_not_completed_by_one_rank(tmp_path: Path) -> None:
+    cache = Steps(tmp_path, trajectories(COUNT)).cache()
+    mixture = Mixture([cache], 4, names=["a"], windows=WINDOWS, world_size=2)
+    with pytest.raises(ConfigError, match=r"only\('a'\) needs complete caches.*after that epoch"):
+        mixture.only("a")
+    list(mixture)
+
+
+def test_a_state_that_is_loaded_is_of_its_own_epoch(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, trajectories(COUNT))
+    first = Loader(steps.cache(), 4, seed=3)
+    first.set_epoch(2)
+    place = iter(first)
+    next(place)
+    state, rest = first.state_dict(), indices(place)
+
+    other = Loader(steps.cache(), 4, seed=3)
+    next(iter(other))  # of epoch 0
+    other.load_state_dict(state)
+    assert other.state_dict().keys() == state.keys()
+    assert indices(other) == rest
 
 
 def test_a_damaged_record_is_repaired_there(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = 120
 
 
-def start(folder: Path, delay_s: float, said: Path, *ranks: int) -> Any:
-    words = (folder, SAMPLES, delay_s, *ranks)
+def start(folder: Path, delay_s: float, said: Path, *ranks: int, samples: int = SAMPLES) -> Any:
+    words = (folder, samples, delay_s, *ranks)
     command = [sys.executable, "-m", "tests.precompute.first_epoch", *map(str, words)]
     with said.open("w") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True)
@@ -95,6 +95,17 @@ def test_ranks_of_a_first_epoch_have_the_batches_of_one_rank(tmp_path: Path) -> 
         assert [own[-1] for own in words] == ["end", "end"]
         by_rank = [[batch.split(":")[1].split("-") for batch in own[1:-1]] for own in words]
         assert [a + b for a, b in zip(*by_rank, strict=True)] == expected
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_call_for_different_caches_are_told(tmp_path: Path) -> None:
+    ranks = [
+        start(tmp_path / "c", 0.0, tmp_path / f"said-{rank}", rank, 2, samples=20 + rank) for rank in range(2)
+    ]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=120)
+        assert rank.returncode != 0
+        assert "Call precompute with wait=False for the same caches in the same order on all ranks" in err
 
 
 class Drawn(FakeSource):

@@ -280,17 +280,21 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     )
 
 
-def is_served_while_filling(cache: Cache) -> bool:
+def is_served_while_filling(cache: Cache, world_size: int) -> bool:
     """Return True if a loader of this cache begins in the order of filling.
 
     It does until a loader has served a full epoch, also if the filling has ended. So the order does not
-    depend on how long the filling takes.
+    depend on how long the filling takes. Where ranks agreed on it each of their loaders does, since a rank
+    knows of its own loaders alone.
 
     Raises:
         StokerError: Filling has failed.
     """
     filling = cache.filling
-    return filling is not None and not (filling.done() and filling.served)
+    if filling is None:
+        return False
+    served = filling.done() and filling.served
+    return not served or (filling.agreed and world_size > 1)
 
 
 def check_filling(cache: Cache, options: Options) -> None:
@@ -306,8 +310,8 @@ def check_filling(cache: Cache, options: Options) -> None:
     wants = {
         f"world_size={options.world_size}": (
             options.world_size > 1 and cache.filling is not None and not cache.filling.agreed,
-            "ranks have to agree on the order of the first epoch, and torch.distributed was not initialized "
-            "when precompute was called",
+            "ranks have to agree on the order of the first epoch, which precompute does if every rank has "
+            "called torch.distributed.init_process_group before",
         ),
         "windows over points": (
             cuts_points(cache.schema, options.windows),

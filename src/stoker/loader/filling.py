@@ -377,13 +377,14 @@ class FillChunks:
             IncompleteError: As said.
         """
         lost = numbers[~self._here[numbers]]
-        if len(lost) and self._is_shared:
+        if len(lost) and (self._is_shared or self._share.contiguous):
             number = int(lost[0])
             why = self._cache.quarantined.get(number)
             raise IncompleteError(
                 f"sample {number} of {self._cache.path} could not be encoded"
                 f"{'' if why is None else f' ({why.error})'}, and ranks skip no sample in the epoch in which "
-                f"a cache is filled. Leave {arg('wait', False)} out for one run: all ranks skip it then"
+                f"a cache is filled. Leave {arg('wait', False)} (and retry_quarantined) out, and begin the "
+                "next epoch: it is skipped then"
             )
 
     @property

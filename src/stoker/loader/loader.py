@@ -192,7 +192,8 @@ class Loader(EpochIterable):
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Return where to resume: after the batches handed out so far, or after the one at `position`."""
         at = self._place.at if position is None else position
-        return states.dump(self._serving.design, at, filled=self._filling_epoch not in (None, at[0]))
+        filled = at[1] == 0 and self._filling_epoch not in (None, at[0])
+        return states.dump(self._serving.design, at, filled=filled)
 
     def load_state_dict(self, state: dict[str, Any], *, allow_rebatch: bool = False) -> None:
         """Resume where `state` was taken, at any tier, world size or number of workers.
@@ -204,7 +205,9 @@ class Loader(EpochIterable):
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
         self._follow(state)
-        self._place.restore(states.restore(state, self._serving.design, allow_rebatch=allow_rebatch))
+        place = states.restore(state, self._serving.design, allow_rebatch=allow_rebatch)
+        self._place.restore(place)
+        self._filling_epoch = place[0] if states.was_filling(state) else None
 
     def __iter__(self) -> Iterator[Any]:
         """Return one pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
@@ -214,13 +217,14 @@ class Loader(EpochIterable):
 
     def _pass_while_filling(self) -> Iterator[Any]:
         """As `_pass`, in the order of filling to the end of the epoch, also if the filling ends before."""
-        epoch = self._place.at[0]
+        epoch, shared = self._place.at[0], self._options.world_size > 1
         if self._filling_epoch not in (None, epoch) and not self._place.amid:
-            self._complete(wait=self._options.world_size > 1)  # all ranks do the same, whoever is complete
+            self._complete(wait=shared)  # ranks do the same, whichever has a complete cache by now
         self._filling_epoch = epoch
         yield from self._pass()
-        with suppress(ConfigError):  # the next pass raises it, if there is one
-            self._complete()
+        if not shared:
+            with suppress(ConfigError):  # the next pass raises it, if there is one
+                self._complete()
 
     def _pass(self) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.

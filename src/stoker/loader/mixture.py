@@ -519,7 +519,8 @@ def make_members(
             "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
             "makes batches of its own. Give the caches, or mix='batch'"
         )
-    filling = [one for one in given if isinstance(one, Cache) and is_served_while_filling(one)]
+    world_size = settings.get("world_size", 1)
+    filling = [one for one in given if isinstance(one, Cache) and is_served_while_filling(one, world_size)]
     if in_one_batch and filling:
         raise ConfigError(
             "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
@@ -799,10 +800,16 @@ class Mixture(EpochIterable):
         """Return one pass over one of the caches, with batches as in the mixture: for evaluation by task.
 
         Raises:
-            ConfigError: There is no such cache, or batches are of several.
+            ConfigError: There is no such cache, batches are of several, or ranks serve the epoch in which
+                caches are filled, which would end for this rank alone.
         """
         if name not in self.loaders:
             raise ConfigError(f"{name!r} is none of {', '.join(self.loaders)}. Use mix='batch' for one alone")
+        if any(is_filling(one) and design_of(one).share.world_size > 1 for one in self.loaders.values()):
+            raise ConfigError(
+                f"only({name!r}) needs complete caches, and ranks serve the epoch in which they are filled. "
+                "Call it after that epoch, or make a Loader of that cache for evaluation"
+            )
         self._complete()
         member, batches = self.names.index(name), pass_from(self.loaders[name], self.epoch, 0)
         return (self._batches.make(batch, member, batch.position) for batch in batches)

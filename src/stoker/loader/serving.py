@@ -613,7 +613,7 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
                 f"{arg('wait', False)} in each rank, after init_process_group, and leave tier out"
             )
         cache.filling = cache.filler.begin()
-    if is_served_while_filling(cache):
+    if is_served_while_filling(cache, options.world_size):
         return FillServing(cache, options, repairer)
     return Serving(cache, options, repairer)
 

@@ -78,7 +78,7 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     there = check_state(state, "loader", here.keys() - {NOTED})
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
-    if FILLED in there:  # counted with samples that may be quarantined by now; a place between two epochs
+    if FILLED in there and not at[1]:  # between two epochs; counted with samples that may be quarantined now
         ignored |= {"records", "examples"}
     if here["order"] != "sequential" or not at[1]:
         ignored.add("world")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -322,23 +322,47 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         raise ConfigError(
             f"{arg('wait', False)} encodes in another process, on this machine. Leave wait or engine out"
         )
-    cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
-    if (missing := _on_any_rank(cache.filling is not None)) is not None:
-        serve_as_ranks_do(cache, missing)
+    cache, failed = None, None
+    try:
+        cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    except StokerError as error:
+        failed = error
+    missing = _on_any_rank(name, cache, failed)
+    if cache is None:
+        assert failed is not None
+        raise failed
+    serve_as_ranks_do(cache, missing)
     return cache
 
 
-def _on_any_rank(flag: bool) -> bool | None:
-    """Return True if it is so on any rank of torch's process group; all ranks make this call.
+def _on_any_rank(name: str, cache: Cache | None, failed: StokerError | None) -> bool:
+    """Return True if any rank of torch's process group found records missing in this cache.
 
-    None: there is no group, or it has one rank. The timeout is that of the group.
+    All ranks make this call, also one that `failed`. Without a group it is about this process alone, and
+    False. The timeout is that of the group.
+
+    Raises:
+        ConfigError: Ranks called for different caches.
+        StokerError: Another rank failed.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    told = [False] * dist.get_world_size()
-    dist.all_gather_object(told, flag)
-    return any(told)
+        return False
+    own = ("" if failed is None else str(failed), name, "" if cache is None else cache.fingerprint)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (*own, cache is not None and cache.filling is not None))
+    if failed is not None:
+        return False
+    for rank, (error, theirs, fingerprint, _) in enumerate(told):
+        if error:
+            raise StokerError(f"rank {rank} could not begin to fill {name}: {error}")
+        if (theirs, fingerprint) != own[1:]:
+            raise ConfigError(
+                f"rank {rank} fills {theirs}/{fingerprint}, and this one {own[1]}/{own[2]}. Call precompute "
+                f"with {arg('wait', False)} for the same caches in the same order on all ranks, of the same "
+                "data and encoder; for a cache of one rank alone, leave it out"
+            )
+    return any(filling for *_, filling in told)
 
 
 def serve_as_ranks_do(cache: Cache, missing: bool) -> None:
