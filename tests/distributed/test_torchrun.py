@@ -41,6 +41,10 @@ def metrics(project: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def losses(project: Path) -> list[float]:
+    return [row["loss"] for row in metrics(project) if row["kind"] in ("step", "epoch")]
+
+
 def weights(project: Path) -> dict[str, torch.Tensor]:
     newest = max((project / "runs" / "burgers1d" / "checkpoints").glob("last-*[0-9]"))
     return load_file(newest / "model.safetensors")
@@ -73,7 +77,7 @@ def test_two_ranks_train_while_caches_are_filled_as_one_process_does(project: Pa
     with torchrun(2, "-m", "stoker", "train", "c.yaml", "--no-wait", "--json", cwd=project) as launcher:
         out, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0, err
-    report, both = json.loads(out), weights(project)
+    report, both = json.loads(out), losses(project)
 
     words = ("--no-wait", "training.batch_size=32", "training.latent_cache_dir=another", "--json")
     one = alone("train", "c.yaml", *words, cwd=project)
@@ -83,8 +87,8 @@ def test_two_ranks_train_while_caches_are_filled_as_one_process_does(project: Pa
     assert sum(cache["encoded"] for cache in single["caches"]) == 16
     for key in ("epoch_steps", "val_nrmse", "persistence_nrmse", "rollout_nrmse"):
         assert report[key] == pytest.approx(single[key], rel=1e-3), key
-    for name, value in weights(project).items():
-        torch.testing.assert_close(both[name], value, rtol=0.02, atol=2e-3)
+    assert len(both) >= 2
+    assert both == pytest.approx(losses(project), rel=1e-3)
 
 
 @pytest.mark.slow

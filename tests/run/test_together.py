@@ -93,7 +93,8 @@ def test_ranks_train_on_disjoint_slices_of_one_global_batch(configure: Configure
 def test_a_rank_tells_what_it_encoded_and_all_hear_the_sum(configure: Configure) -> None:
     class Two(Played):
         def all_gather(self, text: str, what: str) -> list[str]:
-            return [text, json.dumps([0, [[5, 0, 1.0]]])] if what == "the end of precompute" else [text] * 2
+            told = json.dumps([0, [[5, 0, 1.0]], [False]])
+            return [text, told] if what == "the end of precompute" else [text] * 2
 
     fill_caches(Run(configure()), ["train"])
 
