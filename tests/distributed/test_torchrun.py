@@ -74,13 +74,14 @@ def test_two_ranks_train_as_one_process_with_twice_the_batch(project: Path) -> N
 
 @pytest.mark.slow
 def test_two_ranks_train_while_caches_are_filled_as_one_process_does(project: Path) -> None:
-    with torchrun(2, "-m", "stoker", "train", "c.yaml", "--no-wait", "--json", cwd=project) as launcher:
+    """Batches are small: an epoch has more of them than are read before it to learn scales."""
+    words = ("train", "c.yaml", "--no-wait", "--json")
+    with torchrun(2, "-m", "stoker", *words, "training.batch_size=2", cwd=project) as launcher:
         out, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0, err
     report, both = json.loads(out), losses(project)
 
-    words = ("--no-wait", "training.batch_size=32", "training.latent_cache_dir=another", "--json")
-    one = alone("train", "c.yaml", *words, cwd=project)
+    one = alone(*words, "training.batch_size=4", "training.latent_cache_dir=another", cwd=project)
 
     single = json.loads(one.stdout)
     assert not single["cache_reused"]
