@@ -34,12 +34,7 @@ class Steps:
     """A filling that stores some blocks each time somebody waits, in its order or in a shuffled one."""
 
     def __init__(
-        self,
-        folder: Path,
-        fields: dict[str, Any],
-        *,
-        bad: Sequence[int] = (),
-        chance: int | None = None,
+        self, folder: Path, fields: dict[str, Any], *, bad: Sequence[int] = (), chance: int | None = None
     ) -> None:
         source = Arrays(fields, ["latent", "time"])
         recipe = make_recipe(source, None)

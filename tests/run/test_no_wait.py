@@ -55,10 +55,12 @@ def test_what_cannot_be_served_beside_the_filling_is_refused_before_it_begins(
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
-def test_lengths_that_vary_are_refused_as_well(configure: Configure) -> None:
+def test_a_joined_table_and_lengths_that_vary_are_refused_as_well(configure: Configure) -> None:
     fixed = {"latent": Field(shape=(9, 4, 6), dtype="float32", time=True)}
     varying = {"latent": Field(shape=(-1, 4, 6), dtype="float32", time=True, ragged=True)}
 
     check_beside(Run(configure("training.weights_file=weights.npy"), ranks=SINGLE_PROCESS), fixed)
+    with pytest.raises(ConfigError, match=r"data\.join needs a complete cache"):
+        check_beside(Run(configure("data.join.table=labels.csv"), ranks=SINGLE_PROCESS), fixed)
     with pytest.raises(ConfigError, match="trajectories of varying length needs a complete cache"):
         check_beside(Run(configure(), ranks=SINGLE_PROCESS), varying)

@@ -239,8 +239,6 @@ class FillChunks:
         Raises:
             StokerError: As `of`.
         """
-        if self._share.contiguous:
-            return min(batch * self._share.step, self._share.positions)
         left, at = batch * self._share.step, 0
         for window in self.order.windows if left else ():
             positions = self._stored(window, epoch)[1]
@@ -377,7 +375,7 @@ class FillChunks:
             IncompleteError: As said.
         """
         lost = numbers[~self._here[numbers]]
-        if len(lost) and (self._is_shared or self._share.contiguous):
+        if len(lost) and self._skips_none:
             number = int(lost[0])
             why = self._cache.quarantined.get(number)
             raise IncompleteError(
@@ -388,9 +386,9 @@ class FillChunks:
             )
 
     @property
-    def _is_shared(self) -> bool:
-        """True if other ranks serve this epoch too, and may see other samples."""
-        return self._share.world_size > 1 and self._cache.filling is not None
+    def _skips_none(self) -> bool:
+        """True if other ranks serve this epoch too, and may see other samples, or begin elsewhere."""
+        return self._share.world_size > 1 and (self._cache.filling is not None or self._share.contiguous)
 
     def _counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the examples of these samples, which are settled."""
@@ -443,6 +441,6 @@ class FillChunks:
         self._here = np.zeros(cache.recipe.count, np.bool_)
         self._here[cache.numbers] = True
         lost = np.zeros(len(self.order.indices), np.bool_)
-        if not self._is_shared:  # or ranks would count other batches; `_check_whole` raises for it
+        if not self._skips_none:  # or ranks would count other batches; `_check_whole` raises for it
             lost = (settled & ~self._here)[self.order.indices]
         self._changed(cache, self.order.lost(lost))

@@ -554,6 +554,8 @@ class FillServing(Serving):
         Raises:
             StokerError: As `Serving.strips`.
         """
+        if self.design.share.contiguous:  # no sample is skipped
+            return super().begin(epoch, batch)
         return self._fill_chunks.begin(epoch, batch)
 
     def complete(self, *, wait: bool = False) -> Cache | None:

@@ -322,52 +322,55 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         raise ConfigError(
             f"{arg('wait', False)} encodes in another process, on this machine. Leave wait or engine out"
         )
-    cache, failed = None, None
     try:
         cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
     except StokerError as error:
-        failed = error
-    missing = _on_any_rank(name, cache, failed)
-    if cache is None:
-        assert failed is not None
-        raise failed
-    serve_as_ranks_do(cache, missing)
+        _tell_ranks(name, "", str(error), filling=False)
+        raise
+    told = _tell_ranks(name, cache.fingerprint, "", filling=cache.filling is not None)
+    agree_on_order(cache, filling=_is_filled_by_any(told, name, cache.fingerprint))
     return cache
 
 
-def _on_any_rank(name: str, cache: Cache | None, failed: StokerError | None) -> bool:
-    """Return True if any rank of torch's process group found records missing in this cache.
+_Told = tuple[str, str, str, bool]
+"""What a rank says of its call: name and fingerprint of the cache, its error, whether it fills the cache."""
 
-    All ranks make this call, also one that `failed`. Without a group it is about this process alone, and
-    False. The timeout is that of the group.
+
+def _tell_ranks(name: str, fingerprint: str, error: str, *, filling: bool) -> list[_Told]:
+    """Return what all ranks of torch's process group say, which are all to make this call; none: no group.
+
+    The timeout is that of the group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (name, fingerprint, error, filling))
+    return told
+
+
+def _is_filled_by_any(told: Sequence[_Told], name: str, fingerprint: str) -> bool:
+    """Return True if any rank fills this cache.
 
     Raises:
         ConfigError: Ranks called for different caches.
         StokerError: Another rank failed.
     """
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    own = ("" if failed is None else str(failed), name, "" if cache is None else cache.fingerprint)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (*own, cache is not None and cache.filling is not None))
-    if failed is not None:
-        return False
-    for rank, (error, theirs, fingerprint, _) in enumerate(told):
+    for rank, (their_name, theirs, error, _) in enumerate(told):
         if error:
-            raise StokerError(f"rank {rank} could not begin to fill {name}: {error}")
-        if (theirs, fingerprint) != own[1:]:
+            raise StokerError(f"rank {rank} could not begin to fill {their_name}: {error}")
+        if (their_name, theirs) != (name, fingerprint):
             raise ConfigError(
-                f"rank {rank} fills {theirs}/{fingerprint}, and this one {own[1]}/{own[2]}. Call precompute "
+                f"rank {rank} fills {their_name}/{theirs}, this one {name}/{fingerprint}. Call precompute "
                 f"with {arg('wait', False)} for the same caches in the same order on all ranks, of the same "
                 "data and encoder; for a cache of one rank alone, leave it out"
             )
     return any(filling for *_, filling in told)
 
 
-def serve_as_ranks_do(cache: Cache, missing: bool) -> None:
-    """Have the first epoch of a cache come in the order of filling if any rank found records `missing`."""
-    if missing:
+def agree_on_order(cache: Cache, *, filling: bool) -> None:
+    """Have the first epoch of a cache come in the order of filling if any rank is `filling` it."""
+    if filling:
         cache.filling = cache.filling or FilledCache(cache)
         cache.filling.agreed = True
 

@@ -40,7 +40,7 @@ from stoker.precompute import (
     begin_precompute,
     run_precompute,
 )
-from stoker.precompute.engine import serve_as_ranks_do
+from stoker.precompute.engine import agree_on_order
 from stoker.precompute.settings import Engine
 from stoker.run.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.run.caches import (
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) -> list[CacheResult]:
     """Return the caches, with the work of all ranks that share the folder in place of this rank's.
 
+    A cache that any rank is filling is served in the order of filling by all.
+
     Args:
         caches: As this rank left them.
         ranks: All are to make this call.
@@ -84,8 +86,8 @@ def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) ->
         json.loads(text)
         for text in ranks.all_gather(json.dumps([ranks.node_rank, own, filling]), "the end of precompute")
     ]
-    for result, *missing in zip(caches, *(of_rank for _, _, of_rank in told), strict=True):
-        serve_as_ranks_do(result.cache, any(missing))
+    for result, *by_rank in zip(caches, *(of_rank for _, _, of_rank in told), strict=True):
+        agree_on_order(result.cache, filling=any(by_rank))
     by_node = [figures for node, figures, _ in told if node in nodes]
     results: list[CacheResult] = []
     for result, *by_rank in zip(caches, *by_node, strict=True):
