@@ -98,6 +98,20 @@ def test_in_sequential_order_a_rank_has_the_piece_that_it_has_of_a_complete_cach
         assert indices(again) == rest
 
 
+def test_a_sequential_piece_is_not_continued_over_a_cache_with_a_quarantined_sample(tmp_path: Path) -> None:
+    """The pieces of the other ranks would have other lengths."""
+    settings: dict[str, Any] = {"order": "sequential", "batch_size": 4, "world_size": 2, "rank": 1}
+    loader = Loader(Steps(tmp_path / "a", trajectories(COUNT)).cache(), **settings)
+    next(iter(loader))
+    steps = Steps(tmp_path / "b", trajectories(COUNT), bad=[50])
+    while not steps.done():
+        steps.wait(0)
+    again = Loader(open_cache(steps.folder.path), **settings)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(IncompleteError, match=r"sample 50 .*begin the next epoch"):
+        list(again)
+
+
 @pytest.mark.parametrize("stop", [1, 3, 6])
 def test_a_place_of_two_ranks_is_continued_by_two_or_by_one(tmp_path: Path, stop: int) -> None:
     fields = trajectories(COUNT)
@@ -209,23 +223,28 @@ def test_a_rank_with_a_complete_cache_serves_its_part_of_the_same_order(tmp_path
     assert not {n for batch in indices(first)[:1] for n in batch} & {n for b in indices(other)[:1] for n in b}
 
 
-@pytest.mark.parametrize("settings", [{}, {"indices": range(32)}], ids=["all", "half"])
-def test_no_loader_of_a_rank_depends_on_what_its_other_loaders_did(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    """Of an epoch again, of the next one, and of a second loader; the filling of one rank goes on."""
+def test_no_loader_of_a_rank_depends_on_what_its_other_loaders_did(tmp_path: Path) -> None:
+    """The filling of one rank goes on, since its loader serves half. The other rank has it all."""
     fields = trajectories(COUNT)
-    caches = [Steps(tmp_path / "steps", fields).cache(), filled(tmp_path / "filled", fields)]
-    for chosen in (settings, {}):
+    steps = Steps(tmp_path / "steps", fields)
+    half = [number for block in steps.blocks[:32] for number in block]
+    caches = [steps.cache(), filled(tmp_path / "filled", fields)]
+
+    def check(epochs: tuple[int, ...]) -> None:
         ranks = [
-            Loader(cache, 4, seed=3, rank=rank, world_size=2, **chosen) for rank, cache in enumerate(caches)
+            Loader(cache, 4, seed=3, rank=rank, world_size=2, indices=half)
+            for rank, cache in enumerate(caches)
         ]
-        for epoch in (0, 0, 1, 1):
+        for epoch in epochs:
             for loader in ranks:
                 loader.set_epoch(epoch)
-            found = [n for loader in ranks for n in numbers(loader)]
-            assert len(found) == len({*found}) == len(chosen.get("indices", range(COUNT)))
-        list(Loader(caches[1], 4))  # an evaluation on this rank alone
+            assert sorted(n for loader in ranks for n in numbers(loader)) == sorted(half), epoch
+
+    check((0, 0))
+    assert not steps.done()
+    list(Loader(caches[1], 4))  # an evaluation on this rank alone
+    check((0, 0))
+    check((0, 1, 1))
 
 
 def test_one_cache_of_a_mixture_is_not_completed_by_one_rank(tmp_path: Path) -> None:
@@ -240,9 +259,7 @@ def test_a_state_that_is_loaded_is_of_its_own_epoch(tmp_path: Path) -> None:
     steps = Steps(tmp_path, trajectories(COUNT))
     first = Loader(steps.cache(), 4, seed=3)
     first.set_epoch(2)
-    place = iter(first)
-    next(place)
-    state, rest = first.state_dict(), indices(place)
+    state, rest = first.state_dict(), indices(first)
 
     other = Loader(steps.cache(), 4, seed=3)
     next(iter(other))  # of epoch 0
