@@ -256,12 +256,12 @@ def test_one_cache_of_a_mixture_is_not_completed_by_one_rank(tmp_path: Path) -> 
 
 
 def test_a_state_that_is_loaded_is_of_its_own_epoch(tmp_path: Path) -> None:
-    steps = Steps(tmp_path, trajectories(COUNT))
-    first = Loader(steps.cache(), 4, seed=3)
+    fields = trajectories(COUNT)
+    first = Loader(Steps(tmp_path / "a", fields).cache(), 4, seed=3)
     first.set_epoch(2)
     state, rest = first.state_dict(), indices(first)
 
-    other = Loader(steps.cache(), 4, seed=3)
+    other = Loader(Steps(tmp_path / "b", fields).cache(), 4, seed=3)
     next(iter(other))  # of epoch 0
     other.load_state_dict(state)
     assert other.state_dict().keys() == state.keys()
