@@ -204,10 +204,12 @@ def run(case: str, contender: str, folder: Path, cache: Path, *, encoder: bool) 
 
 def measured(case: str, contender: str, folder: Path, *, encoder: bool) -> dict[str, float]:
     """The same in a fresh process with an empty cache folder."""
+    os.sync()  # what the run before wrote must not slow this one down
     with tempfile.TemporaryDirectory(dir=folder.parent) as cache:
         words = [case, contender, str(folder), cache, *(["--encoder"] if encoder else [])]
         done = subprocess.run(
             [sys.executable, __file__, "--child", *words],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},  # as if installed
             capture_output=True,
             text=True,
             check=False,

@@ -6,6 +6,9 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
@@ -72,6 +75,29 @@ def test_a_small_set_starts_no_process(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert len(cache) == 130
     same(cache, stoker.precompute(FakeSource((100, 30)), encoder, tmp_path / "b", name="a", workers=0))
+
+
+@pytest.mark.parametrize("encoder", [None, FakeEncoder(by_shape=True)], ids=["none", "encoder"])
+def test_a_small_set_starts_no_process_without_waiting_either(tmp_path: Path, encoder: Any) -> None:
+    """Not even the one that children are forked from: its imports would keep a core from the encoder."""
+    code = """
+    import sys, stoker
+    from stoker.runtime.processes.child import TORCH
+    from stoker.runtime.processes.preloaded import preloaded
+    from tests.precompute.fake_encoders import FakeEncoder
+    from tests.precompute.fake_sources import FakeSource
+    encoder = FakeEncoder(by_shape=True) if sys.argv[2] == "True" else None
+    cache = stoker.precompute(FakeSource((100, 30)), encoder, sys.argv[1], name="a", wait=False)
+    print(len(cache), preloaded(TORCH).pid)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(encoder is not None)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["130", "None"], done.stderr
 
 
 @pytest.mark.usefixtures("no_children")

@@ -123,7 +123,7 @@ class BatchPrefetcher:
 
     def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
         """`cores` are those that this process may use; with one there is nothing to gain."""
-        self._pool = Pool(1, "stoker-prefetch") if cores > 1 else None
+        self._pool = Pool(1, "stoker-prefetch", all_cores=True) if cores > 1 else None
         self._clock = clock
         self.in_thread = False
         """True if batches are made by the thread while the step computes."""

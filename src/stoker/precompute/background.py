@@ -40,7 +40,7 @@ from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
 from stoker.precompute.run import LOG_FOLDER, StageBuilder, encode_here
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
-from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded, preload
+from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded
 from stoker.runtime.signals import Interrupts
 from stoker.runtime.threads import start_thread
 from stoker.schema import Json, unfolded
@@ -607,7 +607,6 @@ class EncodeFiller:
             state=TorchState.of_caller(),
         )
         folder = self._folder()
-        preload(TORCH)
         filling = ChildFill(task, folder)  # its pickle is made before this process calls the encoder
         try:
             if is_preloaded(TORCH) or not self._begin_here(folder, filling):

@@ -51,6 +51,7 @@ from stoker.precompute.worker import (
     pad_steps,
     passing_fault,
 )
+from stoker.runtime.openmp import end_team
 from stoker.runtime.processes.child import ProgressTimeout
 from stoker.runtime.signals import Interrupts, guard_page
 from stoker.runtime.threads import Pool, start_thread
@@ -362,6 +363,11 @@ def _as_a_worker() -> Generator[None]:
 # Calls of the encoder in this process.
 
 
+def encode_pool() -> Pool:
+    """Return the thread in which an encoder is called."""
+    return Pool(1, "stoker-encode", all_cores=True)
+
+
 def call_encoder(  # noqa: PLR0913  all by name
     work: Callable[[], T],
     clock: EncodeClock,
@@ -389,7 +395,9 @@ def call_encoder(  # noqa: PLR0913  all by name
     """
     if guard_page() is not None:
         return work()
-    ticket = (pool or Pool(1, "stoker-encode")).submit(partial(_state_of_caller(), work))
+    end_team()  # of this thread, which only waits: the encoder computes faster without it
+    pool = pool or encode_pool()
+    ticket = pool.submit(partial(_state_of_caller(), work))
     until = float("inf")
     try:
         while not ticket.wait(min(_LOOK_S, timeout_s / 4)):

@@ -21,9 +21,10 @@ from stoker.precompute.encode import (
 )
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import SampleFeed, SampleLedger
+from stoker.runtime.openmp import end_team
 from stoker.runtime.signals import Interrupts
 from stoker.store.write import RecordWriter
-from stoker.units import format_count
+from stoker.units import KIB, format_count
 
 # ----------------------------------------------------------------------------------------------------------
 # How many workers: more while the encoder waits and another one helps, fewer while several are idle.
@@ -132,6 +133,11 @@ class WorkerPacing:
 
 _LOOK_S = 0.25
 _OFFER_S = 0.02
+_SMALL_BYTES = 16 * KIB
+"""Records up to this size are written before this process reads on. Otherwise reader and writer pass the
+interpreter's lock to and fro, which costs more than reading and writing (docs/LOG.md, 2026-11-28)."""
+_CATCH_UP_S = 0.05
+"""Seconds to wait for that at most, where storage is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +275,8 @@ class PrecomputeLoop:
                 self.encoded += len(encoded.numbers)
             else:
                 self.copied += len(encoded.numbers)
+            if self._stages.feed.pool is None and encoded.size_bytes <= _SMALL_BYTES * len(encoded.numbers):
+                self._stages.writer.catch_up(_CATCH_UP_S)
         return bool(results)
 
     def _wait(self, timeout_s: float) -> None:
@@ -413,6 +421,11 @@ class WriteThread:
             self._changed.notify_all()
             return True
 
+    def catch_up(self, timeout_s: float) -> None:
+        """Wait until all is written, or for `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_bytes or self._error is not None, timeout_s)
+
     def _room(self, encoded: EncodedRecords) -> bool:
         return not self._queue or self._waiting_bytes + encoded.size_bytes <= self._limit
 
@@ -458,6 +471,7 @@ class WriteThread:
         try:
             while (encoded := self._next()) is not None:
                 self._step(encoded)
+                end_team()  # the encoder computes faster without it
             self._begin()
             if self._error is None:
                 self._writer.commit()

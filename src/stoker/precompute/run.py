@@ -41,6 +41,7 @@ from stoker.precompute.in_process import (
     ReadWatch,
     ask_encoder,
     call_encoder,
+    encode_pool,
 )
 from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerPacing, WriteThread
 from stoker.precompute.progress import ProgressSink
@@ -51,7 +52,6 @@ from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload, start_method
 from stoker.runtime.signals import Interrupts
-from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
@@ -450,7 +450,7 @@ class StageBuilder:
             timeout_s=self.settings.timeouts.encode,
             logs=self.logs,
             interrupts=self._interrupts,
-            pool=Pool(1, "stoker-encode"),
+            pool=encode_pool(),
         )
         return InProcessEncoder(encoder, call, feed, self.queue, self.ledger)
 
@@ -573,11 +573,13 @@ class HeadStart:
         now, queue, part_read = time.monotonic(), self._builder.queue, self.reader.part_read
         if self.reader.stalled:
             return True
-        if self._until is not None:  # another process continues, and takes as long to start as a child
-            return now >= self._until and queue.is_worth_a_start(now - self._begun, part_read=part_read)
         elapsed_s = now - self._begun
         if elapsed_s < _ESTIMATE_FROM_S:
             return False
+        if self._until is not None:  # another process continues, and takes as long to start as a child
+            if is_longer := queue.is_worth_a_start(elapsed_s, part_read=part_read):
+                preload(TORCH)
+            return is_longer and now >= self._until
         builder, batches = self._builder, self._builder.clock.batches
         if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
             builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches

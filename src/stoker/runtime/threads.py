@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from stoker.errors import StalledError
+from stoker.runtime.openmp import end_team, use_one_thread_here
 
 log = logging.getLogger("stoker")
 T = TypeVar("T")
@@ -132,9 +133,11 @@ class Pool:
     A forked process starts without threads and without the work that waited in its parent.
     """
 
-    def __init__(self, size: int, name: str) -> None:
+    def __init__(self, size: int, name: str, *, all_cores: bool = False) -> None:
+        """`all_cores`: the work may compute on all of them; False: each thread computes on one."""
         self.size = size
         self._name = name
+        self._all_cores = all_cores
         self._reset()
         _pools.add(self)
 
@@ -225,6 +228,7 @@ class Pool:
         return True
 
     def _serve(self) -> None:
+        alone = False
         while True:
             with self._change:
                 while not self._line:
@@ -235,7 +239,11 @@ class Pool:
                         self._threads -= 1
                         return
                 ticket = self._line.popleft()
+            if not (alone or self._all_cores):
+                alone = use_one_thread_here()
             over = ticket.run()
+            if self._all_cores:
+                end_team()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
             over.set()
 

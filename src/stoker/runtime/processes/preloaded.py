@@ -254,12 +254,15 @@ class Preloaded:
             self._lock.release()
 
     def is_ready(self) -> bool:
-        """Return True if `fork` would not wait for imports: they are done, or failed, or take too long."""
+        """Return True if `fork` would not wait for imports: they are done, or failed, or take too long.
+
+        False before the first start.
+        """
         if not self._lock.acquire(blocking=False):
             return False  # by a fork that waits
         try:
             if self._ready or self._refused or self._control is None:
-                return True
+                return bool(self._begun or self._refused)
             poller = select.poll()
             poller.register(self._control, select.POLLIN)
             return bool(poller.poll(0)) or time.monotonic() - self._begun > START_S
@@ -342,6 +345,7 @@ class Preloaded:
             if self._process.poll() is None:
                 return
             self._discard()
+        self._begun = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Standard descriptors may be closed here; this one must not take the number of one of them.
