@@ -17,11 +17,15 @@ from stoker.runtime.threads import Pool
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 COUNT = """
-import os, sys, threading, torch
+import os, sys, threading, time, torch
 torch.set_num_threads(4)
 def teams():
     # Threads of this process that Python does not know, beyond those of the main thread's team.
     return len(os.listdir("/proc/self/task")) - threading.active_count()
+def gone(before):
+    until = time.monotonic() + 5
+    while teams() > before and time.monotonic() < until:
+        time.sleep(0.01)
 def compute():
     return torch.ones(2_000_000).mul_(3).sum()
 """
@@ -64,6 +68,7 @@ def test_no_thread_of_a_pool_keeps_a_team() -> None:
         for _ in range(3):
             for pool in pools:
                 pool.submit(compute).result(10, "a sum")
+        gone(before)
         print(teams() - before, threading.active_count())
         """
     )
@@ -88,6 +93,7 @@ def test_a_loader_leaves_no_team_of_its_own(tmp_path: Path) -> None:
                 for _ in range(2):
                     for batch in loader:
                         compute()
+            gone(before)
             print(teams() - before)
         """,
         str(tmp_path),
@@ -104,6 +110,23 @@ def test_in_a_process_that_was_forked_the_end_of_a_team_is_not_waited_for() -> N
         if not child:
             end_team()
             os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert told.split() == ["7"]
+
+
+def test_a_new_thread_of_a_forked_process_ends_its_team() -> None:
+    told = answer(
+        """
+        from stoker.runtime.threads import Pool
+        compute()
+        child = os.fork()
+        if not child:
+            pool = Pool(1, "a", all_cores=True)
+            most = pool.submit(lambda: (compute(), teams())[1]).result(10, "a sum")
+            gone(most - 1)
+            os._exit(7 if teams() < most else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )

@@ -550,7 +550,7 @@ class PartialBatches:
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._pool = Pool(1, "stoker-stage")
+        self._pool = Pool(1, "stoker-stage", all_cores=True)
         self._depth = 1
         self._window, self._most, self._meter = window, most, meter
         self._example_bytes = sum(output.example_bytes for output in outputs)

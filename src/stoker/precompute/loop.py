@@ -137,7 +137,7 @@ _SMALL_BYTES = 16 * KIB
 """Records up to this size are written before this process reads on. Otherwise reader and writer pass the
 interpreter's lock to and fro, which costs more than reading and writing (docs/LOG.md, 2026-11-28)."""
 _CATCH_UP_S = 0.05
-"""Seconds to wait for that at most, where storage is slow."""
+"""Seconds to wait for that at most: storage may be slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class PrecomputeLoop:
             else:
                 self.copied += len(encoded.numbers)
             if self._stages.feed.pool is None and encoded.size_bytes <= _SMALL_BYTES * len(encoded.numbers):
-                self._stages.writer.catch_up(_CATCH_UP_S)
+                self._stages.writer.catch_up()
         return bool(results)
 
     def _wait(self, timeout_s: float) -> None:
@@ -382,6 +382,8 @@ class WriteThread:
         self._queue: deque[EncodedRecords] = deque()
         self._waiting_bytes = 0
         self._closing = False
+        self._is_behind = False
+        """It did not catch up when it was waited for."""
         self._error: Exception | None = None
         self._begun: float | None = None
         self.written = 0
@@ -421,10 +423,13 @@ class WriteThread:
             self._changed.notify_all()
             return True
 
-    def catch_up(self, timeout_s: float) -> None:
-        """Wait until all is written, or for `timeout_s`."""
+    def catch_up(self) -> None:
+        """Wait until all is written, for `_CATCH_UP_S` at most, and not again before it has been."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes or self._error is not None, timeout_s)
+            if not self._is_behind:
+                self._is_behind = not self._changed.wait_for(
+                    lambda: not self._waiting_bytes or self._error is not None, _CATCH_UP_S
+                )
 
     def _room(self, encoded: EncodedRecords) -> bool:
         return not self._queue or self._waiting_bytes + encoded.size_bytes <= self._limit
@@ -471,7 +476,6 @@ class WriteThread:
         try:
             while (encoded := self._next()) is not None:
                 self._step(encoded)
-                end_team()  # the encoder computes faster without it
             self._begin()
             if self._error is None:
                 self._writer.commit()
@@ -493,9 +497,11 @@ class WriteThread:
             self.written += len(encoded.numbers)
         else:
             self._writer.tick()
+        end_team()  # the encoder computes faster without it
         with self._changed:
             self._begun = None
             self._waiting_bytes -= encoded.size_bytes
+            self._is_behind = self._is_behind and self._waiting_bytes > 0
             self._changed.notify_all()
 
     def _copy(self, encoded: EncodedRecords, copied: CopiedRecords) -> None:

@@ -216,7 +216,7 @@ class _Reconstruction:
         self._names, self._decode, self._join = names, decode, join
         self._found: float | None = None
         # Of the loader's pools, whose threads do not end inside torch when the program does.
-        self._ticket = Pool(1, "stoker-reconstruction").submit(self._run)
+        self._ticket = Pool(1, "stoker-reconstruction", all_cores=True).submit(self._run)
 
     def finish(self) -> float | None:
         """Return the error found; None: no raw field is available, or reading it takes too long."""

@@ -12,21 +12,23 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _SOFT = 1
-"""`omp_pause_soft`: teams go, settings stay."""
-_forked = False
+"""`omp_pause_soft`: the team goes, settings stay."""
+_inherited = threading.local()
+"""`team` is set in a thread that was copied by a fork, which copies none of its team."""
 
 
 @functools.cache
 def _library(torch_file: str) -> Any:
-    """Return the OpenMP library that torch computes with; None where there is none that we know."""
-    folder = Path(torch_file).parent / "lib"
-    own = [str(path) for name in ("libgomp*", "libiomp5*", "libomp*") for path in sorted(folder.glob(name))]
-    for name in (*own, "libgomp.so.1", "libiomp5.so", "libomp.so"):
+    """Return GNU's OpenMP, if torch computes with it. Other libraries do not slow teams down so."""
+    package = Path(torch_file).parent
+    own = [*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")]
+    for name in (*sorted(map(str, own)), "libgomp.so.1"):
         with suppress(OSError):  # it is not loaded
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     return None
@@ -34,10 +36,9 @@ def _library(torch_file: str) -> Any:
 
 def _function(name: str) -> Any:
     torch = sys.modules.get("torch")
-    path = getattr(torch, "__file__", None)  # None too while torch is being imported
-    if path is None or not hasattr(torch, "get_num_threads") or sys.platform != "linux":
+    if sys.platform != "linux" or not hasattr(torch, "get_num_threads"):  # it may be half imported
         return None
-    return getattr(_library(path), name, None)
+    return getattr(_library(str(getattr(torch, "__file__", ""))), name, None)
 
 
 def use_one_thread_here() -> bool:
@@ -56,15 +57,14 @@ def use_one_thread_here() -> bool:
 def end_team() -> None:
     """End the OpenMP threads of the calling thread; its next parallel operation starts others.
 
-    Does nothing in a process that was forked: the threads stayed behind, and waiting for them has no end.
+    Does nothing in the thread that a fork has copied: its team stayed behind, and waiting for it has no end.
     """
-    if not _forked and (pause := _function("omp_pause_resource_all")) is not None:
+    if not hasattr(_inherited, "team") and (pause := _function("omp_pause_resource_all")) is not None:
         pause(_SOFT)
 
 
 def _after_fork() -> None:
-    global _forked  # noqa: PLW0603  of this process
-    _forked = True
+    _inherited.team = True
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -32,6 +32,8 @@ R = TypeVar("R")
 
 IDLE_S = 20.0
 """An idle thread ends after this long; the next piece of work starts another."""
+TEAM_S = 0.01
+"""An idle thread keeps its OpenMP threads for so long: starting them may take milliseconds on many cores."""
 EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for work in progress, all pools together."""
 MAP_THREADS = 16
@@ -228,12 +230,15 @@ class Pool:
         return True
 
     def _serve(self) -> None:
-        alone = False
+        alone = has_team = False
         while True:
             with self._change:
                 while not self._line:
                     self._idle += 1
-                    called = not self._is_closed and self._change.wait(IDLE_S)
+                    called = not self._is_closed and self._change.wait(TEAM_S if has_team else IDLE_S)
+                    if not called and has_team:
+                        end_team()  # within the lock: it takes microseconds
+                        called, has_team = True, False
                     self._idle -= 1
                     if not called and not self._line:
                         self._threads -= 1
@@ -241,9 +246,8 @@ class Pool:
                 ticket = self._line.popleft()
             if not (alone or self._all_cores):
                 alone = use_one_thread_here()
+            has_team = self._all_cores
             over = ticket.run()
-            if self._all_cores:
-                end_team()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
             over.set()
 

@@ -338,7 +338,7 @@ class Preloaded:
             self._control = None
         if self._process is not None:
             self._process.returncode = 0  # not ours to wait for
-        self._process = None
+        self._process, self._ready, self._begun = None, False, 0.0
 
     def _start(self) -> None:
         if self._process is not None:
