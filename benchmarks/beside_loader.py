@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,28 +48,28 @@ def model(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([(rows * (1 + value) @ weight).mean(0) for value in x])
 
 
-def epoch_of(contender: str, folder: Path) -> Iterable[Any]:
-    """What gives the batches of one epoch, again and again."""
+def epochs_of(contender: str, folder: Path) -> Callable[[], Iterable[Any]]:
+    """Return what gives the batches of one epoch."""
     if contender == "alone":
-        return range(COUNT // BATCH)
+        return lambda: range(COUNT // BATCH)
     if contender == "tensors":
         values = torch.zeros((COUNT, *SHAPE))
-        order = torch.randperm(COUNT)
-        return (values.index_select(0, some) for _ in range(EPOCHS) for some in order.split(BATCH))
+        return lambda: (values.index_select(0, some) for some in torch.randperm(COUNT).split(BATCH))
     import stoker
 
-    return stoker.cached(
+    loader = stoker.cached(
         Records(), None, cache_dir=folder, name="records", version="1", batch_size=BATCH, tier=contender
     )
+    return lambda: loader
 
 
 def run(contender: str, folder: Path) -> float:
     x = torch.rand(BATCH)
     rows, weight = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)
     model(x, rows, weight)
-    batches, took = epoch_of(contender, folder), []
-    for _ in range(1 if contender == "tensors" else EPOCHS):
-        for _batch in batches:
+    epoch, took = epochs_of(contender, folder), []
+    for _ in range(EPOCHS):
+        for _batch in epoch():
             begin = time.perf_counter()
             model(x, rows, weight)
             took.append(time.perf_counter() - begin)

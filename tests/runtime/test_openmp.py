@@ -26,6 +26,11 @@ def gone(before):
     until = time.monotonic() + 5
     while teams() > before and time.monotonic() < until:
         time.sleep(0.01)
+def exit_code_of_child(work):
+    child = os.fork()
+    if not child:
+        os._exit(work())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 def compute():
     return torch.ones(2_000_000).mul_(3).sum()
 """
@@ -106,11 +111,7 @@ def test_in_a_process_that_was_forked_the_end_of_a_team_is_not_waited_for() -> N
         """
         from stoker.runtime.openmp import end_team
         compute()
-        child = os.fork()
-        if not child:
-            end_team()
-            os._exit(7)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(exit_code_of_child(lambda: end_team() or 7))
         """
     )
     assert told.split() == ["7"]
@@ -120,14 +121,12 @@ def test_a_new_thread_of_a_forked_process_ends_its_team() -> None:
     told = answer(
         """
         from stoker.runtime.threads import Pool
-        compute()
-        child = os.fork()
-        if not child:
-            pool = Pool(1, "a", all_cores=True)
-            most = pool.submit(lambda: (compute(), teams())[1]).result(10, "a sum")
+        def work():
+            most = Pool(1, "a", all_cores=True).submit(lambda: (compute(), teams())[1]).result(10, "a sum")
             gone(most - 1)
-            os._exit(7 if teams() < most else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return 7 if teams() < most else 1
+        compute()
+        print(exit_code_of_child(work))
         """
     )
     assert told.split() == ["7"]

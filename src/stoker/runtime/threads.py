@@ -33,7 +33,7 @@ R = TypeVar("R")
 IDLE_S = 20.0
 """An idle thread ends after this long; the next piece of work starts another."""
 TEAM_S = 0.01
-"""An idle thread keeps its OpenMP threads for so long: starting them may take milliseconds on many cores."""
+"""An idle thread ends its OpenMP threads after this long; at once, each call would have to start others."""
 EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for work in progress, all pools together."""
 MAP_THREADS = 16
@@ -237,7 +237,7 @@ class Pool:
                     self._idle += 1
                     called = not self._is_closed and self._change.wait(TEAM_S if has_team else IDLE_S)
                     if not called and has_team:
-                        end_team()  # within the lock: it takes microseconds
+                        end_team()
                         called, has_team = True, False
                     self._idle -= 1
                     if not called and not self._line:
