@@ -88,7 +88,9 @@ def make(case: str, folder: Path, scale: int) -> None:
         counts = {"mlp": 600, "grid": 3_000, "gzip": 600, "gzip long": 2_400}
         count = counts[case.removeprefix("precompute ")] // scale
         wave = np.sin(np.linspace(0, 50, 201 * 1024, dtype=np.float32)).reshape(201, 1024)
-        options: dict[str, Any] = {"compression": "gzip", "chunks": (1, 201, 1024)} if "gzip" in case else {}
+        options: dict[str, Any] = (
+            {"shuffle": True, "compression": "gzip", "chunks": (1, 201, 1024)} if "gzip" in case else {}
+        )
         with h5py.File(folder / "data.h5", "w") as file:
             tensor = file.create_dataset("tensor", (count, 201, 1024), dtype="f4", **options)
             for number in range(count):
@@ -123,12 +125,17 @@ def serving(case: str, folder: Path) -> Callable[[], int]:
 
     cache = stoker.open_cache((folder / "path").read_text())
     size = {"W1": 256, "W2w": 64, "W2t": 16, "W3": 128, "W3f": 128, "disk": 32, "stall": 64}[case]
-    options: dict[str, Any] = {"batch_size": size, "seed": 1, "tier": "disk" if case == "disk" else "host"}
+    options: dict[str, Any] = {
+        "shuffle": True,
+        "batch_size": size,
+        "seed": 1,
+        "tier": "disk" if case == "disk" else "host",
+    }
     if case in ("W2w", "stall"):
         options["windows"] = stoker.Windows(stride=1, horizon=1)
     if case == "W3f":
-        normalize = getattr(stoker.loader, "Normalise", None) or stoker.loader.Normalize
-        options["normalise"] = {"image": normalize(mean=0.5, std=0.25, divisor=255)}
+        normalize = getattr(stoker.loader, "Normalization", None) or stoker.loader.Normalize
+        options["normalize"] = {"image": normalize(mean=0.5, std=0.25, divisor=255)}
     loader = stoker.Loader(cache, **options)
     step = _step() if case == "stall" else None
 
@@ -197,7 +204,7 @@ def once(case: str, folder: Path, scale: int) -> float:
 
     if case == "first batch":
         cache = stoker.open_cache((folder / "path").read_text())
-        next(iter(stoker.Loader(cache, batch_size=64)))
+        next(iter(stoker.Loader(cache, batch_size=64, shuffle=True)))
         return time.time() - float(os.environ["BENCH_STARTED"])
     target = folder / f"out-{os.getpid()}"
     try:
@@ -207,7 +214,7 @@ def once(case: str, folder: Path, scale: int) -> float:
                 rows = torch.randn(200, 1024)
                 data = torch.utils.data.TensorDataset(rows, torch.arange(200))
             begin = time.perf_counter()
-            next(iter(stoker.cached(data, batch_size=32, cache_dir=target)))
+            next(iter(stoker.cached(data, batch_size=32, cache_dir=target, shuffle=True)))
             return time.perf_counter() - begin
         torch.manual_seed(0)
         encoder: Any = stoker.GridEncoder(channels=1, grid=(1, 1024), patch=(1, 4), tokens=16, dim=32, seed=0)

@@ -58,7 +58,14 @@ def epochs_of(contender: str, folder: Path) -> Callable[[], Iterable[Any]]:
     import stoker
 
     loader = stoker.cached(
-        Records(), None, cache_dir=folder, name="records", version="1", batch_size=BATCH, tier=contender
+        Records(),
+        None,
+        cache_dir=folder,
+        name="records",
+        version="1",
+        batch_size=BATCH,
+        tier=contender,
+        shuffle=True,
     )
     return lambda: loader
 

@@ -92,7 +92,7 @@ class Stored(Dataset[np.ndarray]):
 def of_stoker(folder: Path, values: torch.Tensor, kind: str) -> Callable[[], int]:
     records = Records({"latent": values}, ("latent",))
     cache = stoker.precompute(records, None, folder, name="x", workers=0, progress=False, compression=kind)
-    loader = stoker.Loader(cache, batch_size=BATCH, tier="disk")
+    loader = stoker.Loader(cache, batch_size=BATCH, tier="disk", shuffle=True)
     return lambda: sum(len(batch["latent"]) for batch in loader)
 
 

@@ -93,7 +93,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
     def serve() -> float:
         cache = stoker.open_cache(folder / "cache" / "c")
-        loader = stoker.Loader(cache, 64)
+        loader = stoker.Loader(cache, 64, shuffle=True)
         begin = time.perf_counter()
         assert sum(len(batch["image"]) for batch in loader) == len(files)
         return time.perf_counter() - begin

@@ -26,7 +26,7 @@ imported = time.perf_counter()
 import stoker
 cache = stoker.open_cache(sys.argv[1])
 opened = time.perf_counter()
-loader = stoker.Loader(cache, batch_size=64, tier=sys.argv[2])
+loader = stoker.Loader(cache, batch_size=64, shuffle=True, tier=sys.argv[2])
 batch = next(iter(loader))
 done = time.perf_counter()
 assert batch["latent"].shape == (64, 16, 32)

@@ -180,7 +180,12 @@ def run(case: str, contender: str, folder: Path, cache: Path, *, encoder: bool) 
         import stoker
 
         served = stoker.cached(
-            dataset, module, cache_dir=cache, batch_size=BATCH, wait="wait=False" not in contender
+            dataset,
+            module,
+            cache_dir=cache,
+            batch_size=BATCH,
+            wait="wait=False" not in contender,
+            shuffle=True,
         )
 
         def epoch(first: Callable[[], None]) -> int:

@@ -51,7 +51,7 @@ Step = Callable[..., Tensor]
 
 
 def image_step(device: torch.device, *, width: int) -> Step:
-    """Classify normalised images; on a GPU in bfloat16."""
+    """Classify normalized images; on a GPU in bfloat16."""
     torch.manual_seed(0)
     model = resnet18(width).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import stoker
-from stoker.loader import Loader, Normalise, Windows
+from stoker.loader import Loader, Normalization, Windows
 from stoker.loader.gather import ConvertingGather
 from stoker.loader.order import permutation_on
 from stoker.loader.outputs import Conversion, find_conversion
@@ -39,7 +39,7 @@ from tests.loader.caches import trajectories, write_cache
 
 LIMIT_S = 145.0
 """Seconds that one part may take."""
-IMAGE = Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), divisor=255)
+IMAGE = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), divisor=255)
 
 
 class Probe:
@@ -142,7 +142,7 @@ def kernel(probe: Probe) -> None:
     probe.say("kernel", what="launch of a small batch", host_us=probe.times(lambda turn: gather(index[0]))[0])
 
 
-def _fused(shape: tuple[int, ...], stored: str, how: Normalise | None, dtype: str) -> Conversion:
+def _fused(shape: tuple[int, ...], stored: str, how: Normalization | None, dtype: str) -> Conversion:
     what = find_conversion(Field(shape=shape, dtype=stored), how, dtype)
     assert what is not None
     return what
@@ -156,25 +156,27 @@ def _loaders(probe: Probe) -> dict[str, Callable[[], Loader]]:
     image = write_cache(folder, {"image": pixels}, name="i")
     ragged = write_cache(folder, {"u": [torch.randn(5 + n % 7, 8) for n in range(count)]}, name="r")
     packed = write_cache(folder, {"z": torch.randn(count, 16, 256)}, name="p", dtype="int8")
-    windows, normalise = Windows(field="latent"), {"image": IMAGE}
+    windows, normalize = Windows(field="latent"), {"image": IMAGE}
     cut, noise = [Crop((32, 32), axes=(-2, -1)), Flip(axis=-1)], [Noise(std=0.1)]
 
     def made(cache: Any, tier: str = "device", **settings: Any) -> Callable[[], Loader]:
-        return lambda: Loader(cache, 64 if probe.cuda else 16, tier=tier, device=probe.device, **settings)
+        return lambda: Loader(
+            cache, 64 if probe.cuda else 16, tier=tier, device=probe.device, **{"shuffle": True, **settings}
+        )
 
     return {
         "windows": made(timed, windows=windows),
         "windows, future, stride 2": made(timed, windows=Windows(field="latent", stride=2, horizon=3)),
         "images": made(image),
-        "images normalised": made(image, normalise=normalise),
-        "images cropped in the kernel": made(image, normalise=normalise, transforms=cut),
+        "images normalized": made(image, normalize=normalize),
+        "images cropped in the kernel": made(image, normalize=normalize, transforms=cut),
         "windows, Noise": made(timed, windows=windows, transforms=noise),
         "packed": made(packed),
         "ragged, lists": made(ragged),
         "ragged, padded": made(ragged, ragged="pad"),
         "host tier": made(timed, "host", windows=windows),
         "host tier, Noise": made(timed, "host", windows=windows, transforms=noise),
-        "disk tier": made(image, "disk", normalise=normalise),
+        "disk tier": made(image, "disk", normalize=normalize),
     }
 
 
@@ -243,7 +245,7 @@ def static_transforms(probe: Probe) -> None:
     cache = write_cache(probe.new_folder(), trajectories(), timed=("latent", "time"))
     loader = Loader(
         cache, 16, windows=Windows(field="latent"), tier="device", device=probe.device, static=True, transforms=[Noise(std=0.1)]
-    )  # fmt: skip
+    , shuffle=True)  # fmt: skip
     kept = [batch.z0 for batch in loader]
     addresses = len({z.data_ptr() for z in kept})
     probe.say("static_transforms", ok=addresses == 1, addresses=addresses, batches=len(kept))
@@ -346,7 +348,7 @@ def other_gpus(probe: Probe) -> None:
     torch.zeros(1, device="cuda:1")
     before = _used_mib()
     for tier in ("device", "host"):
-        for _ in Loader(cache, 16, tier=tier, device="cuda:1"):
+        for _ in Loader(cache, 16, tier=tier, device="cuda:1", shuffle=True):
             pass
     FiniteGuard(torch.device("cuda:1")).check()
     taken = _used_mib() - before

@@ -1,7 +1,7 @@
 """Question: does a GPU fed by Stoker wait for data, and how near do its tiers come to what the hardware moves?
 
 `gather`: batches of the device tier against a device-to-device copy that moves the same bytes (half of those read and written), for W1
-(1 KiB records), W2w (pairs of 1 KiB steps), W3 (uint8 images) and W3f (the same, normalised); host time and launches per batch; and the
+(1 KiB records), W2w (pairs of 1 KiB steps), W3 (uint8 images) and W3f (the same, normalized); host time and launches per batch; and the
 same rows by `index_select`, by the plain twin and by the kernel. `load`: filling the device tier against the pinned copy rate. `host`: the
 host tier, batches wanted on the device, against the pinned copy rate. `train`: a step of a ResNet-18 on 224 px and of the reference
 operator, fed by the device tier, the host tier and a plain DataLoader with the same batches: stall is what the run takes beyond the
@@ -42,7 +42,7 @@ from gpu_models import (
 )
 from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
-from stoker.loader import Normalise
+from stoker.loader import Normalization
 from stoker.loader.gather import ConvertingGather, make_converting_gather
 from stoker.loader.outputs import find_conversion
 from stoker.monitor.meter import GpuSample, GpuSampler, open_gpu
@@ -51,7 +51,7 @@ from stoker.sources.arrays import ArraySource
 
 EPOCHS = 4
 """Epochs in a row: the device need not wait for the order of the next one, which is made while it works."""
-IMAGES = Normalise(mean=MEAN, std=STD, divisor=255)
+IMAGES = Normalization(mean=MEAN, std=STD, divisor=255)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def served(bench: Bench, name: str, loader: stoker.Loader, moved: int) -> dict[s
 def gather(bench: Bench) -> Iterator[dict[str, Any]]:
     """Batches of the device tier, and rows by each way to gather them."""
     size, side = bench.size, bench.size.side
-    given: dict[str, Any] = {"tier": "device", "device": bench.device, "drop_last": True}
+    given: dict[str, Any] = {"shuffle": True, "tier": "device", "device": bench.device, "drop_last": True}
     records = Records(
         {"latent": torch.randn(size.records, 16, 32).half(), "params": torch.randn(size.records, 4)}
     )
@@ -189,7 +189,7 @@ def gather(bench: Bench) -> Iterator[dict[str, Any]]:
             continue
         yield served(bench, "W3", stoker.Loader(cache, batch, **given), 2 * batch * values)
         for dtype in ("float32", "bfloat16"):
-            loader = stoker.Loader(cache, batch, normalise={"image": IMAGES}, dtype=dtype, **given)
+            loader = stoker.Loader(cache, batch, normalize={"image": IMAGES}, dtype=dtype, **given)
             moved = batch * values * (1 + getattr(torch, dtype).itemsize)
             yield served(bench, f"W3f {dtype}", loader, moved)
     yield from kernels(bench, images)
@@ -228,7 +228,7 @@ def load(bench: Bench) -> Iterator[dict[str, Any]]:
     total = records.fields["x"].nbytes
     pinned = bench.pinned_rate(1 << 20)
     for turn in ("first", "again"):
-        loader = stoker.Loader(cache, 1, tier="device", device=bench.device, order="sequential")
+        loader = stoker.Loader(cache, 1, tier="device", device=bench.device, shuffle=False)
         bench.wait()
         begin, running = time.perf_counter(), iter(loader)
         next(running)
@@ -249,7 +249,9 @@ def host(bench: Bench) -> Iterator[dict[str, Any]]:
     images = torch.randint(0, 256, (min(size.images, 8_192), 3, size.side, size.side), dtype=torch.uint8)
     cache = cache_of(Records({"image": images}), bench.folder / "host", 4)
     batch = size.batches[0]
-    loader = stoker.Loader(cache, batch, tier="host", device=bench.device, drop_last=True, pin_memory=True)
+    loader = stoker.Loader(
+        cache, batch, tier="host", device=bench.device, drop_last=True, pin_memory=True, shuffle=True
+    )
     filled(loader)
     best = min((bench.epoch(loader) for _ in range(3)), key=lambda taken: taken[0])
     moved = batch * images[0].numel()
@@ -261,7 +263,7 @@ def host(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 class Images(Dataset[Any]):
-    """One normalised image and its label an item, as a user writes it; by the Loader's arithmetic and in its dtype, since
+    """One normalized image and its label an item, as a user writes it; by the Loader's arithmetic and in its dtype, since
     a training step with batch norms makes a visible difference of every last bit."""
 
     def __init__(self, fields: dict[str, Tensor], dtype: str) -> None:
@@ -330,8 +332,8 @@ class Utilisation:
     def _sample(self) -> None:
         while isinstance(self._gpu, GpuSampler) and not self._over.wait(0.1):
             sample = self._gpu.sample()
-            if isinstance(sample, GpuSample) and sample.utilisation is not None:
-                self.seen.append(sample.utilisation)
+            if isinstance(sample, GpuSample) and sample.utilization is not None:
+                self.seen.append(sample.utilization)
 
     @property
     def mean(self) -> float | None:
@@ -401,11 +403,11 @@ def train(bench: Bench) -> Iterator[dict[str, Any]]:
     def there(tensors: Any) -> Any:
         return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
 
-    given: dict[str, Any] = {"drop_last": True, "device": device}
+    given: dict[str, Any] = {"shuffle": True, "drop_last": True, "device": device}
     fields = labelled_images(min(size.images, 8_192), size.side)
     cache = cache_of(Records(fields), bench.folder / "images", 4)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    given_images: dict[str, Any] = {"normalise": {"image": IMAGES}, "dtype": dtype, **given}
+    given_images: dict[str, Any] = {"shuffle": True, "normalize": {"image": IMAGES}, "dtype": dtype, **given}
     loaders = {tier: stoker.Loader(cache, batch, tier=tier, **given_images) for tier in ("device", "host")}
     plain = DataLoader(Images(fields, dtype), batch_sampler=SameBatches(loaders["host"], size.steps))
     feeds: dict[str, Feed] = {"DataLoader": (plain, there)}

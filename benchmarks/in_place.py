@@ -89,7 +89,8 @@ def main() -> None:
             "host records": {"tier": "host"},
         }.items():
             loaders = {
-                k: stoker.Loader(cache, BATCH, drop_last=True, **settings) for k, cache in caches.items()
+                k: stoker.Loader(cache, BATCH, drop_last=True, **{"shuffle": True, **settings})
+                for k, cache in caches.items()
             }
             contenders: dict[str, Any] = {k: partial(served, loader) for k, loader in loaders.items()}
             if case == "disk records":

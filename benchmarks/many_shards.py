@@ -84,7 +84,7 @@ def index_costs(path: Path) -> dict[str, float]:
     before, begin = peak_bytes(), time.perf_counter()
     cache = open_cache(path)
     opened = time.perf_counter()
-    loader = Loader(cache, BATCH, windows=Windows(), tier="disk", device="cpu")
+    loader = Loader(cache, BATCH, windows=Windows(), tier="disk", device="cpu", shuffle=True)
     chunks = loader._serving.running()._chunks(torch.device("cpu")).of(0, 0)
     first = next(chunks)
     made = time.perf_counter()

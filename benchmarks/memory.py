@@ -42,7 +42,7 @@ way, path, mark, batch = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.ar
 import stoker
 kept, seen = None, 0
 if way == "stoker":
-    kept = stoker.Loader(stoker.open_cache(path), batch_size=batch, tier="host")
+    kept = stoker.Loader(stoker.open_cache(path), batch_size=batch, shuffle=True, tier="host")
     for one in kept:
         seen += len(one["latent"])
 elif way.startswith("own copy"):

@@ -96,7 +96,7 @@ def served(url: str, folder: Path, limit_bytes: int) -> list[dict[str, float]]:
     cache = stoker.open_cache(attach_mirror(url, folder, limit_bytes, must_exist=True))
     mirror = open_storage(cache.path).mirror
     assert mirror is not None
-    loader = stoker.Loader(cache, BATCH, order=ORDER, tier="disk", seed=0)
+    loader = stoker.Loader(cache, BATCH, shuffle=ORDER, tier="disk", seed=0)
     elsewhere = design_of(loader).demand.remote
     assert elsewhere is not None
     rows: list[dict[str, float]] = []

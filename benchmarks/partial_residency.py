@@ -64,7 +64,7 @@ def measured(
 ) -> dict[str, float]:
     """A run of that many seconds, after one third of it to begin with."""
     meter = StallMeter()
-    loader = stoker.Loader(cache, BATCH, reserve_bytes=reserve(cache, fraction), meter=meter)
+    loader = stoker.Loader(cache, BATCH, reserve_bytes=reserve(cache, fraction), meter=meter, shuffle=True)
     held = loader.plan.records_by_tier()["host"]
     files = files[
         round(held / len(cache) * len(files)) :

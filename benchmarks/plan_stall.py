@@ -1,8 +1,8 @@
 """Question: is the stall that a plan predicts the one that a run then has?
 
 4,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache; whole records from disk
-past it (windows would find their neighbours in it), of 32,000 of them, so that no run comes to the end of a pass: in a cache
-larger than memory every read is cold, in a small one the system has read the neighbours of most records by then. Two batch
+past it (windows would find their neighbors in it), of 32,000 of them, so that no run comes to the end of a pass: in a cache
+larger than memory every read is cold, in a small one the system has read the neighbors of most records by then. Two batch
 sizes each, and steps that sleep (as one on a GPU leaves the CPU alone) or multiply matrices on one core: 12 combinations. The
 plan knows the step by a hundred of it alone, and the tiers by a second or two of serving, most of it beside an
 imitation of that step, as `stoker plan` does after a run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
@@ -110,7 +110,9 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> floa
 def measured(place: Place, batch: int, step: Callable[[], None], seconds: float) -> dict[str, float]:
     """A run of that many seconds, after one third of it to begin with."""
     meter = StallMeter()
-    loader = stoker.Loader(place.cache, batch, windows=place.windows, tier=place.tier, meter=meter)
+    loader = stoker.Loader(
+        place.cache, batch, windows=place.windows, tier=place.tier, meter=meter, shuffle=True
+    )
     begin, counted = time.perf_counter(), False
     while time.perf_counter() - begin < seconds * 4 / 3:
         place.before()

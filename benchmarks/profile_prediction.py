@@ -126,7 +126,7 @@ def of_a_loader(make: type, folder: Path) -> tuple[Callable[[], Profile], dict[s
         tier: stoker.cached(
             Held(data), cache_dir=folder / "cache", batch_size=BATCH, tier=tier, version="held",
             precompute={"workers": 0},
-        )
+         shuffle=True)
         for tier in ("host", "disk")
     }  # fmt: skip
     slow = DataLoader(data, batch_size=BATCH, shuffle=True)

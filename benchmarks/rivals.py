@@ -92,7 +92,7 @@ def torchdata_nodes(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epo
         return {name: torch.index_select(rows, 0, ids) for name, rows in fields.items()}
 
     sampler = SamplerWrapper(RandomSampler(range(_count(fields))))
-    loader = Loader(Mapper(Batcher(sampler, batch, drop_last=True), gather))
+    loader = Loader(Mapper(Batcher(sampler, batch, drop_last=True), gather), shuffle=True)
     return lambda: iter(loader)
 
 

@@ -224,7 +224,12 @@ def contenders(workload: Workload, folder: Path) -> Iterator[tuple[str, Contende
     for order in workload.orders:
         for policy, verify in POLICIES.items():
             loader = stoker.Loader(
-                cache, batch_size=workload.batch, tier="disk", order=order, verify=verify, drop_last=True
+                cache,
+                batch_size=workload.batch,
+                tier="disk",
+                shuffle=True if order == "full" else order,
+                verify=verify,
+                drop_last=True,
             )
             name = f"stoker, {order} order, verify={policy}"
             yield name, Contender(served(loader, workload), place.files)
@@ -347,7 +352,13 @@ def ahead(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
         contenders: dict[str, Contender] = {}
         for further in (0, 8, 32):
             serving.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
-            loader = stoker.Loader(cache, batch_size=workload.batch, tier="disk", order=order, drop_last=True)
+            loader = stoker.Loader(
+                cache,
+                batch_size=workload.batch,
+                tier="disk",
+                shuffle=True if order == "full" else order,
+                drop_last=True,
+            )
             contenders[str(further)] = Contender(served(loader, workload), files)
             contenders[str(further)].turn(cold=True)
         for names in rounds(list(contenders), ROUNDS[True]):

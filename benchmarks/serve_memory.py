@@ -1,7 +1,7 @@
 """Question: how close does the Loader come to the memory it reads, and to what people use today?
 
 Workloads and limits are those of the design (docs/performance.md): W1 20,000 records of 1 KiB; W2w windows
-of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images; W3f the same, normalised to float32 and to
+of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images; W3f the same, normalized to float32 and to
 bfloat16. `limit` is one thread of `torch.index_select(..., out=reused)` (W3f: row by row copy, multiply, add into
 a reused output); `ring` the same loop into a ring of 4 buffers with the order made beforehand.
 Every contender serves shuffled batches that outlive the next one. Figures are seconds per batch and fractions of
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import stoker
 from measure import interleaved, publish
 from rivals import rivals, versions
-from stoker.loader import Normalise
+from stoker.loader import Normalization
 from stoker.store.folder import open_folder
 from stoker.store.recipe import make_recipe
 
@@ -282,7 +282,11 @@ def workload_1(folder: Path) -> list[dict[str, Any]]:
     }
     for shards in SHARDS:
         loader = stoker.Loader(
-            cache_of(Records(fields), folder, shards), batch_size=batch, drop_last=True, tier="host"
+            cache_of(Records(fields), folder, shards),
+            batch_size=batch,
+            drop_last=True,
+            tier="host",
+            shuffle=True,
         )
         contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(iter(loader))
     plain: dict[str, Any] = {
@@ -319,7 +323,9 @@ def workload_2_windows(folder: Path) -> list[dict[str, Any]]:
     source = Records({"latent": latent}, time=("latent",))
     for shards in SHARDS:
         cache = cache_of(source, folder, shards)
-        loader = stoker.Loader(cache, batch_size=batch, drop_last=True, tier="host", windows=stoker.Windows())
+        loader = stoker.Loader(
+            cache, batch_size=batch, drop_last=True, tier="host", windows=stoker.Windows(), shuffle=True
+        )
         contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(iter(loader))
     memory = PairsInMemory(latent)
     flat_pairs = TensorDataset(latent[:, :-1].reshape(-1, 16, 32), latent[:, 1:].reshape(-1, 16, 32))
@@ -347,7 +353,7 @@ def workload_2_trajectories(folder: Path) -> list[dict[str, Any]]:
     source = Records({"latent": latent}, time=("latent",))
     for shards in SHARDS:
         loader = stoker.Loader(
-            cache_of(source, folder, shards), batch_size=batch, drop_last=True, tier="host"
+            cache_of(source, folder, shards), batch_size=batch, drop_last=True, tier="host", shuffle=True
         )
         contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(iter(loader))
     fields = {"latent": latent}
@@ -375,7 +381,7 @@ def workload_3(folder: Path) -> list[dict[str, Any]]:
     }
     for shards in SHARDS:
         cache = cache_of(Records({"image": images}), folder, shards)
-        loader = stoker.Loader(cache, batch_size=batch, drop_last=True, tier="host")
+        loader = stoker.Loader(cache, batch_size=batch, drop_last=True, tier="host", shuffle=True)
         contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(iter(loader))
     fields = {"image": images}
     plain: dict[str, Any] = {
@@ -413,8 +419,8 @@ def rows_to_floats(
     return work
 
 
-class Normalised(Dataset[Any]):
-    """Items of another dataset, images normalised one by one as a user's transform does."""
+class Normalized(Dataset[Any]):
+    """Items of another dataset, images normalized one by one as a user's transform does."""
 
     def __init__(self, inner: Any, dtype: torch.dtype) -> None:
         self.inner, self.dtype = inner, dtype
@@ -436,21 +442,27 @@ def workload_3_floats(folder: Path, name: str = "float32") -> list[dict[str, Any
     order, batch, dtype = torch.randperm(4_000), 256, getattr(torch, name)
     limit = partial(rows_to_floats, images, order[: 6 * batch], batch, dtype=dtype)
     contenders: dict[str, Callable[[], int]] = {"limit": limit(ring=1), "ring": limit(ring=4)}
-    normalise = {"image": Normalise(mean=MEAN, std=STD, divisor=255)}
+    normalize = {"image": Normalization(mean=MEAN, std=STD, divisor=255)}
     for shards in SHARDS:
         cache = cache_of(Records({"image": images}), folder, shards)
         loader = stoker.Loader(
-            cache, batch_size=batch, drop_last=True, tier="host", normalise=normalise, dtype=name
+            cache,
+            batch_size=batch,
+            drop_last=True,
+            tier="host",
+            normalize=normalize,
+            dtype=name,
+            shuffle=True,
         )
         contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(limited(loader, 6))
     files, memory = PerSampleFiles(folder / name, {"image": images[:1024]}), InMemory({"image": images})
     plain: dict[str, Any] = {
-        "DataLoader over .pt files": DataLoader(Normalised(files, dtype), batch, shuffle=True),
-        "DataLoader over dict in RAM": DataLoader(Normalised(memory, dtype), batch, shuffle=True),
+        "DataLoader over .pt files": DataLoader(Normalized(files, dtype), batch, shuffle=True),
+        "DataLoader over dict in RAM": DataLoader(Normalized(memory, dtype), batch, shuffle=True),
         "DataLoader over TensorDataset": DataLoader(
-            Normalised(TensorDataset(images), dtype), batch, shuffle=True
+            Normalized(TensorDataset(images), dtype), batch, shuffle=True
         ),
-        "DataLoader, batched index": batched_loader(Normalised(Batched([images]), dtype), 4_000, batch),  # type: ignore[arg-type]
+        "DataLoader, batched index": batched_loader(Normalized(Batched([images]), dtype), 4_000, batch),  # type: ignore[arg-type]
     }
     for contender, loader in plain.items():
         contenders[contender] = lambda loader=loader: drain(limited(loader, 2))

@@ -43,7 +43,7 @@ def contenders(caches: dict[str, stoker.Cache], tier: str) -> dict[str, Callable
         files = [cache.path / shard.file for shard in cache.index.shards] if tier == "disk" else []
         wanted = {name: "float32"} if name != "float16" else {name: "float32", "float16, as stored": None}
         for label, dtype in wanted.items():
-            loader = stoker.Loader(cache, BATCH, drop_last=True, tier=tier, dtype=dtype)
+            loader = stoker.Loader(cache, BATCH, drop_last=True, tier=tier, dtype=dtype, shuffle=True)
             found[label] = partial(served, loader, files)
     return found
 

@@ -67,10 +67,10 @@ def opened(url: str) -> Iterator[Callable[[str], tuple[Any, ...]]]:
             yield lambda key: connection.execute(sql, (key,)).fetchone()
 
 
-def metres(centre: Any, places: Any) -> tuple[Any, Any]:
-    """North and east of `centre`."""
-    offset = (places - centre) * METRES
-    return offset[..., 0], offset[..., 1] * math.cos(math.radians(centre[0]))
+def metres(center: Any, places: Any) -> tuple[Any, Any]:
+    """North and east of `center`."""
+    offset = (places - center) * METRES
+    return offset[..., 0], offset[..., 1] * math.cos(math.radians(center[0]))
 
 
 def sample_of(row: tuple[Any, ...], statistics: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def sample_of(row: tuple[Any, ...], statistics: Mapping[str, Any]) -> dict[str, 
     entries = json.loads(entries) if isinstance(entries, str) else entries
     heard = np.array([entry["signal_present"] for entry in entries])
     places = np.array([(entry["rx_lat"], entry["rx_lon"]) for entry in entries])
-    centre = places[heard].mean(0)
+    center = places[heard].mean(0)
     receivers, mask = np.zeros((7, 6)), np.ones(7, np.bool_)
     mask[: len(entries)] = ~heard
     for at, entry in enumerate(entries):
@@ -87,12 +87,12 @@ def sample_of(row: tuple[Any, ...], statistics: Mapping[str, Any]) -> dict[str, 
         receivers[at, 1] = (entry["psd_dbm_per_hz"]["mean"] + 180) / 80
         receivers[at, 2] = (entry["frequency_offset_hz"]["mean"] + 50) / 100
         receivers[at, 5] = heard[at]
-    for at, far in zip((3, 4), metres(centre, places), strict=True):
+    for at, far in zip((3, 4), metres(center, places), strict=True):
         own = statistics["receivers"]
         standard = (far - own["mean"][at - 3]) / own["deviation"][at - 3]
         receivers[: len(entries), at] = np.where(heard, standard, 0.0)
     own = statistics["target"]
-    target = (np.array(metres(centre, np.array([latitude, longitude]))) - own["mean"]) / own["deviation"]
+    target = (np.array(metres(center, np.array([latitude, longitude]))) - own["mean"]) / own["deviation"]
     made = {
         "receivers": receivers.astype(np.float32),
         "signal_mask": mask,
@@ -148,7 +148,7 @@ def measure(url: str, spec: RadioSpec, folder: Path) -> dict[str, Any]:
     cache = stoker.precompute(rows, None, folder, name="train", progress=None)
     held_out = stoker.precompute(rows.for_split("val"), None, folder, name="val", progress=None)
     keys, statistics, epochs = rows.keys(), rows.statistics, count()
-    loader = Loader(cache, BATCH, device=DEVICE)
+    loader = Loader(cache, BATCH, device=DEVICE, shuffle=True)
     ready = [{name: batch[name] for name in FIELDS} for batch in loader]
     rivals = {name: Rival(statistics) for name in ("loader", "ready", "memory", "query")}
 
@@ -167,11 +167,11 @@ def measure(url: str, spec: RadioSpec, folder: Path) -> dict[str, Any]:
             for first in range(0, len(order), BATCH):
                 yield asked(order[first : first + BATCH])
 
-        for batch in Loader(cache, BATCH, order="sequential"):
+        for batch in Loader(cache, BATCH, shuffle=False):
             again = asked(batch["index"].tolist())
             for name in FIELDS:
                 torch.testing.assert_close(again[name], batch[name], rtol=1e-5, atol=1e-6)
-        single = DataLoader(Rows(Loader(cache, BATCH)), BATCH, shuffle=True)
+        single = DataLoader(Rows(Loader(cache, BATCH, shuffle=True)), BATCH, shuffle=True)
         job = whole_epochs(cache, held_out, statistics, folder / "job")
         contenders = {
             "job": lambda: next(job),
@@ -202,8 +202,8 @@ def whole_epochs(cache: Any, held_out: Any, statistics: Mapping[str, Any], folde
     torch.manual_seed(0)
     model = TriangulationModel(dropout=0.2)
     model.set_statistics(statistics)
-    train = Loader(cache, BATCH, device=DEVICE, meter=meter)
-    val = Loader(held_out, BATCH, device=DEVICE, order="sequential")
+    train = Loader(cache, BATCH, device=DEVICE, meter=meter, shuffle=True)
+    val = Loader(held_out, BATCH, device=DEVICE, shuffle=False)
 
     def tell(kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "epoch":

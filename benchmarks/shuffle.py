@@ -89,11 +89,11 @@ def quality(kind: str) -> dict[str, Any]:
 def accuracy(kind: str, seed: int, epochs: int) -> float:
     """Of a logistic regression on sorted examples, on those kept back."""
     generator = np.random.default_rng(seed)
-    centres = generator.normal(size=(LABELS, FEATURES)) * 0.35
+    centers = generator.normal(size=(LABELS, FEATURES)) * 0.35
     labels = np.arange(COUNT) * LABELS // COUNT
-    data = centres[labels] + generator.normal(size=(COUNT, FEATURES))
+    data = centers[labels] + generator.normal(size=(COUNT, FEATURES))
     asked = generator.integers(0, LABELS, HELD_BACK)
-    unseen = centres[asked] + generator.normal(size=(HELD_BACK, FEATURES))
+    unseen = centers[asked] + generator.normal(size=(HELD_BACK, FEATURES))
     weights, bias = np.zeros((FEATURES, LABELS)), np.zeros(LABELS)
     for epoch in range(epochs):
         for ids in epoch_of(kind, seed, epoch).reshape(-1, BATCH):
@@ -120,7 +120,7 @@ def demo(kind: str, seeds: int = 2) -> dict[str, Any]:
     for seed in range(seeds):
         run = run_demo(
             [
-                f"training.order={kind}",
+                f"training.shuffle={'true' if kind == 'full' else kind}",
                 f"training.seed={seed}",
                 f"training.run_dir=runs/{seed}",
                 f"data.files={DATA}",

@@ -118,7 +118,7 @@ def serve(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     def once(tier: str, length_s: float) -> Found:
         step = sleeping(length_s)
         primitives = [(alone(step), served_loads(cache, WINDOWS, BATCH, tiers=[tier])[tier])]
-        loader = stoker.Loader(cache, BATCH, windows=WINDOWS, tier=tier, drop_last=True)
+        loader = stoker.Loader(cache, BATCH, windows=WINDOWS, tier=tier, drop_last=True, shuffle=True)
         measured = epoch_of(loader, step)
         primitives.append((alone(step), served_loads(cache, WINDOWS, BATCH, tiers=[tier])[tier]))
         step_s = statistics.fmean(each for each, _ in primitives)
@@ -139,7 +139,9 @@ def partial(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         step_s = alone(step)
         served = served_loads(cache, None, RECORD_BATCH)
         few = served_loads(cache, None, RECORD_BATCH // 4)
-        loader = stoker.Loader(cache, RECORD_BATCH, reserve_bytes=reserve(cache, fraction), drop_last=True)
+        loader = stoker.Loader(
+            cache, RECORD_BATCH, reserve_bytes=reserve(cache, fraction), drop_last=True, shuffle=True
+        )
         measured = epoch_of(loader, step)
         step_s = (step_s + alone(step)) / 2
         held = loader.plan.records_by_tier()["host"] / len(cache)  # free memory moves while others use it
@@ -168,7 +170,7 @@ def stages(source: Any, encoder: Any, folder: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         try_stages(source, encoder, (Path(place), "trial", recipe), settings, trial)
     begin = time.perf_counter()
-    count = min(len(source), 64)  # neighbours, as workers have them
+    count = min(len(source), 64)  # neighbors, as workers have them
     for number in range(count):
         source.read(number)
     read_s = (time.perf_counter() - begin) / count
@@ -349,6 +351,7 @@ def child_rank(path: str) -> dict[str, float]:
         rank=rank,
         world_size=world_size,
         drop_last=True,
+        shuffle=True,
     )
     product = products()
 
@@ -413,7 +416,9 @@ def store(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
 def child_store(path: str, throttle: str, length_s: str) -> dict[str, float]:
     rank, world_size = joined()
     cache = stoker.open_cache(path)
-    loader = stoker.Loader(cache, STORE_BATCH, tier="disk", rank=rank, world_size=world_size, drop_last=True)
+    loader = stoker.Loader(
+        cache, STORE_BATCH, tier="disk", rank=rank, world_size=world_size, drop_last=True, shuffle=True
+    )
     throttled(Path(throttle))
     gradients = torch.zeros(RANK_GRADIENTS)
 
@@ -464,7 +469,7 @@ def child_beside(path: str, kind: str, place: str, length_s: str, batch: str) ->
     cache = stoker.precompute(
         source, encoder, Path(place), name="bench", dtype="float16", workers=1, wait=False, progress=None
     )
-    for _ in stoker.Loader(cache, int(batch)):
+    for _ in stoker.Loader(cache, int(batch), shuffle=True):
         step()
     return {"epoch_s": time.perf_counter() - begin}
 

@@ -192,7 +192,7 @@ class Table:
         return self.later_epoch()
 
     def later_epoch(self) -> int:
-        loader = stoker.Loader(stoker.open_cache(self.folder / "cache" / "c"), BATCH)
+        loader = stoker.Loader(stoker.open_cache(self.folder / "cache" / "c"), BATCH, shuffle=True)
         return sum(len(next(iter(batch.values()))) for batch in loader)
 
 

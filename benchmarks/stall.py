@@ -138,7 +138,7 @@ def main() -> None:
             for name, data in rivals.items()
             for workers in WORKERS
         }
-        ours = stoker.Loader(cache, batch_size=BATCH, windows=stoker.Windows())
+        ours = stoker.Loader(cache, batch_size=BATCH, windows=stoker.Windows(), shuffle=True)
         feeds["Stoker", 0] = (ours, lambda batch: (batch.z0, batch.z1))
         measured: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in feeds}
         for _ in range(ROUNDS):

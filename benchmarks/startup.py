@@ -62,7 +62,7 @@ at = 0
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     if folder.name != "encoders" and not folder.name.startswith("."):
         cache = stoker.open_cache(folder)
-        for number in cache.numbers.tolist():
+        for number in cache.indices.tolist():
             torch.save({name: value.clone() for name, value in cache[number].items()}, out / f"{at:06d}.pt")
             at += 1
 """

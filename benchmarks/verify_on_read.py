@@ -90,7 +90,7 @@ def main() -> None:
                         indices=kept,
                         verify=verify,
                         drop_last=True,
-                        **settings,
+                        **{"shuffle": True, **settings},
                     )
                     once = (
                         partial(served, loader)

@@ -21,6 +21,7 @@ def train(accelerator: Accelerator, *, epochs: int, resume: bool) -> stoker.Load
         device=accelerator.device,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
+        shuffle=True,
     )
     model = torch.nn.Linear(32, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
@@ -28,8 +29,8 @@ def train(accelerator: Accelerator, *, epochs: int, resume: bool) -> stoker.Load
     if resume:
         accelerator.load_state(str(FOLDER / "state"))
     while loader.epoch < epochs:  # a finished pass moves on to the next epoch by itself
-        for batch in loader:
-            loss = (model(batch["0"]) - batch["1"]).square().mean()
+        for inputs, targets in loader:
+            loss = (model(inputs) - targets).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

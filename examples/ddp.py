@@ -23,7 +23,7 @@ dist.init_process_group("gloo")  # "nccl" on GPUs
 model = DistributedDataParallel(torch.nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = stoker.Loader(
-    cache, batch_size=25, rank=rank, world_size=world_size
+    cache, batch_size=25, rank=rank, world_size=world_size, shuffle=True
 )  # 25 examples of each global batch
 for _ in range(5):
     for batch in loader:
@@ -34,7 +34,7 @@ for _ in range(5):
 
 # In order, each rank has a piece of its own: every example once, so that sums over the ranks are exact.
 sums = torch.zeros(2, dtype=torch.float64)
-for batch in stoker.Loader(cache, batch_size=64, order="sequential", rank=rank, world_size=world_size):
+for batch in stoker.Loader(cache, batch_size=64, shuffle=False, rank=rank, world_size=world_size):
     with torch.no_grad():
         errors = (model.module(batch["0"]) - batch["1"]).square()
     sums += torch.tensor([errors.sum(), len(errors)], dtype=torch.float64)

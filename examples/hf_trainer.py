@@ -32,7 +32,8 @@ class CachedTrainer(Trainer):
             batch_size=self.args.per_device_train_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
-            transforms=[lambda batch, keys: {"x": batch["0"], "y": batch["1"]}],  # names of `forward`
+            shuffle=True,
+            transforms=[lambda batch: {"x": batch[0], "y": batch[1]}],  # names of `forward`
         )
         return as_dataloader(loader)  # on a resume the Trainer skips batches by their number
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stoker
-from stoker.loader import Normalise
+from stoker.loader import Normalization
 
 SIZE, GRID = (96, 128), (12, 16)
 
@@ -29,9 +29,10 @@ def loaders_of(root: Path, folder: Path) -> tuple[stoker.Loader, stoker.Loader, 
     numbers = [
         [n for n, key in enumerate(source.keys()) if (key in held_out) == test] for test in (False, True)
     ]
-    values = Normalise(mean=(0.66, 0.64, 0.68), std=(0.08, 0.09, 0.04), divisor=255)
+    values = Normalization(mean=(0.66, 0.64, 0.68), std=(0.08, 0.09, 0.04), divisor=255)
     train, test = (
-        stoker.Loader(cache, 32, indices=own, normalise={"image": values}, seed=0) for own in numbers
+        stoker.Loader(cache, 32, indices=own, normalize={"image": values}, seed=0, shuffle=True)
+        for own in numbers
     )
     return train, test, source.classes
 

@@ -50,8 +50,8 @@ def main(folder: Path, model: Path | None, images: Path | None) -> None:
             images or draw_images(folder / "images"), "folder", size=(56, 56), split=split
         )
         parts[split] = stoker.precompute(source, encoder, folder / "cache", name=f"features_{split}")
-    train = stoker.Loader(parts["train"], 32, seed=0)
-    test = stoker.Loader(parts["test"], 32)
+    train = stoker.Loader(parts["train"], 32, seed=0, shuffle=True)
+    test = stoker.Loader(parts["test"], 32, shuffle=True)
     width = parts["train"].schema["features"].shape[0]
     probe = torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, len(source.classes)))
     optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-2)

@@ -24,11 +24,12 @@ class Model(L.LightningModule):
         # Each rank takes its part of every batch; Lightning calls set_epoch and saves the state.
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         return stoker.cached(
-            dataset, cache_dir=FOLDER / "cache", batch_size=50, rank=rank, world_size=world_size
+            dataset, cache_dir=FOLDER / "cache", batch_size=50, rank=rank, world_size=world_size, shuffle=True
         )
 
-    def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
-        return (self.layer(batch["0"]) - batch["1"]).square().mean()
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
+        x, y = batch
+        return (self.layer(x) - y).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-2)

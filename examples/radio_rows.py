@@ -35,8 +35,8 @@ def main(folder: Path) -> None:
     cache = stoker.precompute(rows, None, folder / "cache", name="radio_train", workers=1)
     held_out = stoker.precompute(rows.for_split("val"), None, folder / "cache", name="radio_val", workers=1)
 
-    train = stoker.Loader(cache, batch_size=64, tier="device")
-    val = stoker.Loader(held_out, batch_size=64, order="sequential")
+    train = stoker.Loader(cache, batch_size=64, tier="device", shuffle=True)
+    val = stoker.Loader(held_out, batch_size=64, shuffle=False)
     torch.manual_seed(0)
     model = TriangulationModel()
     model.set_statistics(rows.statistics)

@@ -27,8 +27,8 @@ def main(folder: Path) -> None:
     cache = stoker.precompute(source, encoder, folder / "cache", name="waves", dtype="float16")
 
     windows = stoker.Windows(stride=1, horizon=1)
-    train = stoker.Loader(cache, batch_size=64, windows=windows, indices=range(32))
-    val = stoker.Loader(cache, batch_size=64, windows=windows, indices=range(32, 40), order="sequential")
+    train = stoker.Loader(cache, batch_size=64, windows=windows, indices=range(32), shuffle=True)
+    val = stoker.Loader(cache, batch_size=64, windows=windows, indices=range(32, 40), shuffle=False)
 
     from stoker.train.config import TrainConfig
     from stoker.train.run import train as fit

@@ -50,7 +50,7 @@ class BurgersSet(Dataset[dict[str, Tensor]]):
 
 
 class Steps(Dataset[dict[str, Any]]):
-    """A MATLAB file of the PINNs collection, cut into pairs of neighbouring times; space comes first."""
+    """A MATLAB file of the PINNs collection, cut into pairs of neighboring times; space comes first."""
 
     def __init__(self, path: Path, name: str, time: str) -> None:
         file = read_mat(path)
@@ -102,7 +102,7 @@ def whole(dataset: Dataset[Any], folder: Path, **settings: Any) -> dict[str, Ten
         cache_dir=folder,
         device="cpu",
         batch_size=len(dataset),  # type: ignore[arg-type]
-        order="sequential",
+        shuffle=False,
         precompute={"workers": 0},
         **settings,
     )
@@ -114,10 +114,10 @@ def test_a_set_of_bool_and_float_pairs(shared_data: Path, tmp_path: Path) -> Non
 
     batch = whole(dataset, tmp_path)
 
-    assert batch["0"].dtype == torch.bool
-    assert batch["0"].shape == (1000, 16, 16)
-    assert torch.equal(batch["0"], dataset.x)
-    assert torch.equal(batch["1"], dataset.y)
+    assert batch[0].dtype == torch.bool
+    assert batch[0].shape == (1000, 16, 16)
+    assert torch.equal(batch[0], dataset.x)
+    assert torch.equal(batch[1], dataset.y)
 
 
 def test_a_set_of_float64_is_rounded_once(shared_data: Path, tmp_path: Path, caplog: Any) -> None:
@@ -174,7 +174,7 @@ def trained(folder: Path) -> tuple[float, Tensor]:
     loader = stoker.cached(
         Augmented(noisy=False), cache_dir=folder, device="cpu", batch_size=20, seed=3,
         transforms=[Noise(std=1 / 50, fields=["0"])], precompute={"workers": 0},
-    )  # fmt: skip
+     shuffle=True)  # fmt: skip
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -182,11 +182,11 @@ def trained(folder: Path) -> tuple[float, Tensor]:
     seen = []
     for _ in range(20):
         for batch in loader:
-            loss = (model(batch["0"]) - batch["1"]).square().mean()
+            loss = (model(batch[0]) - batch[1]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            seen.append(batch["0"].clone())
+            seen.append(batch[0].clone())
     assert not torch.equal(torch.cat(seen[:10]).sort(0)[0], torch.cat(seen[10:20]).sort(0)[0])  # drawn anew
     return loss.item(), torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -195,7 +195,7 @@ def test_augmentation_is_refused_in_the_dataset_and_repeats_bit_for_bit_behind_t
     tmp_path: Path,
 ) -> None:
     with pytest.raises(SourceError, match=r"field '0' changes when it is read again.*transforms=\[\.\.\.\]"):
-        stoker.cached(Augmented(noisy=True), cache_dir=tmp_path)
+        stoker.cached(Augmented(noisy=True), cache_dir=tmp_path, shuffle=True)
 
     (loss, weights), (_, again) = trained(tmp_path / "a"), trained(tmp_path / "b")
 

@@ -86,7 +86,9 @@ def test_same_bytes_everywhere(burgers: Path, tmp_path: Path) -> None:
     windows = stoker.Windows(stride=2, horizon=2)
 
     def loader(cache: stoker.Cache, **changes: Any) -> stoker.Loader:
-        return stoker.Loader(cache, windows=windows, seed=3, **{"batch_size": 8, "tier": "host", **changes})
+        return stoker.Loader(
+            cache, windows=windows, seed=3, **{"shuffle": True, "batch_size": 8, "tier": "host", **changes}
+        )
 
     expected = everything(loader(caches[0]))
     for cache in caches:
@@ -120,7 +122,7 @@ def test_a_cache_is_complete_and_verified_or_says_what_is_missing(burgers: Path,
     assert not report.ok
     assert report.bad[0].shard == shard.name
     with pytest.raises(stoker.StokerError, match=shard.name):
-        list(stoker.Loader(stoker.open_cache(cache.path), batch_size=4, tier="host"))
+        list(stoker.Loader(stoker.open_cache(cache.path), batch_size=4, tier="host", shuffle=True))
     shard.unlink()
     with pytest.raises(IncompleteError, match=rf"{shard.name}.*\b12 records"):
         stoker.open_cache(cache.path)
@@ -136,7 +138,7 @@ def test_every_wait_has_a_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
     (failure,) = report.cache.quarantined.values()
     assert (failure.number, failure.stage, failure.attempts) == (7, "read", 2)
-    assert sorted(set(range(20)) - {7}) == report.cache.numbers.tolist()
+    assert sorted(set(range(20)) - {7}) == report.cache.indices.tolist()
 
 
 def test_nothing_is_dropped_silently(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_nothing_is_dropped_silently(tmp_path: Path) -> None:
     assert "NaN" in by_number[11].error or "nan" in by_number[11].error
     with pytest.raises(KeyError, match="flux capacitor"):
         cache[3]
-    served = torch.cat([batch["index"] for batch in stoker.Loader(cache, batch_size=4)])
+    served = torch.cat([batch["index"] for batch in stoker.Loader(cache, batch_size=4, shuffle=True)])
     assert sorted(served.tolist()) == sorted(set(range(20)) - {3, 11})
 
 
@@ -162,7 +164,7 @@ def anonymous():
     rollup = open("/proc/self/smaps_rollup").read().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss_Anon:"))
 before = anonymous()
-loader = stoker.Loader(stoker.open_cache(sys.argv[1]), batch_size=64, tier="host")
+loader = stoker.Loader(stoker.open_cache(sys.argv[1]), batch_size=64, shuffle=True, tier="host")
 for batch in loader:
     pass
 print(anonymous() - before, flush=True)

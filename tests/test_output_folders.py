@@ -18,7 +18,7 @@ from tests.cli.commands import run
 DATA: Any = torch.zeros(4, 3)
 SOURCE = stoker.TorchSource(DATA)
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "cached": lambda folder: stoker.cached(DATA, cache_dir=folder, precompute={"workers": 0}),
+    "cached": lambda folder: stoker.cached(DATA, cache_dir=folder, precompute={"workers": 0}, shuffle=True),
     "precompute": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", workers=0),
     "background": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", wait=False),
     "fetch": lambda folder: fetch_files([], folder),

@@ -1,7 +1,7 @@
 """Stoker keeps the GPU fed: encode once, keep it verified, serve from the fastest place that fits.
 
 sources/      raw samples by number: HDF5 simulations, images, any torch `Dataset`
-encoders/     frozen encoders: grid, any `nn.Module`, normalisation
+encoders/     frozen encoders: grid, any `nn.Module`, normalization
 precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
@@ -28,66 +28,97 @@ if TYPE_CHECKING:
     from stoker.cached import cached
     from stoker.encoders.features import FeatureEncoder
     from stoker.encoders.grid import GridEncoder
+    from stoker.encoders.mesh import MeshEncoder
     from stoker.encoders.module import ModuleEncoder
-    from stoker.loader import Loader, Mixture, Windows
-    from stoker.precompute import precompute
+    from stoker.encoders.protocol import Encoder
+    from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
+    from stoker.precompute import Timeouts, precompute
     from stoker.profile.run import profile
+    from stoker.sources.arrays import ArraySource
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.images import ImageSource
+    from stoker.sources.meshes import MeshSource
+    from stoker.sources.protocol import Source
     from stoker.sources.sql.source import SQLSource
+    from stoker.sources.tables import DatasetsSource, ParquetSource
+    from stoker.sources.tar import TarSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
     from stoker.store.in_place import index_in_place
-    from stoker.train.batch_size import disable_torch_compile, find_batch_size
+    from stoker.train.batch_size import find_batch_size
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArraySource",
     "Cache",
+    "DatasetsSource",
+    "Encoder",
     "FeatureEncoder",
     "GridEncoder",
     "HDF5Source",
     "ImageSource",
     "Loader",
+    "MeshEncoder",
+    "MeshSource",
     "Mixture",
     "ModuleEncoder",
+    "Normalization",
+    "Pad",
+    "ParquetSource",
     "SQLSource",
+    "Source",
     "StokerError",
+    "TarSource",
+    "Timeouts",
     "TorchSource",
+    "Weights",
     "Windows",
     "__version__",
     "cached",
-    "disable_torch_compile",
     "find_batch_size",
     "index_in_place",
     "open_cache",
     "precompute",
     "profile",
+    "subset",
 ]
 
 _HOMES = {
+    "ArraySource": "stoker.sources.arrays",
     "Cache": "stoker.store",
+    "DatasetsSource": "stoker.sources.tables",
+    "Encoder": "stoker.encoders.protocol",
     "FeatureEncoder": "stoker.encoders.features",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "ImageSource": "stoker.sources.images",
     "Loader": "stoker.loader",
+    "MeshEncoder": "stoker.encoders.mesh",
+    "MeshSource": "stoker.sources.meshes",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "Normalization": "stoker.loader",
+    "Pad": "stoker.loader",
+    "ParquetSource": "stoker.sources.tables",
     "SQLSource": "stoker.sources.sql.source",
+    "Source": "stoker.sources.protocol",
+    "TarSource": "stoker.sources.tar",
+    "Timeouts": "stoker.precompute",
     "TorchSource": "stoker.sources.torch_dataset",
+    "Weights": "stoker.loader",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
-    "disable_torch_compile": "stoker.train.batch_size",
     "find_batch_size": "stoker.train.batch_size",
     "index_in_place": "stoker.store.in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
     "profile": "stoker.profile.run",
+    "subset": "stoker.loader",
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("compat", "export", "integrations", "transforms")
+_MODULES = ("compat", "errors", "export", "integrations", "testing", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 

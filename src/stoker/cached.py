@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import logging
 import os
 import shutil
 import tempfile
@@ -15,10 +15,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, arg
 from stoker.loader import Loader
+from stoker.loader.loader import give_structure
 from stoker.loader.options import (
     IGNORED,
     REFUSED,
@@ -28,15 +28,18 @@ from stoker.loader.options import (
     unknown_argument,
     whole_numbers,
 )
+from stoker.loader.order import order_text
 from stoker.loader.outputs import check_dtype, check_names
 from stoker.plan.resources import encode_on, resolve_device
 from stoker.precompute.engine import precompute as fill_cache
+from stoker.precompute.inputs import as_encoder, as_source
 from stoker.runtime.locks import FileLock
 from stoker.runtime.mounts import storage_of
 from stoker.runtime.processes.child import LIGHT, TORCH, preload
-from stoker.schema import Schema
+from stoker.schema import dtype_name
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
+from stoker.sources.torch_items import ItemStructure, encoded_structure
 from stoker.store.storage import resolve_local
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
     from stoker.sources.torch_items import Rule
 
+log = logging.getLogger("stoker")
 OURS = ("source", "encoder", "cache_dir", "name", "wait")
 """Arguments of `precompute` that `cached` gives itself; all others may be given in `precompute=`."""
 
@@ -68,18 +72,23 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 ) -> Loader:
     """Return a loader over everything in `dataset`, which is read and encoded on the first call alone.
 
+    Its batches have the structure of the dataset's items: of `(image, label)` tuples comes
+    `for images, labels in loader`, of dictionaries a dictionary with the same keys. Sample indices are
+    `batch.index` of tuples and dictionaries. One field that the encoder replaces by another keeps its place;
+    an encoder that makes more fields gives dictionaries. A `Source` gives dictionaries with the key `index`.
+
     Args:
         dataset: Any map-style dataset, or a `Source`.
-        encoder: An `Encoder`, or a frozen module that takes the field `data`, or the only one there is (else
-            wrap it in a `ModuleEncoder`). None: samples as they are.
+        encoder: An `Encoder`, or a frozen module, which takes the field `data`, the only field, or the first
+            of a tuple (else wrap it in a `ModuleEncoder`). None: samples as they are.
         cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
             the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/objects.md). A
             `cache_dir` of None: in memory, gone with the loader.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
-        precompute: How to fill the cache, by the names of `stoker.precompute`: `workers`, `nan`,
-            `max_quarantined`, `retry_quarantined`, `timeouts`, `max_error`, `compression`, `dtype` (of
-            storage), ...
+        precompute: How to fill the cache, by the names of `stoker.precompute`: `{"dtype": "float16"}` is the
+            dtype of storage. Those that a `Loader` does not have may also be given as they are:
+            `workers=4`, `timeouts={"read": 60}`, `nan="allow"`, `max_quarantined=0.01`, ...
         wait: False: serve what is encoded by now, while another process encodes the rest; see
             `stoker.precompute`.
         version, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
@@ -89,26 +98,51 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         ConfigError: An argument is unknown or malformed; nothing was encoded.
         StokerError: As `precompute` and `Loader`.
     """
-    encoding: dict[str, Any] = {"device": device, **_known({} if precompute is None else precompute)}
+    settings = _known({} if precompute is None else precompute)
+    direct = {name: loader.pop(name) for name in _direct_names() if name in loader}
+    if twice := direct.keys() & settings.keys():
+        raise ConfigError(f"{min(twice)} is given twice, alone and in precompute=. Give it once")
+    encoding: dict[str, Any] = {"device": device, **settings, **direct}
     encoding["wait"] = wait
     device = str(resolve_device(device))
     if encoding["device"] is not None:  # None: where the encoder's weights are
         encode_on(encoding["device"])
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
-    source = _as_source(dataset, own)
+    source = as_source(dataset, **own)
+    if source is dataset:
+        _refuse_settings(source, own)
     if encoding.get("workers") and (
         cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists()
     ):
         preload(TORCH if isinstance(source, TorchSource) else LIGHT)  # while items are probed here
-    encoder = _as_encoder(encoder, source)
+    encoder = as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
     encoding["name"] = name or name_of(dataset)
     own = {"batch_size": batch_size, "device": device, **loader}
     if cache_dir is None:
-        return _in_memory(source, encoder, encoding, own)
-    return Loader(fill_cache(source, encoder, resolve_local(cache_dir, must_exist=False), **encoding), **own)
+        made = _in_memory(source, encoder, encoding, own)
+    else:
+        made = Loader(
+            fill_cache(source, encoder, resolve_local(cache_dir, must_exist=False), **encoding), **own
+        )
+    if isinstance(source, TorchSource) and loader.get("windows") is None:
+        give_structure(made, _structure_of(source, encoder, made))
+    return made
+
+
+def _structure_of(source: TorchSource, encoder: Encoder | None, loader: Loader) -> ItemStructure:
+    """Return the structure of batches: that of items, if every field of records has a place in it."""
+    schema = source.schema()
+    found = encoded_structure(source.structure(), schema, loader.dataset.schema)
+    if not isinstance(found, bool):
+        return found
+    log.info(
+        "batches are dictionaries of %s: with this encoder they cannot have the structure of items",
+        ", ".join(loader.dataset.schema),
+    )
+    return None
 
 
 def _in_memory(
@@ -130,59 +164,18 @@ def name_of(dataset: object) -> str:
     return type(dataset).__name__.lower()
 
 
-def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source:
-    """Return the dataset as a source, with what the user says of it.
+def _refuse_settings(source: Source, own: Mapping[str, Any]) -> None:
+    """Refuse settings of a Dataset where there is a source, which has its own.
 
     Raises:
-        ConfigError: It is a source, which says all of that itself.
+        ConfigError: As said.
     """
-    if isinstance(dataset, type) or not isinstance(dataset, Source):  # a class has the methods too
-        return TorchSource(cast("Any", dataset), **own)
     defaults = inspect.signature(cached).parameters
     if given := [name for name, value in own.items() if value != defaults[name].default]:
         raise ConfigError(
-            f"{', '.join(f'{name}=' for name in given)}: settings of a Dataset, and {dataset!r} is a source. "
+            f"{', '.join(f'{name}=' for name in given)}: settings of a Dataset, and {source!r} is a source. "
             "Give them to the source"
         )
-    return dataset
-
-
-def _as_encoder(encoder: object, source: Source) -> Encoder | None:
-    """Return what `precompute` takes, with a bare module wrapped.
-
-    Raises:
-        ConfigError: It is neither an encoder nor a module, or a module, and several fields may be meant.
-    """
-    from torch import nn
-
-    if encoder is None:
-        return None
-    if not isinstance(encoder, type):  # a class has the methods too, but no weights
-        if isinstance(encoder, Encoder):
-            return encoder
-        if isinstance(encoder, nn.Module):
-            return ModuleEncoder(encoder, field=_field_of(source.schema()))
-    raise ConfigError(
-        f"encoder is {encoder!r}. Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None "
-        "for samples as they are. Wrap a function as stoker.ModuleEncoder(function)"
-    )
-
-
-def _field_of(schema: Schema) -> str:
-    """Return the field that a bare module takes: `data`, or the only one.
-
-    Raises:
-        ConfigError: There are several, and none of that name.
-    """
-    if "data" in schema or not schema:
-        return "data"
-    if len(schema) == 1:
-        return next(iter(schema))
-    largest = max(schema, key=lambda name: math.prod(map(abs, schema[name].shape)))
-    raise ConfigError(
-        f"samples have the fields {', '.join(map(repr, schema))}, and a module as encoder takes 'data'. Say "
-        f"which field it takes, as encoder=stoker.ModuleEncoder(module, field={largest!r})"
-    )
 
 
 def _known(settings: object) -> Mapping[str, Any]:
@@ -204,19 +197,22 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
         raise ConfigError(f"batch_size is {batch_size}. Expected at least 1")
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
-        check_dtype(dtype)
+        check_dtype(dtype_name(dtype))
     of_loader = dict(inspect.signature(Loader.__init__).parameters)
     of_cached = inspect.signature(cached).parameters
     del of_loader["self"], of_loader["cache"]  # the cache is made here
     others = {name: value for name, value in loader.items() if name not in of_loader}
     for name in others:
-        if name in _precompute_names():
-            raise ConfigError(
-                f"{name}= is a setting of precompute, not of the loader. Give precompute={{{name!r}: ...}}"
-            )
         if name not in (*IGNORED, *REFUSED, *TAKEN):
             raise ConfigError(f"cached() {unknown_argument(name, {**of_cached, **of_loader})}")
-    take_dataloader_arguments(others, loader.get("order"))
+    order_text(loader.get("shuffle", False), loader.get("partition", "global"))
+    take_dataloader_arguments(others)
+
+
+def _direct_names() -> list[str]:
+    """Return the settings of `precompute` that no argument of `cached` or `Loader` is called like."""
+    taken = {*inspect.signature(cached).parameters, *inspect.signature(Loader.__init__).parameters}
+    return [name for name in _precompute_names() if name not in taken]
 
 
 def _precompute_names() -> list[str]:

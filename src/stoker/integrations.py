@@ -89,7 +89,7 @@ class _BatchDataset(Dataset[Any]):
             loader.load_state_dict(loader.state_dict(place))
             self._pass = iter(loader)
         batch = next(self._pass)
-        self._place = batch.position
+        self._place = loader.position
         return batch
 
 

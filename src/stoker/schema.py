@@ -13,13 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import RecordError
 from stoker.runtime.jsonio import Json, canonical_json
+
+if TYPE_CHECKING:
+    import torch
 
 
 def as_json(value: Any) -> Any:
@@ -71,6 +74,28 @@ DTYPE_BYTES: Mapping[str, int] = {
 """Bytes per element of each dtype a store may hold."""
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+DtypeName: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
+"""A dtype as users name it: `"float16"`, `torch.float16`, `np.float16`."""
+
+
+def dtype_name(dtype: object) -> Any:
+    """Return the name of a dtype; what is not a dtype is returned as it is, for the check that follows.
+
+    >>> dtype_name(np.float16), dtype_name("bfloat16")
+    ('float16', 'bfloat16')
+    """
+    if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic)):
+        return np.dtype(dtype).name
+    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
+
+
+def dtype_names(dtypes: object) -> Any:
+    """Return the name of a dtype, or names by field; see `dtype_name`."""
+    if isinstance(dtypes, Mapping):
+        return {name: dtype_name(dtype) for name, dtype in cast("Mapping[str, object]", dtypes).items()}
+    return dtype_name(dtypes)
+
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 """What floats may be quantized to: one byte each, times a scale that a block of them shares."""
@@ -287,8 +312,8 @@ def schema_text(schema: Schema) -> str:
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:
     """Return settings of all sections by their full name.
 
-    >>> flatten_settings({"training": {"lr": 0.1, "order": "full"}})
-    {'training.lr': 0.1, 'training.order': 'full'}
+    >>> flatten_settings({"training": {"lr": 0.1, "shuffle": "block"}})
+    {'training.lr': 0.1, 'training.shuffle': 'block'}
     """
     found: dict[str, Json] = {}
     for name, value in settings.items():

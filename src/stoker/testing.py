@@ -224,7 +224,7 @@ def check_encoder(
         encoder: Left as it was.
         sample_schema: Fields of the samples it is made for.
         steps: Length of ragged fields, and of the time range that independent steps are tried on.
-        tolerance: Relative to the largest value: how far a record may move when its neighbours change.
+        tolerance: Relative to the largest value: how far a record may move when its neighbors change.
         seed: Of the made-up samples.
 
     Raises:
@@ -385,8 +385,8 @@ def _check_neighbours(
             for name, tensor in kept.items():
                 far = _distance(found[name][row], tensor[row])
                 assert far <= tolerance, (
-                    f"field {name!r} of a sample moves by {far:.1e} of its largest value when its neighbours "
-                    "change; normalise over the sample, not over the batch"
+                    f"field {name!r} of a sample moves by {far:.1e} of its largest value when its neighbors "
+                    "change; normalize over the sample, not over the batch"
                 )
 
 

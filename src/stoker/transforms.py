@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
-from stoker.loader.transform import ImageCut, run
+from stoker.loader.transform import FieldTransform, ImageCut, run
 from stoker.runtime.threads import Pool
 from stoker.schema import FLOATS
 from stoker.sources.image_geometry import Rules
@@ -179,7 +179,7 @@ def _list(tensors: Mapping[TensorKey, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Normalize:
+class Normalize(FieldTransform):
     """`(x - mean) / std`, computed in float32."""
 
     mean: float | Sequence[float]
@@ -247,7 +247,7 @@ class Normalize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
+class Noise(FieldTransform):
     """Adds Gaussian noise; the states of one window get the same, other fields noise of their own."""
 
     std: float | Sequence[float] = field(kw_only=False)
@@ -308,7 +308,7 @@ def _row(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Views:
+class Views(FieldTransform):
     """Applies transforms `count` times with other random numbers, and puts the results side by side.
 
     What they changed gets an axis of views after that of examples, `(B, count, *shape)`; the rest of the
@@ -350,7 +350,7 @@ Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
+class Flip(FieldTransform):
     """Mirrors examples along one axis, each with probability `p`."""
 
     axis: int = field(default=-2, kw_only=False)
@@ -399,7 +399,7 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roll:
+class Roll(FieldTransform):
     """Shifts examples along periodic axes, each by a distance of its own."""
 
     axes: Sequence[int] = field(default=(-2,), kw_only=False)
@@ -425,7 +425,7 @@ class Roll:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crop:
+class Crop(FieldTransform):
     """Cuts a random piece out of every example, from beyond its edges too if `padding` is given."""
 
     size: int | Sequence[int] = field(kw_only=False)
@@ -486,7 +486,7 @@ class Crop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class Take(FieldTransform):
     """The same piece of every example, or every k-th point: `Take({-2: slice(0, 64, 4)})`."""
 
     slices: Mapping[int, slice] = field(kw_only=False)
@@ -581,10 +581,10 @@ TIMEOUT_S = 120.0
 """For all images of one batch."""
 
 
-class Decode:
+class Decode(FieldTransform):
     """Images that `ImageSource(store="encoded")` stored as files, decoded to `(B, C, H, W)` uint8 by threads.
 
-    With the settings of the source (`size`, `fit`, `colour`, `filter`, `reduced`, `turned`) the images are
+    With the settings of the source (`size`, `fit`, `color`, `filter`, `reduced`, `turned`) the images are
     those that it would have stored as pixels, and its labels fit them.
 
     Args:
@@ -641,7 +641,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CropImages:
+class CropImages(FieldTransform):
     """Images that `ImageSource(size=256, fit="short")` stored, cropped to `(B, C, H, W)` uint8.
 
     Boxes, keypoints, joints and cameras move along; boxes are cut at the crop, and those outside it

@@ -104,7 +104,7 @@ def wrong_records(scenario: Scenario, root: Path) -> list[str]:
     cache = open_cache(path, require_complete=False)
     return [
         f"corrupt served: record {number}"
-        for number in cache.numbers.tolist()
+        for number in cache.indices.tolist()
         if not same_bits(cache[number], expected(scenario.source, scenario.recipe, number))
     ]
 
@@ -127,7 +127,7 @@ def not_finished(scenario: Scenario, root: Path) -> list[str]:
         cache = open_cache(scenario.folder_path(root))
     except StokerError as error:
         return [f"not resumed: {error}"]
-    wrong = [] if cache.numbers.tolist() == scenario.stored else [f"not resumed: {cache.numbers.tolist()}"]
+    wrong = [] if cache.indices.tolist() == scenario.stored else [f"not resumed: {cache.indices.tolist()}"]
     if {*cache.quarantined} != scenario.failed:
         wrong.append(f"not resumed: quarantined are {sorted(cache.quarantined)}")
     wrong += [] if cache.verify().ok else ["not resumed: verify finds damage"]

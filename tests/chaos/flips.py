@@ -37,7 +37,7 @@ def flip(path: Path, bit: int) -> None:
 def served_wrongly(cache: Cache) -> list[int]:
     """Numbers of records that a reader is given and that are not what was stored."""
     wrong: list[int] = []
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         try:
             record = cache[number]
         except StokerError:

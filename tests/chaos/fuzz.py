@@ -160,7 +160,7 @@ class Index:
         (self._folder / "index.json").write_bytes(data)
         index = load_index(self._folder, self._cache.recipe)
         cache = Cache(self._folder, self._cache.recipe, index)
-        for number in cache.numbers[:20].tolist():
+        for number in cache.indices[:20].tolist():
             try:
                 cache[number]
             except StokerError:

@@ -167,7 +167,7 @@ def figures(source, report, folder):
     for name, numbers in source.parts:
         if name in UNKILLABLE:
             expected |= dict.fromkeys(numbers, name)
-    stored = cache.numbers.tolist()
+    stored = cache.indices.tolist()
     hung_at = {
         tuple(map(int, path.name.split("-"))): float(path.read_text())
         for path in (folder / "notes").iterdir()

@@ -184,7 +184,7 @@ def overwrite(source: FakeSource, root: Path, promise: Promise) -> None:
 def rebuild(source: FakeSource, root: Path, promise: Promise) -> None:
     """Open a cache whose index is lost, which makes it again; in memory where it cannot be written."""
     cache = open_cache(root / "caches" / NAME / make_recipe(source, None).fingerprint)
-    promise("stored", cache.numbers.tolist())
+    promise("stored", cache.indices.tolist())
 
 
 def lose_index(source: FakeSource, root: Path) -> None:

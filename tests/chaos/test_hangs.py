@@ -187,7 +187,7 @@ def test_a_part_that_answered_and_then_holds_two_workers_is_read_no_more(tmp_pat
 
     report = run(source, tmp_path)
 
-    assert report.cache.numbers.tolist()[-400:] == list(range(400, 800))
+    assert report.cache.indices.tolist()[-400:] == list(range(400, 800))
     assert set(report.cache.quarantined) >= set(range(300, 400))
     assert report.records + report.quarantined == 800
     assert 2 <= report.abandoned_workers <= 3

@@ -84,9 +84,9 @@ def fill(root: Path, counts: Counts, pause_s: float, workers: int, say: children
 
 def same_records(a: Any, b: Any) -> bool:
     """Whether two caches hold the same numbers and bits."""
-    return a.numbers.tolist() == b.numbers.tolist() and all(
+    return a.indices.tolist() == b.indices.tolist() and all(
         torch.equal(value, b[number][name])
-        for number in a.numbers.tolist()
+        for number in a.indices.tolist()
         for name, value in a[number].items()
     )
 

@@ -1,4 +1,4 @@
-"""How commands answer: JSON, exit codes, colours, widths, one line for what is wrong."""
+"""How commands answer: JSON, exit codes, colors, widths, one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_sample_that_cannot_be_encoded_makes_the_cache_incomplete(project: Pat
     assert "sample 3" in text
 
 
-def test_no_colours_in_a_pipe_or_with_no_color(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colors_in_a_pipe_or_with_no_color(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in "".join(run("validate", "c.yaml"))
 
     monkeypatch.setenv("NO_COLOR", "1")
@@ -158,7 +158,7 @@ def test_debug_shows_where_an_error_came_from(project: Path) -> None:
     assert "Traceback" in full
 
 
-def test_without_colour_nothing_but_text_is_shown(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_color_nothing_but_text_is_shown(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     result = plan_config(Run(load_config("c.yaml")))
     shown: list[str] = []

@@ -182,7 +182,7 @@ def records(project: Path) -> dict[int, bytes]:
     from stoker import open_cache
 
     cache = open_cache(project / "data/latent_cache/burgers1d_train")
-    return {int(number): cache[int(number)]["latent"].numpy().tobytes() for number in cache.numbers}
+    return {int(number): cache[int(number)]["latent"].numpy().tobytes() for number in cache.indices}
 
 
 @pytest.mark.slow

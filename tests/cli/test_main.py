@@ -107,7 +107,7 @@ def test_precompute_without_json_says_what_happened(project: Path) -> None:
 
     assert "12 of 12 encoded" in first
     assert "12 records ready, nothing to encode" in second
-    assert "\x1b" not in first + second, "colours in a pipe"
+    assert "\x1b" not in first + second, "colors in a pipe"
 
 
 def test_flags_of_the_earlier_script_become_settings(project: Path) -> None:

@@ -183,7 +183,7 @@ class Busy:
     """A GPU of a machine that has one; nothing computes on it."""
 
     def sample(self) -> GpuSample:
-        return GpuSample(name="a GPU", utilisation=0.5, used_bytes=1, total_bytes=2, power_w=None)
+        return GpuSample(name="a GPU", utilization=0.5, used_bytes=1, total_bytes=2, power_w=None)
 
     def close(self) -> None:
         pass

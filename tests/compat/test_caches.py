@@ -39,7 +39,7 @@ def test_the_size_is_that_in_memory(earlier: dict[str, Any], tmp_path: Path) -> 
     build_latent_pair_loader(earlier)
     ragged = [{"x": torch.ones(i + 1, 4), "y": i} for i in range(6)]
     loader = stoker.cached(
-        ragged, name="r", cache_dir=tmp_path / "r", device="cpu", precompute={"workers": 0}
+        ragged, name="r", cache_dir=tmp_path / "r", device="cpu", precompute={"workers": 0}, shuffle=True
     )
 
     size = estimate_cache_size_mb("cache/burgers1d_train")

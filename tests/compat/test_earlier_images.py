@@ -180,7 +180,6 @@ def test_a_model_that_fails_otherwise_ends_the_search(images: GPUCachedDataset) 
 
 def test_the_cell_that_switches_compilation_off_is_the_function_of_the_package() -> None:
     """What it does is tested there (tests/train)."""
-    assert disable_torch_compile is stoker.disable_torch_compile
     assert disable_compile_for_debug is disable_torch_compile
 
 

@@ -32,7 +32,7 @@ TRAIN = Path("cache/burgers1d_train")
 
 
 def test_a_configuration_of_earlier_names_gives_batches_of_trajectories(earlier: dict[str, Any]) -> None:
-    loader = build_latent_pair_loader(OmegaConf.create(earlier), order="sequential")
+    loader = build_latent_pair_loader(OmegaConf.create(earlier), shuffle=False)
 
     batch = next(iter(loader))
 
@@ -49,7 +49,7 @@ def test_a_configuration_of_earlier_names_gives_batches_of_trajectories(earlier:
 
 def test_inverse_losses_find_their_fields_in_the_batch(earlier: dict[str, Any]) -> None:
     earlier["training"]["use_inverse_losses"] = True
-    loader = build_latent_pair_loader(earlier, order="sequential")
+    loader = build_latent_pair_loader(earlier, shuffle=False)
     dataset = PreloadedCacheDataset(loader.dataset.path, 12, time_stride=2, rollout_horizon=2)
 
     batch, pairs = next(iter(loader)), latent_pair_collate([dataset[i] for i in range(3)])
@@ -99,7 +99,7 @@ def test_an_unknown_setting_is_refused(earlier: dict[str, Any]) -> None:
 
 
 def test_preloaded_trajectories_are_those_of_the_loader(earlier: dict[str, Any]) -> None:
-    loader = build_latent_pair_loader(earlier, order="sequential")
+    loader = build_latent_pair_loader(earlier, shuffle=False)
     dataset = PreloadedCacheDataset(TRAIN, 12, time_stride=2, rollout_horizon=2)
 
     batches = [
@@ -115,7 +115,7 @@ def test_preloaded_trajectories_are_those_of_the_loader(earlier: dict[str, Any])
         assert batch.keys() == expected.keys() - {"index"}
     workers = DataLoader(dataset, batch_size=3, collate_fn=latent_pair_collate)
     assert torch.equal(next(iter(workers))["z1"], batches[0]["z1"])
-    own = next(iter(dataset.loader(3, order="sequential")))
+    own = next(iter(dataset.loader(3, shuffle=False)))
     assert torch.equal(own["z0"], batches[0]["z0"])
     with pytest.raises(IndexError):
         dataset[12]
@@ -156,7 +156,7 @@ def test_a_dataset_is_encoded_once_and_given_as_pairs(tmp_path: Path) -> None:
     def loader(**changes: Any) -> stoker.Loader:
         return build_parallel_latent_loader(
             Waves(), encoder, None, (1, 8), "u", batch_size=2, num_workers=0, cache_dir=tmp_path,
-            cache_dtype=torch.float32, order="sequential", **changes,
+            cache_dtype=torch.float32, shuffle=False, **changes,
         )  # fmt: skip
 
     batch = next(iter(loader()))
@@ -190,7 +190,7 @@ def test_encoders_are_called_as_they_were(tmp_path: Path) -> None:
     encoder = Earlier()
     config = GridEncoderConfig(latent_len=2, latent_dim=4, field_channels={"u": 1})
     coords = torch.rand(1, 8, 2)
-    settings: dict[str, Any] = {"num_workers": 0, "cache_dtype": None, "order": "sequential"}
+    settings: dict[str, Any] = {"num_workers": 0, "cache_dtype": None, "shuffle": False}
 
     own = build_parallel_latent_loader(
         Waves(), encoder, coords, (1, 8), "u", cache_dir=tmp_path / "a", **settings

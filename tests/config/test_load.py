@@ -433,8 +433,8 @@ def test_a_patch_of_one_number_is_square_except_in_one_dimension() -> None:
 
 
 def test_an_order_that_is_none_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r'training.order is "foo".*full, block, block\(64,4096\), static'):
-        load_config(None, ["training.order=foo"])
+    with pytest.raises(ConfigError, match=r'training.partition is "foo".*global, static'):
+        load_config(None, ["training.partition=foo"])
 
 
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("'0.5 %'", 0.005), ("0.02", 0.02), ("100%", 1.0)])

@@ -24,6 +24,7 @@ from tests.conftest import write_burgers
 from tests.distributed.launch import LONG_S, rank_processes, torchrun, wait_until
 from tests.distributed.nodes import NODES, RANKS_A_NODE, Net, kill_node, launched, two_nodes
 from tests.distributed.test_torchrun import alone, metrics, weights
+from tests.kit.orders import in_order
 from tests.test_guarantees import shared_and_private_bytes
 
 __all__ = ["project"]
@@ -42,6 +43,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from safetensors.torch import save_file
 from tests.distributed.test_nodes import BATCH, KINDS, loader_of, passes
+from tests.kit.orders import in_order
 folder, rank, world_size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 for place, kind in enumerate(KINDS):
@@ -65,7 +67,7 @@ def loader_of(
     folder: str | Path, kind: str, size: int, *, rank: int = 0, world_size: int = 1
 ) -> stoker.Loader:
     return stoker.Loader(
-        open_cache(folder), size, windows=Windows(field="latent"), order=kind, seed=SEED, rank=rank,
+        open_cache(folder), size, windows=Windows(field="latent"), **in_order(kind), seed=SEED, rank=rank,
         world_size=world_size, drop_last=True, tier="host",
     )  # fmt: skip
 

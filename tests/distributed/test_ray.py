@@ -174,8 +174,8 @@ def wait_for(what, limit_s=LONG_S):
 def same_records(path, others):
     one, two = open_cache(Path(path)), open_cache(Path(others))
     assert one.fingerprint == two.fingerprint
-    assert one.numbers.tolist() == two.numbers.tolist() != []
-    for number in one.numbers.tolist():
+    assert one.indices.tolist() == two.indices.tolist() != []
+    for number in one.indices.tolist():
         for name, value in one[number].items():
             assert torch.equal(value, two[number][name]), (number, name)
 

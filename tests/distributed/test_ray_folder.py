@@ -67,4 +67,4 @@ def test_a_node_has_a_mirror_of_its_own_and_the_driver_sees_what_it_stores(tmp_p
     assert node.path.parents[2] == tmp_path / "other"
     assert mirror_limit(node.path) == 2**20
     assert driver.missing().tolist() == [*range(8, 16)]
-    assert driver.finish().numbers.tolist() == [*range(8)]
+    assert driver.finish().indices.tolist() == [*range(8)]

@@ -151,7 +151,7 @@ import os, sys, time
 from pathlib import Path
 import stoker, torch
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-loader = stoker.Loader(stoker.open_cache(folder), batch_size=64, tier="host", rank=rank, world_size=2)
+loader = stoker.Loader(folder, 64, shuffle=True, tier="host", rank=rank, world_size=2)
 seen = sum(len(batch["index"]) for batch in loader)
 Path(f"ready-{rank}").write_text(f"{os.getpid()} {seen}")
 until = time.monotonic() + 120
@@ -183,7 +183,7 @@ def test_two_ranks_on_one_node_hold_one_copy_of_the_cached_bytes(tmp_path: Path)
 
 def precomputed(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
     cache = stoker.open_cache(folder / "data" / "latent_cache" / "burgers1d_train")
-    return {number: cache[number] for number in cache.numbers.tolist()}
+    return {number: cache[number] for number in cache.indices.tolist()}
 
 
 WORDS = ("precompute", "c.yaml", "precompute.workers=1", "--splits", "train", "--json")

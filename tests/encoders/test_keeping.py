@@ -75,7 +75,7 @@ def test_windows_give_it_at_both_states_with_its_axes(source: HDF5Source, tmp_pa
     cache = make(source, tmp_path, keep=("data",), dtype={"latent": "float16"})
     plain = make(source, tmp_path, dtype={"latent": "float16"})
 
-    for batch in Loader(cache, batch_size=7, windows=Windows(stride=2, horizon=2), tier=tier):
+    for batch in Loader(cache, batch_size=7, windows=Windows(stride=2, horizon=2), tier=tier, shuffle=True):
         for row, (number, start) in enumerate(batch.index.tolist()):
             raw = torch.from_numpy(source.read(number)["data"])
             assert torch.equal(batch.cond["data0"][row], raw[start])
@@ -94,7 +94,7 @@ def test_the_states_are_cut_from_the_encoded_field_whatever_it_is_called(tmp_pat
     cache = stoker.precompute(
         source, Doubling(), tmp_path, name="c", workers=0, progress=None, keep=["data", "mask"]
     )
-    batch = next(iter(Loader(cache, batch_size=4, windows=Windows(), order="sequential")))
+    batch = next(iter(Loader(cache, batch_size=4, windows=Windows(), shuffle=False)))
 
     assert torch.equal(batch.z0, values[0, :4] * 2)
     assert torch.equal(batch.cond["data1"], values[0, 1:5, :, None])
@@ -107,7 +107,7 @@ def test_it_is_stored_packed_like_any_other_field(source: HDF5Source, tmp_path: 
 
     assert cache.schema["data"].quantized
     assert cache.schema["data"].kept
-    batch = next(iter(Loader(cache, batch_size=3, windows=Windows(), order="sequential")))
+    batch = next(iter(Loader(cache, batch_size=3, windows=Windows(), shuffle=False)))
     assert torch.equal(batch.cond["data1"][2], cache[0]["data"][3])
 
 
@@ -131,7 +131,7 @@ def test_windows_cannot_be_cut_from_a_kept_field(source: HDF5Source, tmp_path: P
     cache = make(source, tmp_path, keep="data")
 
     with pytest.raises(ConfigError, match=r"'data' is not a field with time.*latent"):
-        Loader(cache, batch_size=3, windows=Windows(field="data"))
+        Loader(cache, batch_size=3, windows=Windows(field="data"), shuffle=True)
 
 
 def test_in_a_mixture_raw_fields_stay_with_their_own_cache(source: HDF5Source, tmp_path: Path) -> None:

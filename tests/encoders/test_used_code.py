@@ -253,8 +253,8 @@ def test_the_hint_for_what_cannot_be_described_works_as_it_stands(tmp_path: Path
     assert hint.replace(', field="0"', "") in str(refused.value)
 
     encoder = eval(hint, {"stoker": stoker, "module": module})
-    (batch,) = list(stoker.cached(dataset, encoder=encoder, **settings))
-    torch.testing.assert_close(batch["latent"].cpu(), torch.arange(8.0).reshape(4, 2))
+    ((latents,),) = list(stoker.cached(dataset, encoder=encoder, **settings))
+    torch.testing.assert_close(latents.cpu(), torch.arange(8.0).reshape(4, 2))
 
 
 def test_a_settings_array_counts_by_content() -> None:

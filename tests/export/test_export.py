@@ -51,7 +51,7 @@ def export(cache: Cache, out: Path, to: str = "safetensors", **settings: Any) ->
 
 
 def stacked(cache: Cache, name: str) -> Tensor:
-    return torch.stack([cache[number][name] for number in cache.numbers])
+    return torch.stack([cache[number][name] for number in cache.indices])
 
 
 def mapped(folder: Path) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def test_records_of_varying_length_are_written_as_chosen(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make_cache(tmp_path, FakeSource(RAGGED), shard_bytes=300)
-    tokens = [cache[number]["tokens"] for number in cache.numbers]
+    tokens = [cache[number]["tokens"] for number in cache.indices]
     lengths = [len(one) for one in tokens]
     with pytest.raises(ConfigError, match=r"ragged='nested' \(one after another.*ragged='pad' \(zeros up to"):
         export(cache, tmp_path / "out", to)
@@ -158,7 +158,7 @@ def test_nested_records_in_several_files_have_offsets_of_their_own(tmp_path: Pat
         tokens += found[f"tokens.{i:05d}"].tensor_split(found[f"tokens.offsets.{i:05d}"][1:-1])
         assert sum(t.nbytes for t in found.values()) <= 400
     assert len(report.files) > 2
-    for number, own in zip(cache.numbers, tokens, strict=True):
+    for number, own in zip(cache.indices, tokens, strict=True):
         assert torch.equal(own, cache[number]["tokens"])
 
 
@@ -173,7 +173,7 @@ def test_packed_fields_become_what_was_chosen(dtype: str, tmp_path: Path) -> Non
     full, brain = read(tmp_path / "full", "safetensors"), read(tmp_path / "brain", "safetensors")
     assert torch.equal(full["latent"], stacked(cache, "latent"))
     assert torch.equal(brain["latent"], stacked(cache, "latent").bfloat16())
-    steps = [cache[number]["steps"] for number in cache.numbers]
+    steps = [cache[number]["steps"] for number in cache.indices]
     assert torch.equal(brain["steps"], torch.cat(steps).bfloat16())
     assert torch.equal(full["steps"], torch.nn.utils.rnn.pad_sequence(steps, batch_first=True))
     with pytest.raises(ConfigError, match=rf"latent, steps of {dtype} with scales, which no other library"):
@@ -369,14 +369,19 @@ def real(shared_data: Path, tmp_path_factory: Any) -> dict[str, Cache]:
         path = shared_data / "pde_neuralop" / f"{name}_train_16.pt"
         folder = tmp_path_factory.mktemp(name)
         loader = stoker.cached(
-            kind(path), cache_dir=folder, device="cpu", batch_size=100, precompute={"workers": 0}
+            kind(path),
+            cache_dir=folder,
+            device="cpu",
+            batch_size=100,
+            precompute={"workers": 0},
+            shuffle=True,
         )
         found[name] = loader.dataset
     return found
 
 
 def all_of(cache: Cache) -> dict[str, Any]:
-    (batch,) = stoker.Loader(cache, len(cache), order="sequential", device="cpu")
+    (batch,) = stoker.Loader(cache, len(cache), shuffle=False, device="cpu")
     return dict(batch)
 
 

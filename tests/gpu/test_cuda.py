@@ -18,6 +18,7 @@ from stoker.precompute.run import StageBuilder
 from stoker.train.config import TrainConfig
 from stoker.train.run import train
 from tests.conftest import write_burgers
+from tests.kit.orders import in_order
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import values_of
 from tests.precompute.fake_sources import FakeSource
@@ -102,10 +103,12 @@ def test_the_first_samples_are_encoded_here_and_no_record_differs(
 @pytest.mark.parametrize("order", ["full", "sequential", "block(8,64)"])
 def test_the_device_tier_serves_the_same_bytes_as_the_host_tier(cache: stoker.Cache, order: str) -> None:
     windows = stoker.Windows(stride=1, horizon=2)
-    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", order=order, seed=5))
+    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", **in_order(order), seed=5))
 
     for tier in ("device", "host", "disk", "auto"):
-        loader = stoker.Loader(cache, 16, windows=windows, tier=tier, device="cuda", order=order, seed=5)
+        loader = stoker.Loader(
+            cache, 16, windows=windows, tier=tier, device="cuda", **in_order(order), seed=5
+        )
         batches = list(loader)
         assert all(batch.z0.device.type == "cuda" for batch in batches), tier
         got = flat(batches)
@@ -115,12 +118,12 @@ def test_the_device_tier_serves_the_same_bytes_as_the_host_tier(cache: stoker.Ca
 
 def test_resume_moves_between_device_and_host(cache: stoker.Cache) -> None:
     windows = stoker.Windows()
-    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", seed=1))
-    begun = stoker.Loader(cache, 16, windows=windows, tier="device", device="cuda", seed=1)
+    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", seed=1, shuffle=True))
+    begun = stoker.Loader(cache, 16, windows=windows, tier="device", device="cuda", seed=1, shuffle=True)
     passing = iter(begun)
     head = [next(passing) for _ in range(7)]
 
-    resumed = stoker.Loader(cache, 16, windows=windows, tier="host", seed=1)
+    resumed = stoker.Loader(cache, 16, windows=windows, tier="host", seed=1, shuffle=True)
     resumed.load_state_dict(begun.state_dict())
 
     got = flat(head) + flat(resumed)
@@ -130,7 +133,14 @@ def test_resume_moves_between_device_and_host(cache: stoker.Cache) -> None:
 
 def test_static_batches_keep_their_addresses(cache: stoker.Cache) -> None:
     loader = stoker.Loader(
-        cache, 16, windows=stoker.Windows(), tier="device", device="cuda", static=True, drop_last=True
+        cache,
+        16,
+        windows=stoker.Windows(),
+        tier="device",
+        device="cuda",
+        static=True,
+        drop_last=True,
+        shuffle=True,
     )
 
     addresses = {(batch.z0.data_ptr(), batch.z1.data_ptr()) for batch in loader}
@@ -139,7 +149,9 @@ def test_static_batches_keep_their_addresses(cache: stoker.Cache) -> None:
 
 
 def test_batches_own_their_memory_on_the_device(cache: stoker.Cache) -> None:
-    loader = stoker.Loader(cache, 16, windows=stoker.Windows(), tier="device", device="cuda", seed=2)
+    loader = stoker.Loader(
+        cache, 16, windows=stoker.Windows(), tier="device", device="cuda", seed=2, shuffle=True
+    )
     copies = [batch.z0.clone() for batch in loader]
     loader.set_epoch(0)
 
@@ -149,7 +161,7 @@ def test_batches_own_their_memory_on_the_device(cache: stoker.Cache) -> None:
 
 
 def test_the_plan_counts_the_device(cache: stoker.Cache) -> None:
-    plan = stoker.Loader(cache, 16, windows=stoker.Windows(), device="cuda").plan
+    plan = stoker.Loader(cache, 16, windows=stoker.Windows(), device="cuda", shuffle=True).plan
 
     assert plan.tier == "device"
     assert plan.records_by_tier()["device"] == 50
@@ -158,10 +170,10 @@ def test_the_plan_counts_the_device(cache: stoker.Cache) -> None:
 def test_training_on_the_device_resumes_and_beats_persistence(cache: stoker.Cache, tmp_path: Path) -> None:
     def loaders() -> tuple[stoker.Loader, stoker.Loader]:
         windows = stoker.Windows()
-        train_loader = stoker.Loader(cache, 32, windows=windows, device="cuda", indices=range(40), seed=0)
-        val = stoker.Loader(
-            cache, 32, windows=windows, device="cuda", indices=range(40, 50), order="sequential"
+        train_loader = stoker.Loader(
+            cache, 32, windows=windows, device="cuda", indices=range(40), seed=0, shuffle=True
         )
+        val = stoker.Loader(cache, 32, windows=windows, device="cuda", indices=range(40, 50), shuffle=False)
         return train_loader, val
 
     config: dict[str, Any] = {"lr": 2e-3, "width": 32, "depth": 2, "heads": 4, "device": "cuda", "seed": 0}
@@ -187,7 +199,7 @@ def sharded(tmp_path: Path) -> stoker.Cache:
 def test_a_part_on_the_device_serves_the_same_bytes(
     sharded: stoker.Cache, monkeypatch: pytest.MonkeyPatch, on_device: int, order: str, windows: Any
 ) -> None:
-    common: dict[str, Any] = {"windows": windows, "order": order, "seed": 3, "batch_size": 12}
+    common: dict[str, Any] = {"windows": windows, **in_order(order), "seed": 3, "batch_size": 12}
     expected = list(stoker.Loader(sharded, tier="host", **common))
     homes = {"device": frozenset(range(on_device)), "host": frozenset(range(on_device, 6))}
     monkeypatch.setattr(placement, "assign", lambda *_: homes)
@@ -207,8 +219,8 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     sharded: stoker.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "LOOK_S", 0.0)
-    loader = stoker.Loader(sharded, 4, device="cuda", seed=1)
-    expected = list(stoker.Loader(sharded, 4, tier="host", seed=1))
+    loader = stoker.Loader(sharded, 4, device="cuda", seed=1, shuffle=True)
+    expected = list(stoker.Loader(sharded, 4, tier="host", seed=1, shuffle=True))
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
     list(loader)

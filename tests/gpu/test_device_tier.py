@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Normalise, Windows
+from stoker.loader import Loader, Normalization, Windows
 from stoker.store import Cache
+from tests.kit.orders import in_order
 from tests.loader.caches import trajectories, write_cache
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-LATENT = Normalise(mean=[0.1, -0.2, 0.3, 0.0, 1.0, 0.5], std=[1.0, 2.0, 0.5, 1.5, 3.0, 0.7], axis=-1)
-IMAGE = Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), divisor=255)
+LATENT = Normalization(mean=[0.1, -0.2, 0.3, 0.0, 1.0, 0.5], std=[1.0, 2.0, 0.5, 1.5, 3.0, 0.7], axis=-1)
+IMAGE = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), divisor=255)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,9 @@ def test_normalised_batches_are_the_same_bits_on_every_tier(
 ) -> None:
     given: dict[str, Any] = {
         "windows": Windows(field="latent", horizon=3),
-        "normalise": {"latent": LATENT, "image": IMAGE},
+        "normalize": {"latent": LATENT, "image": IMAGE},
         "dtype": dtype,
-        "order": order,
+        **in_order(order),
         "seed": 3,
     }
     expected = values_of(Loader(cache, 16, tier="host", **given))
@@ -68,6 +69,7 @@ def test_normalised_batches_are_the_same_bits_on_every_tier(
 
 def test_examples_drawn_by_weight_are_the_same_on_the_device(cache: Cache) -> None:
     given: dict[str, Any] = {
+        "shuffle": True,
         "windows": Windows(field="latent", horizon=2),
         "weights": range(1, 25),
         "seed": 3,
@@ -82,7 +84,7 @@ def test_examples_drawn_by_weight_are_the_same_on_the_device(cache: Cache) -> No
 def test_a_set_larger_than_the_buffers_arrives_in_other_streams(tmp_path: Path) -> None:
     records = torch.randint(0, 256, (70, 1 << 20), dtype=torch.uint8)
     cache = write_cache(tmp_path, {"x": records}, shards=(30, 3))
-    loader = Loader(cache, 10, tier="device", device="cuda", order="sequential")
+    loader = Loader(cache, 10, tier="device", device="cuda", shuffle=False)
 
     for _ in range(2):
         for batch in loader:
@@ -90,7 +92,9 @@ def test_a_set_larger_than_the_buffers_arrives_in_other_streams(tmp_path: Path) 
 
 
 def test_serving_an_epoch_never_waits_for_the_device(cache: Cache) -> None:
-    loader = Loader(cache, 16, tier="device", device="cuda", windows=Windows(field="latent"), drop_last=True)
+    loader = Loader(
+        cache, 16, tier="device", device="cuda", windows=Windows(field="latent"), drop_last=True, shuffle=True
+    )
     list(loader)
 
     with warnings.catch_warnings():  # "prototype feature"
@@ -105,7 +109,7 @@ def test_serving_an_epoch_never_waits_for_the_device(cache: Cache) -> None:
 
 def test_a_captured_step_sees_every_static_batch(cache: Cache) -> None:
     """The pattern of docs/loader.md: the gather outside the graph, the step inside."""
-    given: dict[str, Any] = {"normalise": {"image": IMAGE}, "order": "sequential"}
+    given: dict[str, Any] = {"normalize": {"image": IMAGE}, "shuffle": False}
     loader = Loader(cache, 8, tier="device", device="cuda", static=True, **given)
     total = torch.zeros((), device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.loader import Loader, Normalise, Windows
+from stoker.loader import Loader, Normalization, Windows
 from stoker.loader.order import bits, example_keys, integers, normal, uniform
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 from tests.loader.caches import trajectories, write_cache
@@ -40,7 +40,13 @@ def test_augmented_batches_on_the_device_belong_to_their_examples(tmp_path: Path
     ]
 
     def examples(**changes: object) -> dict[tuple[int, ...], torch.Tensor]:
-        settings = {"batch_size": 8, "windows": Windows(field="latent"), "transforms": transforms, **changes}
+        settings = {
+            "shuffle": True,
+            "batch_size": 8,
+            "windows": Windows(field="latent"),
+            "transforms": transforms,
+            **changes,
+        }
         batches = list(Loader(cache, **settings))
         return {
             tuple(index): z
@@ -64,11 +70,11 @@ def test_images_cut_by_the_kernel_are_those_cut_after_it(
 ) -> None:
     images = torch.randint(0, 256, (70, 3, 40, 36)).to(dtype)
     cache = write_cache(tmp_path, {"image": images}, shards=(30, 40))
-    normalise = {"image": Normalise(mean=(0.4, 0.5, 0.6), std=0.2, divisor=255)}
+    normalize = {"image": Normalization(mean=(0.4, 0.5, 0.6), std=0.2, divisor=255)}
     transforms = [Crop((32, 28), axes=(-2, -1)), Flip(axis=-1)]
 
     def batches(**settings: object) -> list[torch.Tensor]:
-        loader = Loader(cache, 16, drop_last=True, transforms=transforms, normalise=normalise, **settings)
+        loader = Loader(cache, 16, drop_last=True, transforms=transforms, normalize=normalize, **settings)
         return [batch["image"].cpu() for batch in loader]
 
     there = batches(device="cuda", tier="device", static=static)

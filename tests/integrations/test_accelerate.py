@@ -31,7 +31,7 @@ def accelerator():
 
 def test_prepare_hands_a_loader_back_as_it_is(cache: Cache, accelerator) -> None:
     """A wrapper would fetch a batch ahead, and share out what is a rank's own already."""
-    loader = Loader(cache, batch_size=5, seed=3)
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
 
     model, same = accelerator.prepare(torch.nn.Linear(3, 1), loader)
 
@@ -43,8 +43,8 @@ def test_prepare_hands_a_loader_back_as_it_is(cache: Cache, accelerator) -> None
 def test_a_saved_run_goes_on_after_the_batch_trained_last(
     cache: Cache, accelerator, tmp_path: Path, handed_out: int
 ) -> None:
-    whole = sequence(Loader(cache, batch_size=5, seed=3))
-    loader = Loader(cache, batch_size=5, seed=3)
+    whole = sequence(Loader(cache, batch_size=5, seed=3, shuffle=True))
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
     accelerator.register_for_checkpointing(loader)
     seen: list[list[int]] = []
     while len(seen) < handed_out:
@@ -56,7 +56,7 @@ def test_a_saved_run_goes_on_after_the_batch_trained_last(
 
     again = accelerate.Accelerator(cpu=True)
     again._custom_objects.clear()
-    fresh = Loader(cache, batch_size=5, seed=3)
+    fresh = Loader(cache, batch_size=5, seed=3, shuffle=True)
     again.register_for_checkpointing(fresh)
     again.load_state(str(tmp_path))
 
@@ -67,18 +67,20 @@ def test_a_saved_run_goes_on_after_the_batch_trained_last(
 
 
 def test_skipping_batches_of_a_loader_as_dataloader_reads_none(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, seed=3)
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
 
     rest = accelerate.skip_first_batches(as_dataloader(loader), 3)
 
-    assert [batch["index"].tolist() for batch in rest] == sequence(Loader(cache, batch_size=5, seed=3))[3:5]
+    assert [batch["index"].tolist() for batch in rest] == sequence(
+        Loader(cache, batch_size=5, seed=3, shuffle=True)
+    )[3:5]
 
 
 def test_a_loader_as_dataloader_is_not_shared_out_again(cache: Cache) -> None:
     """Each rank has a loader of its own part; a part of a part would lose examples in silence."""
     from accelerate.data_loader import prepare_data_loader
 
-    data = as_dataloader(Loader(cache, batch_size=5))
+    data = as_dataloader(Loader(cache, batch_size=5, shuffle=True))
 
     shared = prepare_data_loader(data, num_processes=2, process_index=1, rng_types=[])
 

@@ -16,7 +16,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 
 def make(cache: Cache, **changes: int) -> Loader:
-    return Loader(cache, **{"batch_size": 5, "seed": 3, **changes})
+    return Loader(cache, **{"shuffle": True, "batch_size": 5, "seed": 3, **changes})
 
 
 class Skip(BatchSampler):

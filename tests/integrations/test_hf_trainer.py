@@ -66,7 +66,7 @@ class Trainer(transformers.Trainer):
 
 
 def fit(cache: Cache, folder: Path, *, resume: Path | None = None, **settings: Any) -> Trainer:
-    trainer = Trainer(Loader(cache, batch_size=5, seed=3), folder, **settings)
+    trainer = Trainer(Loader(cache, batch_size=5, seed=3, shuffle=True), folder, **settings)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
@@ -77,9 +77,9 @@ def test_a_run_resumed_after_any_update_goes_on_as_if_unbroken(
 ) -> None:
     settings = {"gradient_accumulation_steps": batches}
     whole = fit(cache, tmp_path / "whole", **settings)
-    assert whole.seen == sequence(Loader(cache, batch_size=5, seed=3))
+    assert whole.seen == sequence(Loader(cache, batch_size=5, seed=3, shuffle=True))
 
-    updates = -(-len(Loader(cache, batch_size=5)) // batches)
+    updates = -(-len(Loader(cache, batch_size=5, shuffle=True)) // batches)
     for step in range(1, EPOCHS * updates, 3):
         resumed = fit(cache, tmp_path / "again", resume=tmp_path / "whole" / f"checkpoint-{step}", **settings)
 

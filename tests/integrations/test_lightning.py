@@ -64,21 +64,23 @@ def fit(folder: Path, loader: Loader, *, resume: Path | None = None, **settings)
 
 
 def test_epochs_are_those_of_a_plain_loop(cache: Cache, tmp_path: Path) -> None:
-    model = fit(tmp_path, Loader(cache, batch_size=5, seed=3))
+    model = fit(tmp_path, Loader(cache, batch_size=5, seed=3, shuffle=True))
 
-    assert model.seen == sequence(Loader(cache, batch_size=5, seed=3))
+    assert model.seen == sequence(Loader(cache, batch_size=5, seed=3, shuffle=True))
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
 def test_a_run_resumed_after_any_batch_goes_on_as_if_unbroken(
     cache: Cache, tmp_path: Path, settings: dict
 ) -> None:
-    whole = fit(tmp_path / "whole", Loader(cache, batch_size=5, seed=3), **settings)
+    whole = fit(tmp_path / "whole", Loader(cache, batch_size=5, seed=3, shuffle=True), **settings)
 
     checkpoints = sorted((tmp_path / "whole").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
     for path in checkpoints[::3]:
         trained = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        resumed = fit(tmp_path / "again", Loader(cache, batch_size=5, seed=3), resume=path, **settings)
+        resumed = fit(
+            tmp_path / "again", Loader(cache, batch_size=5, seed=3, shuffle=True), resume=path, **settings
+        )
 
         assert resumed.seen == whole.seen[trained["total"]["ready"] :]
         assert torch.equal(resumed.mean, whole.mean)
@@ -86,12 +88,12 @@ def test_a_run_resumed_after_any_batch_goes_on_as_if_unbroken(
 
 def test_epochs_cut_short_begin_anew_after_a_resume(cache: Cache, tmp_path: Path) -> None:
     """The state saved with the last batch of a cut epoch lies in the middle of it."""
-    whole = fit(tmp_path / "whole", Loader(cache, batch_size=5, seed=3), limit_train_batches=3)
+    whole = fit(tmp_path / "whole", Loader(cache, batch_size=5, seed=3, shuffle=True), limit_train_batches=3)
 
     for step in (2, 3, 4, 6):
         resumed = fit(
             tmp_path / "again",
-            Loader(cache, batch_size=5, seed=3),
+            Loader(cache, batch_size=5, seed=3, shuffle=True),
             resume=tmp_path / "whole" / f"step={step}.ckpt",
             limit_train_batches=3,
         )
@@ -100,7 +102,11 @@ def test_epochs_cut_short_begin_anew_after_a_resume(cache: Cache, tmp_path: Path
 
 
 def test_a_checkpoint_of_another_order_is_refused(cache: Cache, tmp_path: Path) -> None:
-    fit(tmp_path, Loader(cache, batch_size=5, seed=3))
+    fit(tmp_path, Loader(cache, batch_size=5, seed=3, shuffle=True))
 
     with pytest.raises(StaleStateError, match="seed 3 there, 4 here"):
-        fit(tmp_path / "again", Loader(cache, batch_size=5, seed=4), resume=tmp_path / "step=2.ckpt")
+        fit(
+            tmp_path / "again",
+            Loader(cache, batch_size=5, seed=4, shuffle=True),
+            resume=tmp_path / "step=2.ckpt",
+        )

@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 @pytest.fixture(params=["stoker", "torchdata"])
 def make(request: pytest.FixtureRequest, cache: Cache) -> Make:
     if request.param == "stoker":
-        return lambda: Loader(cache, batch_size=5, order="sequential")
+        return lambda: Loader(cache, batch_size=5, shuffle=False)
     torchdata = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata is not installed: pip install 'stoker[trainers]'"
     )
@@ -81,7 +81,7 @@ def test_every_argument_of_a_dataloader_is_known() -> None:
 
 
 def test_what_trainers_look_at_is_there(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, drop_last=True)
+    loader = Loader(cache, batch_size=5, drop_last=True, shuffle=True)
 
     assert (loader.batch_size, loader.drop_last, loader.dataset, len(loader)) == (5, True, cache, 4)
     loader.sampler.set_epoch(3)

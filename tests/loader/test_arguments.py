@@ -18,6 +18,7 @@ from stoker.loader.options import check_share
 from stoker.loader.order import RankShare
 from stoker.plan import Resources
 from stoker.plan.resources import resolve_device
+from tests.kit.orders import in_order
 
 
 class Numbers:
@@ -46,29 +47,32 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         ({"batch_size": 0}, r"batch_size 0.*Expected batch_size >= 1"),
         ({"seed": "0"}, r"seed is '0'"),
         ({"world_size": 1.0}, r"world_size is 1\.0"),
-        ({"device": "gpu"}, r"device 'gpu' .*cpu, cuda or cuda:0"),
+        ({"device": "tpu"}, r"device 'tpu' .*cpu, cuda or cuda:0"),
         ({"device": 3.5}, r"device 3\.5 is not known"),
         ({"windows": (1, 1)}, r"windows is \(1, 1\)\. Expected stoker\.Windows\(stride=1, horizon=1\)"),
-        ({"transforms": torch.neg}, r"Expected a list of functions"),
-        ({"transforms": [1]}, r"transforms is \[1\]"),
+        ({"transforms": "flip"}, r"transforms= is 'flip'.*Expected functions"),
+        ({"transforms": [1]}, r"transforms= is \[1\]"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 def test_a_malformed_argument_is_named(cache: stoker.Cache, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        stoker.Loader(cache, **changes)
+        stoker.Loader(cache, **{"shuffle": True, **changes})
 
 
 def test_numbers_of_numpy_count_and_the_state_stays_json(cache: stoker.Cache) -> None:
-    loader = stoker.Loader(cache, batch_size=np.int64(4), seed=np.uint8(7))
+    loader = stoker.Loader(cache, batch_size=np.int64(4), seed=np.uint8(7), shuffle=True)
 
     assert len(loader) == 3
-    assert json.loads(json.dumps(loader.state_dict())) == stoker.Loader(cache, 4, seed=7).state_dict()
+    assert (
+        json.loads(json.dumps(loader.state_dict()))
+        == stoker.Loader(cache, 4, seed=7, shuffle=True).state_dict()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_in_a_dataloader_says_what_to_do(cache: stoker.Cache, workers: int) -> None:
-    wrapped: Any = DataLoader(stoker.Loader(cache, 4), num_workers=workers)  # type: ignore[arg-type]
+    wrapped: Any = DataLoader(stoker.Loader(cache, 4, shuffle=True), num_workers=workers)  # type: ignore[arg-type]
 
     with pytest.raises(ConfigError, match="Iterate over the Loader itself"):
         next(iter(wrapped))
@@ -76,8 +80,8 @@ def test_a_loader_in_a_dataloader_says_what_to_do(cache: stoker.Cache, workers: 
 
 def test_a_loader_has_no_items_by_number(cache: stoker.Cache) -> None:
     with pytest.raises(ConfigError, match=r"Iterate over the Loader itself.*loader\.dataset\[number\]"):
-        stoker.Loader(cache, 4)[0]
-    assert sum(len(batch["index"]) for batch in stoker.Loader(cache, 4)) == 10
+        stoker.Loader(cache, 4, shuffle=True)[0]
+    assert sum(len(batch["index"]) for batch in stoker.Loader(cache, 4, shuffle=True)) == 10
 
 
 def test_dropping_all_there_is_is_refused_with_the_numbers(cache: stoker.Cache) -> None:
@@ -85,13 +89,13 @@ def test_dropping_all_there_is_is_refused_with_the_numbers(cache: stoker.Cache) 
         r"no batch of 10 examples: a whole one takes 11\. Use a batch_size of 10 or less, or drop_last=False"
     )
     with pytest.raises(ConfigError, match=says):
-        stoker.Loader(cache, 11, drop_last=True)
+        stoker.Loader(cache, 11, drop_last=True, shuffle=True)
     with pytest.raises(ConfigError, match=r"takes 4 on each of 3 ranks\. Use a batch_size of 3 or less"):
-        stoker.Loader(cache, 4, rank=1, world_size=3)
+        stoker.Loader(cache, 4, rank=1, world_size=3, shuffle=True)
 
-    assert len(stoker.Loader(cache, 10, drop_last=True)) == 1
-    assert len(stoker.Loader(cache, 11)) == 1
-    assert len(stoker.Loader(cache, 4, rank=1, world_size=3, order="sequential")) == 1
+    assert len(stoker.Loader(cache, 10, drop_last=True, shuffle=True)) == 1
+    assert len(stoker.Loader(cache, 11, shuffle=True)) == 1
+    assert len(stoker.Loader(cache, 4, rank=1, world_size=3, shuffle=False)) == 1
 
 
 def test_more_ranks_than_examples_need_fewer_ranks() -> None:
@@ -102,7 +106,7 @@ def test_more_ranks_than_examples_need_fewer_ranks() -> None:
 
 
 def test_a_plan_prints_as_a_short_table(cache: stoker.Cache, tmp_path: Path) -> None:
-    plan = stoker.Loader(cache, 4, tier="host").plan
+    plan = stoker.Loader(cache, 4, tier="host", shuffle=True).plan
 
     assert repr(plan) == "Plan(host 10 records, 80 B)"
     lines = str(plan).splitlines()
@@ -133,8 +137,8 @@ def test_tables_and_orders_are_part_of_what_a_gpu_is_asked_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(design, "probe", lambda **_: gpu)
 
-    loader = stoker.Loader(cache, 8, device="cuda:0", order=order)
+    loader = stoker.Loader(cache, 8, device="cuda:0", **in_order(order))
 
     demand = loader._serving.design.demand
     assert demand.table_bytes == len(cache) * (24 + an_example)
-    assert stoker.Loader(cache, 8)._serving.design.demand.table_bytes == 0
+    assert stoker.Loader(cache, 8, shuffle=True)._serving.design.demand.table_bytes == 0

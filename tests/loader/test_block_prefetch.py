@@ -29,7 +29,7 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     stored(tmp_path / "share", 384, record=(64, 16))
     cache, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
-    design = design_of(Loader(cache, **settings(batch_size=8, order="block(64,192)")))
+    design = design_of(Loader(cache, **{"shuffle": True, **settings(batch_size=8, shuffle="block(64,192)")}))
     outputs = stored_outputs(design.outputs)
 
     def reach(block_bytes: int) -> BlockLocator:

@@ -18,7 +18,7 @@ import torch
 
 import stoker
 from stoker.encoders.wrappers import FieldStatistics, NormalizedEncoder
-from stoker.loader import Loader, Mixture, Normalise, Windows
+from stoker.loader import Loader, Mixture, Normalization, Windows
 from stoker.loader.outputs import find_conversion
 from stoker.schema import Field
 from stoker.store import Cache
@@ -61,7 +61,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cache]:
     }
 
 
-IMAGE = {"image": Normalise(mean=(0.4, 0.5, 0.6), std=0.2, divisor=255)}
+IMAGE = {"image": Normalization(mean=(0.4, 0.5, 0.6), std=0.2, divisor=255)}
 LATENT = Windows(field="latent", horizon=2)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("timed", {"windows": LATENT}),
@@ -69,8 +69,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         "timed",
         {"windows": LATENT, "transforms": [Normalize(mean=0.5, std=2.0), Roll(axes=(-2,)), Noise(std=0.1)]},
     ),
-    "normalised": ("images", {"normalise": IMAGE, "dtype": "bfloat16"}),
-    "cropped": ("images", {"normalise": IMAGE, "transforms": [Crop((8, 8), axes=(-2, -1)), Flip(axis=-1)]}),
+    "normalized": ("images", {"normalize": IMAGE, "dtype": "bfloat16"}),
+    "cropped": ("images", {"normalize": IMAGE, "transforms": [Crop((8, 8), axes=(-2, -1)), Flip(axis=-1)]}),
     "large": ("large", {}),
     "large, cast": ("large", {"dtype": "float16"}),
     "ragged": ("ragged", {}),
@@ -78,8 +78,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ragged, packed": ("ragged", {"ragged": "pack"}),
     "packed": ("packed", {"dtype": "float16"}),
     "weights": ("timed", {"weights": range(1, 25)}),
-    "block": ("timed", {"windows": LATENT, "order": "block(3,12)"}),
-    "bucket": ("ragged", {"order": "bucket(2)"}),
+    "block": ("timed", {"windows": LATENT, "shuffle": "block(3,12)"}),
+    "bucket": ("ragged", {"shuffle": "bucket(2)"}),
 }
 
 
@@ -95,10 +95,10 @@ def batches(loader: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_tier_serves_the_same_batches(caches: dict[str, Cache], way: str, tier: str) -> None:
     name, settings = WAYS[way]
-    expected = batches(Loader(caches[name], 8, tier="host", seed=1, **settings))
+    expected = batches(Loader(caches[name], 8, tier="host", seed=1, **{"shuffle": True, **settings}))
 
     with default_device("meta"):
-        got = batches(Loader(caches[name], 8, tier=tier, seed=1, **settings))
+        got = batches(Loader(caches[name], 8, tier=tier, seed=1, **{"shuffle": True, **settings}))
 
     assert all(value.device.type == "cpu" for value in got)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -159,10 +159,10 @@ def test_encoding_stores_the_same_records(tmp_path: Path, encoder: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_batches_do_not_depend_on_the_default_dtype(caches: dict[str, Cache], way: str) -> None:
     name, settings = WAYS[way]
-    expected = batches(Loader(caches[name], 8, tier="host", seed=1, **settings))
+    expected = batches(Loader(caches[name], 8, tier="host", seed=1, **{"shuffle": True, **settings}))
 
     with default_dtype(torch.bfloat16):
-        got = batches(Loader(caches[name], 8, tier="host", seed=1, **settings))
+        got = batches(Loader(caches[name], 8, tier="host", seed=1, **{"shuffle": True, **settings}))
 
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 

@@ -161,7 +161,7 @@ def test_pieces_that_are_neighbours_are_copied_in_one_call(monkeypatch: pytest.M
 def placed_on_device(cache: Cache, monkeypatch: pytest.MonkeyPatch, threads: int) -> placement.Placement:
     shards = {"device": frozenset(range(4)), "host": frozenset[int]()}
     monkeypatch.setattr(placement, "assign", lambda *_: shards)
-    return placement.Placement(replace(Loader(cache, 4)._serving.design, fill_threads=threads))
+    return placement.Placement(replace(Loader(cache, 4, shuffle=True)._serving.design, fill_threads=threads))
 
 
 def test_several_threads_fill_a_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch
     cache = write_cache(tmp_path, {"x": torch.randn(12, 3)}, shards=(6,))
     monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
 
-    list(Loader(cache, 4, tier="device"))
+    list(Loader(cache, 4, tier="device", shuffle=True))
 
     assert {name.split("_")[0].rstrip("-0123456789") for name in begun} == {"stoker-fill", "stoker-stage"}
 

@@ -81,7 +81,16 @@ def test_what_is_waited_for_is_announced_byte_for_byte(
     cache = write_cache(tmp_path, trajectories(6, 400, (16,)), timed=["latent", "time"])
     page_cache.has = False
 
-    list(Loader(cache, batch_size=3, tier="disk", windows=Windows(stride=4, start_every=396), verify=verify))
+    list(
+        Loader(
+            cache,
+            batch_size=3,
+            tier="disk",
+            windows=Windows(stride=4, start_every=396),
+            verify=verify,
+            shuffle=True,
+        )
+    )
 
     assert {*announced} >= ranges(cache, "latent", 6, 0, steps)
     assert len(announced) < 6 * 4 + 1
@@ -91,7 +100,7 @@ def test_nothing_is_announced_that_the_page_cache_has(
     tmp_path: Path, page_cache: PageCache, announced: list[tuple[int, int]]
 ) -> None:
     fields = trajectories(24)
-    loader = Loader(write_cache(tmp_path, fields), batch_size=2, tier="disk")
+    loader = Loader(write_cache(tmp_path, fields), batch_size=2, tier="disk", shuffle=True)
 
     assert_right(served(loader), fields)
     assert not announced
@@ -170,7 +179,7 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
     else:
         monkeypatch.setattr(os, "preadv", refusing(errno.EOPNOTSUPP if way == "refuses" else errno.EAGAIN))
     fields = trajectories(24)
-    loader = Loader(write_cache(tmp_path, fields, shards=[10]), batch_size=4, tier="disk")
+    loader = Loader(write_cache(tmp_path, fields, shards=[10]), batch_size=4, tier="disk", shuffle=True)
 
     for _ in range(2):
         assert_right(served(loader), fields)
@@ -188,7 +197,7 @@ def test_the_system_is_told_once_a_shard_to_read_nothing_around_large_records(
     advice: list[int] = []
     monkeypatch.setattr("os.posix_fadvise", lambda _fd, _begin, _size, how: advice.append(how))
 
-    loader = Loader(cache, batch_size=4, tier="disk")
+    loader = Loader(cache, batch_size=4, tier="disk", shuffle=True)
     for _ in range(2):
         list(loader)
 

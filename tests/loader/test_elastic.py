@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from stoker.loader import Loader, Mixture, Windows
 from tests.kit.amount import example_count
+from tests.kit.orders import in_order
 from tests.loader.caches import trajectories, write_cache
 
 GLOBAL_BATCH, EPOCHS = 8, 2
@@ -49,7 +50,7 @@ class Served:
         return [
             Loader(
                 self._cache, batch_size=GLOBAL_BATCH // world_size, rank=rank, world_size=world_size,
-                tier=tier, order=order,
+                tier=tier, **in_order(order),
                 windows=KINDS[kind], seed=3, drop_last=True,
             )
             for rank in range(world_size)
@@ -156,7 +157,7 @@ def test_what_a_state_holds_never_changes(tmp_path: Path) -> None:
         "windows": "stride=2 horizon=1 start_every=1",
         "world": 2,
     }
-    loader = Loader(cache, 4, windows=Windows(stride=2), order="block(2,4)", seed=7, world_size=2, rank=1)
+    loader = Loader(cache, 4, windows=Windows(stride=2), shuffle="block(2,4)", seed=7, world_size=2, rank=1)
     one = {**plain, "order": "full", "global_batch": 4, "examples": 12, "windows": None, "world": 1}
     mixture = Mixture([cache, cache], 4, names=["a", "b"], seed=3, mode="weighted")
 

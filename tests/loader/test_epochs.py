@@ -16,19 +16,19 @@ from tests.loader.layouts import COUNT, indices_of_records, same
 
 
 def test_epochs_differ_repeat_and_advance_by_themselves(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, seed=3)
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
     first, second = indices_of_records(loader), indices_of_records(loader)
 
     assert first != second
     assert sorted(first) == sorted(second) == list(range(COUNT))
-    assert indices_of_records(Loader(cache, batch_size=5, seed=3)) == first
+    assert indices_of_records(Loader(cache, batch_size=5, seed=3, shuffle=True)) == first
     loader.set_epoch(1)
     assert indices_of_records(loader) == second
-    assert indices_of_records(Loader(cache, batch_size=5, seed=4)) != first
+    assert indices_of_records(Loader(cache, batch_size=5, seed=4, shuffle=True)) != first
 
 
 def test_an_abandoned_pass_starts_its_epoch_again(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     first = next(iter(loader))
 
     assert loader.state_dict()["position"] == 5
@@ -37,7 +37,7 @@ def test_an_abandoned_pass_starts_its_epoch_again(cache: Cache) -> None:
 
 
 def test_the_state_after_the_last_batch_is_the_next_epoch(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     for _batch, _ in zip(loader, range(len(loader)), strict=False):
         pass
 
@@ -53,14 +53,14 @@ def test_two_passes_at_once_do_not_disturb_each_other(
     """Chunks are made ahead for one of them, and both take from the same loader."""
     expected = []
     for epoch in (0, 1):
-        reference = Loader(cache, batch_size=3, windows=windows, tier="disk")
+        reference = Loader(cache, batch_size=3, windows=windows, tier="disk", shuffle=True)
         reference.set_epoch(epoch)
         expected.append(list(reference))
     monkeypatch.setattr("stoker.loader.chunks.CHUNK_EXAMPLES", 9)
     monkeypatch.setattr("stoker.loader.gather.STRIP_BATCHES", 2)
     monkeypatch.setattr("stoker.loader.serving.STRIP_BATCHES", 2)
     monkeypatch.setattr("stoker.loader.gather.STRIP_OUTPUT_BYTES", strip_bytes)
-    loader = Loader(cache, batch_size=3, windows=windows, tier="host")
+    loader = Loader(cache, batch_size=3, windows=windows, tier="host", shuffle=True)
 
     first = iter(loader)
     begun = next(first)
@@ -77,20 +77,20 @@ def test_two_passes_at_once_do_not_disturb_each_other(
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_short_epochs_are_made_ahead_and_stay_what_they_are(cache: Cache, drop_last: bool) -> None:
     """Chunks of several epochs are made in one piece of work; a jump throws them away."""
-    ahead = Loader(cache, batch_size=7, drop_last=drop_last, tier="host")
+    ahead = Loader(cache, batch_size=7, drop_last=drop_last, tier="host", shuffle=True)
 
     for epoch in [*range(9), 3, 4, 5, 20, 21]:
-        alone = Loader(cache, batch_size=7, drop_last=drop_last, tier="disk")
+        alone = Loader(cache, batch_size=7, drop_last=drop_last, tier="disk", shuffle=True)
         alone.set_epoch(epoch)
         ahead.set_epoch(epoch)
         assert all(same(a, b) for a, b in zip(ahead, alone, strict=True))
 
 
 def test_a_trainer_that_prefetches_saves_the_batch_it_used(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     batches = list(loader)
 
-    resumed = Loader(cache, batch_size=5)
+    resumed = Loader(cache, batch_size=5, shuffle=True)
     resumed.load_state_dict(loader.state_dict(batches[1].position))
 
     assert all(same(a, b) for a, b in zip(resumed, batches[2:], strict=True))
@@ -98,10 +98,10 @@ def test_a_trainer_that_prefetches_saves_the_batch_it_used(cache: Cache) -> None
 
 def test_set_epoch_keeps_a_restored_position(cache: Cache) -> None:
     """Trainers restore, and then call set_epoch with the epoch that they restored themselves."""
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     batches = list(loader)
     state = loader.state_dict(batches[0].position)
-    resumed = Loader(cache, batch_size=5)
+    resumed = Loader(cache, batch_size=5, shuffle=True)
     resumed.load_state_dict(state)
     resumed.set_epoch(0)
 
@@ -112,7 +112,7 @@ def test_set_epoch_keeps_a_restored_position(cache: Cache) -> None:
     ("changes", "named"),
     [
         ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"order": "block(2,4)"}, "order"),
+        ({"shuffle": "block(2,4)"}, "order"),
         ({"batch_size": 6}, "global_batch 5 there, 6 here"),
         ({"indices": range(20)}, "examples 24 there, 20 here"),
         ({"indices": [*range(23), 0]}, "records"),
@@ -120,20 +120,20 @@ def test_set_epoch_keeps_a_restored_position(cache: Cache) -> None:
     ],
 )
 def test_a_state_of_another_loader_is_refused_by_name(cache: Cache, changes: dict, named: str) -> None:
-    state = Loader(cache, batch_size=5).state_dict()
+    state = Loader(cache, batch_size=5, shuffle=True).state_dict()
 
     with pytest.raises(StaleStateError, match=named):
-        Loader(cache, **{"batch_size": 5, **changes}).load_state_dict(state)
+        Loader(cache, **{"shuffle": True, "batch_size": 5, **changes}).load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 99}, {"version": 1, "epoch": 0}])
 def test_what_is_no_state_is_refused(cache: Cache, state: dict) -> None:
     with pytest.raises(StaleStateError, match="not the state of a loader"):
-        Loader(cache, batch_size=5).load_state_dict(state)
+        Loader(cache, batch_size=5, shuffle=True).load_state_dict(state)
 
 
 def test_a_state_of_other_types_is_refused(cache: Cache) -> None:
-    loader: Any = Loader(cache, batch_size=5)
+    loader: Any = Loader(cache, batch_size=5, shuffle=True)
     with pytest.raises(StaleStateError, match=r"is a dict, as state_dict.* gives it, not None"):
         loader.load_state_dict(None)
     with pytest.raises(StaleStateError, match=r"example 'a'\. Expected whole numbers"):
@@ -141,11 +141,11 @@ def test_a_state_of_other_types_is_refused(cache: Cache) -> None:
 
 
 def test_another_batch_size_goes_on_with_the_next_example(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
-    order = indices_of_records(Loader(cache, batch_size=5))
+    loader = Loader(cache, batch_size=5, shuffle=True)
+    order = indices_of_records(Loader(cache, batch_size=5, shuffle=True))
     running = iter(loader)
     next(running), next(running)
-    other = Loader(cache, batch_size=3)
+    other = Loader(cache, batch_size=3, shuffle=True)
     with pytest.raises(StaleStateError, match="allow_rebatch=True"):
         other.load_state_dict(loader.state_dict())
     other.load_state_dict(loader.state_dict(), allow_rebatch=True)
@@ -155,9 +155,12 @@ def test_another_batch_size_goes_on_with_the_next_example(cache: Cache) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world_size: int) -> None:
-    training = [Loader(cache, batch_size=3, rank=rank, world_size=world_size) for rank in range(world_size)]
+    training = [
+        Loader(cache, batch_size=3, rank=rank, world_size=world_size, shuffle=True)
+        for rank in range(world_size)
+    ]
     evaluation = [
-        Loader(cache, batch_size=3, rank=rank, world_size=world_size, order="sequential")
+        Loader(cache, batch_size=3, rank=rank, world_size=world_size, shuffle=False)
         for rank in range(world_size)
     ]
 
@@ -171,7 +174,7 @@ def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world_size: int) 
 
 @pytest.mark.parametrize("epoch", ["a", 1.5, None])
 def test_an_epoch_that_is_no_number_is_refused(cache: Cache, epoch: Any) -> None:
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
 
     for one in (loader, loader.sampler):
         with pytest.raises(ConfigError, match=r"epoch is .* Expected a whole number, as epoch=0"):
@@ -186,14 +189,16 @@ def twice(batch: Any, keys: Any) -> Any:
 
 def test_going_on_with_other_transforms_is_said(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     noise = partial(Noise(0.1, fields=("latent",)))
-    state = Loader(cache, batch_size=5, transforms=[noise, twice]).state_dict((0, 5))
+    state = Loader(cache, batch_size=5, transforms=[noise, twice], shuffle=True).state_dict((0, 5))
 
-    Loader(cache, batch_size=5, transforms=[noise, twice]).load_state_dict(json.loads(json.dumps(state)))
+    Loader(cache, batch_size=5, transforms=[noise, twice], shuffle=True).load_state_dict(
+        json.loads(json.dumps(state))
+    )
     assert not caplog.records
-    other = Loader(cache, batch_size=5, transforms=[Noise(0.2, fields=("latent",))])
+    other = Loader(cache, batch_size=5, transforms=[Noise(0.2, fields=("latent",))], shuffle=True)
     other.load_state_dict(state)
 
     assert "transforms=Noise(std=0.1, fields=['latent']), twice" in caplog.text
     assert "this loader has Noise(std=0.2, fields=['latent'])" in caplog.text
-    assert indices_of_records(other) == indices_of_records(Loader(cache, batch_size=5))[5:]
-    assert "transforms" not in Loader(cache, batch_size=5).state_dict()
+    assert indices_of_records(other) == indices_of_records(Loader(cache, batch_size=5, shuffle=True))[5:]
+    assert "transforms" not in Loader(cache, batch_size=5, shuffle=True).state_dict()

@@ -19,7 +19,7 @@ from stoker.errors import (
     StalledError,
 )
 from stoker.loader import Loader, Windows
-from stoker.loader.outputs import Normalise
+from stoker.loader.outputs import Normalization
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import GrowingCache, fill_blocks
 from stoker.store.failures import Failure
@@ -124,7 +124,7 @@ def fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_every_record_comes_once_and_the_next_epoch_is_that_of_a_complete_cache(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, seed=5)
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, seed=5, shuffle=True)
     assert len(loader) == 13
     assert loader.plan.tier == "encode"
     assert "block order" in loader.plan.reason
@@ -134,7 +134,7 @@ def test_every_record_comes_once_and_the_next_epoch_is_that_of_a_complete_cache(
     assert len(batches) == len(loader) == 13
     assert all(same(batch, fields) for batch in batches)
     assert sorted(numbers(batches)) == [*range(COUNT)]
-    plain = Loader(open_cache(tmp_path / "c"), batch_size=5, seed=5)
+    plain = Loader(open_cache(tmp_path / "c"), batch_size=5, seed=5, shuffle=True)
     plain.set_epoch(1)
     for ours, theirs in zip(loader, plain, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -143,7 +143,7 @@ def test_every_record_comes_once_and_the_next_epoch_is_that_of_a_complete_cache(
 
 def test_batches_come_before_the_cache_is_complete(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
-    next(iter(Loader(steps.cache(), batch_size=4)))
+    next(iter(Loader(steps.cache(), batch_size=4, shuffle=True)))
     assert len(steps.filled) < 10
 
 
@@ -151,7 +151,7 @@ def test_quarantined_samples_are_passed_over_and_the_length_settles(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     bad = [*range(10, 18), 50]
-    loader = Loader(Steps(tmp_path, fields, bad=bad).cache(), batch_size=5)
+    loader = Loader(Steps(tmp_path, fields, bad=bad).cache(), batch_size=5, shuffle=True)
     before = len(loader)
 
     batches = list(loader)
@@ -167,9 +167,9 @@ def test_the_order_does_not_depend_on_what_was_ready_when(tmp_path: Path, fields
     found = []
     for place, chance in enumerate((None, 1, 2)):
         steps = Steps(tmp_path / str(place), fields, bad=[17], chance=chance)
-        found.append(numbers(Loader(steps.cache(), batch_size=5, seed=3)))
+        found.append(numbers(Loader(steps.cache(), batch_size=5, seed=3, shuffle=True)))
     assert found[0] == found[1] == found[2]
-    other = Loader(Steps(tmp_path / "other", fields, bad=[17]).cache(), batch_size=5, seed=4)
+    other = Loader(Steps(tmp_path / "other", fields, bad=[17]).cache(), batch_size=5, seed=4, shuffle=True)
     assert numbers(other) != found[0]
 
 
@@ -178,21 +178,21 @@ def test_a_saved_place_goes_on_beside_the_filling_and_after_it(
     tmp_path: Path, fields: dict[str, Any], stop: int
 ) -> None:
     steps = Steps(tmp_path, fields, bad=[5, 6, 63])
-    loader = Loader(steps.cache(), batch_size=5, seed=3)
+    loader = Loader(steps.cache(), batch_size=5, seed=3, shuffle=True)
     batches = iter(loader)
     head = [next(batches) for _ in range(stop)]
     state = loader.state_dict()
 
-    beside = Loader(steps.cache(), batch_size=5, seed=3)
+    beside = Loader(steps.cache(), batch_size=5, seed=3, shuffle=True)
     beside.load_state_dict(state)
     rest = numbers(beside)
-    complete = Loader(open_cache(steps.folder.path), batch_size=5, seed=3)
+    complete = Loader(open_cache(steps.folder.path), batch_size=5, seed=3, shuffle=True)
     complete.load_state_dict(state)
 
     assert sorted(numbers(head) + rest) == [n for n in range(COUNT) if n not in steps.bad]
     assert numbers(complete) == rest == numbers(batches)
     assert complete.state_dict()["epoch"] == 1
-    plain = Loader(open_cache(steps.folder.path), batch_size=5, seed=3)
+    plain = Loader(open_cache(steps.folder.path), batch_size=5, seed=3, shuffle=True)
     plain.set_epoch(1)
     assert numbers(complete) == numbers(plain)
 
@@ -201,10 +201,10 @@ def test_a_place_between_two_epochs_is_one_of_a_complete_cache_too(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     steps = Steps(tmp_path, fields, bad=[4])
-    loader = Loader(steps.cache(), batch_size=5, seed=3)
+    loader = Loader(steps.cache(), batch_size=5, seed=3, shuffle=True)
     list(loader)
 
-    again = Loader(open_cache(steps.folder.path), batch_size=5, seed=3)
+    again = Loader(open_cache(steps.folder.path), batch_size=5, seed=3, shuffle=True)
     again.load_state_dict(loader.state_dict())
 
     assert numbers(again) == numbers(loader)
@@ -212,18 +212,20 @@ def test_a_place_between_two_epochs_is_one_of_a_complete_cache_too(
 
 def test_a_place_in_a_whole_epoch_waits_for_the_cache(tmp_path: Path, fields: dict[str, Any]) -> None:
     done = Steps(tmp_path / "a", fields)
-    list(Loader(done.cache(), batch_size=5))
-    plain = Loader(open_cache(done.folder.path), batch_size=5)
+    list(Loader(done.cache(), batch_size=5, shuffle=True))
+    plain = Loader(open_cache(done.folder.path), batch_size=5, shuffle=True)
     batches = iter(plain)
     next(batches)
     state = plain.state_dict()
 
-    loader = Loader(Steps(tmp_path / "b", fields).cache(), batch_size=5)
+    loader = Loader(Steps(tmp_path / "b", fields).cache(), batch_size=5, shuffle=True)
     loader.load_state_dict(state)
 
     assert numbers(loader) == numbers(batches)
     with pytest.raises(StaleStateError, match="seed 0 there, 1 here"):
-        Loader(Steps(tmp_path / "c", fields).cache(), batch_size=5, seed=1).load_state_dict(state)
+        Loader(Steps(tmp_path / "c", fields).cache(), batch_size=5, seed=1, shuffle=True).load_state_dict(
+            state
+        )
 
 
 def test_windows_indices_and_a_dropped_last_batch(tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -234,6 +236,7 @@ def test_windows_indices_and_a_dropped_last_batch(tmp_path: Path, fields: dict[s
         windows=Windows(stride=2, horizon=2),
         indices=chosen,
         drop_last=True,
+        shuffle=True,
     )
     batches = list(loader)
 
@@ -250,20 +253,20 @@ def test_windows_indices_and_a_dropped_last_batch(tmp_path: Path, fields: dict[s
 def test_in_sequential_order_the_first_epoch_is_that_of_a_complete_cache(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    loader = Loader(Steps(tmp_path, fields, bad=[9]).cache(), batch_size=5, order="sequential")
+    loader = Loader(Steps(tmp_path, fields, bad=[9]).cache(), batch_size=5, shuffle=False)
     assert numbers(loader) == [n for n in range(COUNT) if n != 9] == numbers(loader)
 
 
 def test_a_filling_that_fails_is_raised_as_what_it_was(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
-    batches = iter(Loader(steps.cache(), batch_size=5))
+    batches = iter(Loader(steps.cache(), batch_size=5, shuffle=True))
     next(batches)
     steps.error = EncoderError("the encoder has gone")
 
     with pytest.raises(EncoderError, match="has gone"):
         list(batches)
     with pytest.raises(EncoderError, match="has gone"):
-        Loader(open_folder_again(steps), batch_size=5)
+        Loader(open_folder_again(steps), batch_size=5, shuffle=True)
 
 
 def test_an_epoch_without_samples_that_were_too_many_to_leave_out_fails(
@@ -277,7 +280,7 @@ def test_an_epoch_without_samples_that_were_too_many_to_leave_out_fails(
                 self.error = IncompleteError("63 of 64 samples stored")
             super().wait(timeout_s)
 
-    loader = Loader(Strict(tmp_path, fields, bad=[50]).cache(), batch_size=5)
+    loader = Loader(Strict(tmp_path, fields, bad=[50]).cache(), batch_size=5, shuffle=True)
 
     with pytest.raises(IncompleteError, match="63 of 64"):
         list(loader)
@@ -293,11 +296,11 @@ def test_a_window_that_does_not_come_in_time_is_an_error(tmp_path: Path, fields:
     steps = Steps(tmp_path, fields)
     steps.wait = lambda timeout_s: None  # type: ignore[method-assign]
     with pytest.raises(StalledError, match=r"not encoded within 0\.2 s"):
-        next(iter(Loader(steps.cache(), batch_size=5, timeout=0.2)))
+        next(iter(Loader(steps.cache(), batch_size=5, timeout=0.2, shuffle=True)))
 
 
 def test_an_epoch_given_up_begins_anew(tmp_path: Path, fields: dict[str, Any]) -> None:
-    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5)
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, shuffle=True)
     head = numbers([next(iter(loader)), next(iter(loader))])
     assert head[:5] == head[5:]
     assert sorted(numbers(loader)) == [*range(COUNT)]
@@ -305,14 +308,14 @@ def test_an_epoch_given_up_begins_anew(tmp_path: Path, fields: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "wish",
-    [{"order": "static(2)"}, {"order": "bucket"}, {"static": True, "tier": "device"}],
+    [{"shuffle": True, "partition": "static(2)"}, {"shuffle": "bucket"}, {"static": True, "tier": "device"}],
     ids=lambda wish: next(iter(wish)),
 )
 def test_what_needs_a_complete_cache_says_so(
     tmp_path: Path, fields: dict[str, Any], wish: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"needs a complete cache.*Leave wait=False out"):
-        Loader(Steps(tmp_path, fields).cache(), batch_size=5, **wish)
+        Loader(Steps(tmp_path, fields).cache(), batch_size=5, **{"shuffle": True, **wish})
 
 
 def test_loaders_made_after_a_full_epoch_serve_a_complete_cache(
@@ -321,30 +324,34 @@ def test_loaders_made_after_a_full_epoch_serve_a_complete_cache(
     steps = Steps(tmp_path, fields)
     steps.agreed = False  # no ranks
     cache = steps.cache()
-    loader = Loader(cache, batch_size=5, seed=3)
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
     while not steps.done():
         steps.wait(0)
-    ended = Loader(cache, batch_size=5, seed=3)
+    ended = Loader(cache, batch_size=5, seed=3, shuffle=True)
     first = numbers(loader)
 
     assert numbers(ended) == first
-    later = Loader(cache, batch_size=5, seed=3)
+    later = Loader(cache, batch_size=5, seed=3, shuffle=True)
     assert sorted(numbers(later)) == [*range(COUNT)]
     later.set_epoch(0)
-    assert numbers(later) == numbers(Loader(open_cache(steps.folder.path), batch_size=5, seed=3)) != first
-    assert len([*Loader(cache, batch_size=5, order="static(2)", world_size=2)]) > 0
+    assert (
+        numbers(later)
+        == numbers(Loader(open_cache(steps.folder.path), batch_size=5, seed=3, shuffle=True))
+        != first
+    )
+    assert len([*Loader(cache, batch_size=5, shuffle=True, partition="static(2)", world_size=2)]) > 0
 
 
 def test_indices_are_samples_of_the_source(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(MissingRecordError, match="from 0 to 63"):
-        Loader(Steps(tmp_path, fields).cache(), indices=[64])
+        Loader(Steps(tmp_path, fields).cache(), indices=[64], shuffle=True)
 
 
 def test_the_encode_tier_begins_the_filling_by_itself(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
     cache = steps.cache()
     cache.filling = None
-    assert sorted(numbers(Loader(cache, batch_size=5, tier="encode"))) == [*range(COUNT)]
+    assert sorted(numbers(Loader(cache, batch_size=5, tier="encode", shuffle=True))) == [*range(COUNT)]
 
 
 def damage(steps: Steps) -> None:
@@ -359,7 +366,7 @@ def damage(steps: Steps) -> None:
 
 def test_a_damaged_record_is_repaired_on_the_way(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
-    loader = Loader(steps.cache(), batch_size=5)
+    loader = Loader(steps.cache(), batch_size=5, shuffle=True)
     batches = iter(loader)
     head = [next(batches)]
     for _ in range(3):
@@ -377,7 +384,7 @@ def test_a_place_beside_the_filling_is_still_one_after_a_mending(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     steps = Steps(tmp_path, fields, bad=[5, 6])
-    beside = Loader(steps.cache(), batch_size=5)
+    beside = Loader(steps.cache(), batch_size=5, shuffle=True)
     batches = iter(beside)
     next(batches)
     state = beside.state_dict()
@@ -386,7 +393,7 @@ def test_a_place_beside_the_filling_is_still_one_after_a_mending(
     cache.filler = steps
     damage(steps)
 
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     whole = [*loader]
     loader.load_state_dict(state)
 
@@ -397,7 +404,7 @@ def test_a_place_beside_the_filling_is_still_one_after_a_mending(
 
 def test_records_of_varying_length_are_served_too(tmp_path: Path, fields: dict[str, Any]) -> None:
     points = [torch.full((1 + number % 5, 2), float(number)) for number in range(COUNT)]
-    loader = Loader(Steps(tmp_path, {**fields, "points": points}).cache(), batch_size=5)
+    loader = Loader(Steps(tmp_path, {**fields, "points": points}).cache(), batch_size=5, shuffle=True)
 
     first, second = list(loader), list(loader)
 
@@ -410,15 +417,15 @@ def test_records_of_varying_length_are_served_too(tmp_path: Path, fields: dict[s
 
 
 def test_values_are_normalised_as_they_are_later(tmp_path: Path, fields: dict[str, Any]) -> None:
-    how = {"latent": Normalise(mean=2.0, std=4.0, axis=-1)}
-    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, normalise=how)
+    how = {"latent": Normalization(mean=2.0, std=4.0, axis=-1)}
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, normalize=how, shuffle=True)
     wanted = {**fields, "latent": fields["latent"] * 0.25 - 0.5}
     for _ in range(2):
         assert all(same(batch, wanted) for batch in loader)
 
 
 def test_two_passes_at_once_do_not_meet(tmp_path: Path, fields: dict[str, Any]) -> None:
-    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=1)
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=1, shuffle=True)
     older = iter(loader)
     first = [next(older)]
     newer = iter(loader)
@@ -443,7 +450,7 @@ def test_an_epoch_whose_end_is_quarantined_is_over_with_its_last_batch(
 ) -> None:
     steps = Steps(tmp_path, fields)
     steps.bad = {n for block in steps.blocks[-8:] for n in block}  # the last two windows
-    loader = Loader(steps.cache(), batch_size=size, drop_last=drop_last)
+    loader = Loader(steps.cache(), batch_size=size, drop_last=drop_last, shuffle=True)
 
     batches, places = [], []
     for batch in loader:
@@ -461,7 +468,7 @@ def test_an_epoch_whose_end_is_quarantined_is_over_with_its_last_batch(
 def test_a_shuffled_window_is_four_blocks_or_a_64th_or_holds_64_samples(tmp_path: Path, count: int) -> None:
     steps = Steps(tmp_path, trajectories(count))
     blocks = {n: begin for begin, end in fill_blocks(steps.folder.recipe).tolist() for n in range(begin, end)}
-    fill = Loader(steps.cache(), batch_size=1)._serving.design.fill
+    fill = Loader(steps.cache(), batch_size=1, shuffle=True)._serving.design.fill
     assert fill is not None
     windows = [fill.indices[window.slots].tolist() for window in fill.windows]
 

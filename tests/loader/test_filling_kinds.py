@@ -57,7 +57,9 @@ def test_windows_of_varying_trajectories_come_once_each_and_then_as_of_a_complet
     tmp_path: Path,
 ) -> None:
     own, bad = varying(), [3, 40]
-    loader = Loader(Steps(tmp_path, own, bad=bad).cache(), batch_size=5, windows=WINDOWS, seed=3)
+    loader = Loader(
+        Steps(tmp_path, own, bad=bad).cache(), batch_size=5, windows=WINDOWS, seed=3, shuffle=True
+    )
     with pytest.raises(UncountedError, match="how many windows its trajectories have"):
         len(loader)
     assert "windows still to be counted" in repr(loader)
@@ -71,7 +73,7 @@ def test_windows_of_varying_trajectories_come_once_each_and_then_as_of_a_complet
         assert torch.equal(batch.z0[:, 0], 100.0 * number + start)
         assert torch.equal(batch.future[:, 0, 0], 100.0 * number + start + 4)
         assert torch.equal(batch.cond["nu"][:, 0], number.float())
-    plain = Loader(open_cache(tmp_path / "c"), batch_size=5, windows=WINDOWS, seed=3)
+    plain = Loader(open_cache(tmp_path / "c"), batch_size=5, windows=WINDOWS, seed=3, shuffle=True)
     plain.set_epoch(1)
     assert same_batches(loader, plain)
 
@@ -81,15 +83,15 @@ def test_a_place_amid_varying_trajectories_goes_on_beside_the_filling_and_after_
     tmp_path: Path, stop: int
 ) -> None:
     steps = Steps(tmp_path, varying(), bad=[7])
-    loader = Loader(steps.cache(), batch_size=5, windows=WINDOWS, seed=3)
+    loader = Loader(steps.cache(), batch_size=5, windows=WINDOWS, seed=3, shuffle=True)
     batches = iter(loader)
     head = [next(batches) for _ in range(stop)]
     state = loader.state_dict()
 
-    beside = Loader(steps.cache(), batch_size=5, windows=WINDOWS, seed=3)
+    beside = Loader(steps.cache(), batch_size=5, windows=WINDOWS, seed=3, shuffle=True)
     beside.load_state_dict(state)
     rest = indices(beside)
-    complete = Loader(open_cache(steps.folder.path), batch_size=5, windows=WINDOWS, seed=3)
+    complete = Loader(open_cache(steps.folder.path), batch_size=5, windows=WINDOWS, seed=3, shuffle=True)
     complete.load_state_dict(state)
 
     assert sorted(indices(head) + rest) == all_windows(steps.fields, steps.bad)
@@ -100,14 +102,14 @@ def test_the_order_of_varying_trajectories_does_not_depend_on_what_was_ready_whe
     found = []
     for place, chance in enumerate((None, 1)):
         steps = Steps(tmp_path / str(place), varying(), bad=[17], chance=chance)
-        found.append(indices(Loader(steps.cache(), batch_size=5, windows=WINDOWS)))
+        found.append(indices(Loader(steps.cache(), batch_size=5, windows=WINDOWS, shuffle=True)))
     assert found[0] == found[1]
 
 
 def test_trajectories_that_are_all_too_short_are_an_error_once_that_is_known(tmp_path: Path) -> None:
     short = {"latent": [torch.zeros(1 + number % 3, 2) for number in range(COUNT)]}
     with pytest.raises(ConfigError, match=r"spans 5 steps\. Choose a smaller stride="):
-        list(Loader(Steps(tmp_path, short).cache(), windows=WINDOWS))
+        list(Loader(Steps(tmp_path, short).cache(), windows=WINDOWS, shuffle=True))
 
 
 def weights() -> np.ndarray:
@@ -154,7 +156,13 @@ def test_a_place_amid_draws_goes_on_whatever_was_ready_when(
     tmp_path: Path,
     windows: Windows | None,
 ) -> None:
-    settings: dict[str, Any] = {"batch_size": 5, "weights": weights(), "seed": 3, "windows": windows}
+    settings: dict[str, Any] = {
+        "shuffle": True,
+        "batch_size": 5,
+        "weights": weights(),
+        "seed": 3,
+        "windows": windows,
+    }
     steps = Steps(tmp_path / "a", FIXED, bad=[5], chance=1)
     loader = Loader(steps.cache(), **settings)
     batches = iter(loader)

@@ -30,7 +30,7 @@ def of_ranks(folder: Path, fields: dict[str, Any], world: int, **settings: Any) 
             Steps(folder / f"{world}-{rank}", fields, chance=rank or None).cache(),
             rank=rank,
             world_size=world,
-            **settings,
+            **{"shuffle": True, **settings},
         )
         for rank in range(world)
     ]
@@ -69,7 +69,7 @@ def test_ranks_have_the_batches_of_one_rank_with_their_global_batch(
 
 
 def test_ranks_share_windows_of_varying_trajectories(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"windows": WINDOWS, "seed": 3}
+    settings: dict[str, Any] = {"shuffle": True, "windows": WINDOWS, "seed": 3}
     ranks = of_ranks(tmp_path, varying(), 2, batch_size=5, **settings)
     (alone,) = of_ranks(tmp_path, varying(), 1, batch_size=10, drop_last=True, **settings)
 
@@ -81,7 +81,7 @@ def test_ranks_share_windows_of_varying_trajectories(tmp_path: Path) -> None:
 def test_in_sequential_order_a_rank_has_the_piece_that_it_has_of_a_complete_cache(
     tmp_path: Path, drop_last: bool | None, settings: dict[str, Any]
 ) -> None:
-    settings = {**settings, "order": "sequential", "batch_size": 5, "drop_last": drop_last}
+    settings = {**settings, "shuffle": False, "batch_size": 5, "drop_last": drop_last}
     ranks = of_ranks(tmp_path, trajectories(COUNT), 3, **settings)
     path = filled(tmp_path / "filled", trajectories(COUNT)).path
 
@@ -100,7 +100,7 @@ def test_in_sequential_order_a_rank_has_the_piece_that_it_has_of_a_complete_cach
 
 def test_a_sequential_piece_is_not_continued_over_a_cache_with_a_quarantined_sample(tmp_path: Path) -> None:
     """The pieces of the other ranks would have other lengths."""
-    settings: dict[str, Any] = {"order": "sequential", "batch_size": 4, "world_size": 2, "rank": 1}
+    settings: dict[str, Any] = {"shuffle": False, "batch_size": 4, "world_size": 2, "rank": 1}
     loader = Loader(Steps(tmp_path / "a", trajectories(COUNT)).cache(), **settings)
     next(iter(loader))
     steps = Steps(tmp_path / "b", trajectories(COUNT), bad=[50])
@@ -134,7 +134,7 @@ def test_a_place_of_two_ranks_is_continued_by_two_or_by_one(tmp_path: Path, stop
 
 def test_ranks_pass_over_no_sample_while_the_cache_is_filled(tmp_path: Path) -> None:
     fields = trajectories(COUNT)
-    for settings in ({}, {"order": "sequential"}):
+    for settings in ({}, {"shuffle": False}):
         steps = Steps(tmp_path / str(settings), fields, bad=[3])
         loader = Loader(steps.cache(), batch_size=4, world_size=2, **settings)
         expected = len(loader)
@@ -156,7 +156,7 @@ def test_ranks_that_did_not_agree_need_a_complete_cache(tmp_path: Path) -> None:
     steps = Steps(tmp_path, trajectories(COUNT))
     steps.agreed = False
     with pytest.raises(ConfigError, match=r"world_size=2 needs a complete cache.*Leave wait=False out"):
-        Loader(steps.cache(), batch_size=4, world_size=2)
+        Loader(steps.cache(), batch_size=4, world_size=2, shuffle=True)
 
 
 def test_an_epoch_given_up_is_followed_by_one_of_a_complete_cache(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_an_epoch_given_up_is_followed_by_one_of_a_complete_cache(tmp_path: Path
         loader.set_epoch(1)
     path = filled(tmp_path / "filled", fields).path
     for rank, loader in enumerate(ranks):
-        complete = Loader(open_cache(path), batch_size=4, seed=3, rank=rank, world_size=2)
+        complete = Loader(open_cache(path), batch_size=4, seed=3, rank=rank, world_size=2, shuffle=True)
         complete.set_epoch(1)
         assert indices(loader) == indices(complete)
 
@@ -177,12 +177,12 @@ def test_an_epoch_given_up_is_followed_by_one_of_a_complete_cache(tmp_path: Path
 def test_a_place_at_the_end_of_the_first_epoch_is_one_of_a_complete_cache(tmp_path: Path, bad: Any) -> None:
     """A state that is saved with the last batch, before the epoch is over."""
     steps = Steps(tmp_path, trajectories(COUNT), bad=bad)
-    loader = Loader(steps.cache(), batch_size=5, seed=3)
+    loader = Loader(steps.cache(), batch_size=5, seed=3, shuffle=True)
     for _batch in loader:
         state = loader.state_dict()
     expected = indices(loader)
     for cache in (steps.cache(), open_cache(steps.folder.path)):
-        again = Loader(cache, batch_size=5, seed=3)
+        again = Loader(cache, batch_size=5, seed=3, shuffle=True)
         again.load_state_dict(state)
         assert indices(again) == expected
 
@@ -193,7 +193,13 @@ def test_ranks_share_a_mixture_of_caches_that_are_filled(tmp_path: Path, mode: A
 
     def mixed(folder: Path, rank: int, world: int, size: int) -> Mixture:
         caches = [Steps(folder / f"{world}-{rank}-{n}", own).cache() for n, own in enumerate(fields)]
-        settings: dict[str, Any] = {"rank": rank, "world_size": world, "drop_last": True, "seed": 3}
+        settings: dict[str, Any] = {
+            "shuffle": True,
+            "rank": rank,
+            "world_size": world,
+            "drop_last": True,
+            "seed": 3,
+        }
         return Mixture(caches, size, names=["a", "b"], mode=mode, windows=WINDOWS, **settings)
 
     ranks = [indices(mixed(tmp_path, rank, 2, 5)) for rank in range(2)]
@@ -217,7 +223,9 @@ def filled(folder: Path, fields: dict[str, Any]) -> Any:
 def test_a_rank_with_a_complete_cache_serves_its_part_of_the_same_order(tmp_path: Path) -> None:
     fields = trajectories(COUNT)
     first, other = of_ranks(tmp_path, fields, 2, batch_size=5, seed=3)
-    complete = Loader(filled(tmp_path / "filled", fields), batch_size=5, seed=3, rank=1, world_size=2)
+    complete = Loader(
+        filled(tmp_path / "filled", fields), batch_size=5, seed=3, rank=1, world_size=2, shuffle=True
+    )
     for _epoch in range(3):
         assert indices(complete) == indices(other)
     assert not {n for batch in indices(first)[:1] for n in batch} & {n for b in indices(other)[:1] for n in b}
@@ -232,7 +240,7 @@ def test_no_loader_of_a_rank_depends_on_what_its_other_loaders_did(tmp_path: Pat
 
     def check(epochs: tuple[int, ...]) -> None:
         ranks = [
-            Loader(cache, 4, seed=3, rank=rank, world_size=2, indices=half)
+            Loader(cache, 4, seed=3, rank=rank, world_size=2, indices=half, shuffle=True)
             for rank, cache in enumerate(caches)
         ]
         for epoch in epochs:
@@ -242,7 +250,7 @@ def test_no_loader_of_a_rank_depends_on_what_its_other_loaders_did(tmp_path: Pat
 
     check((0, 0))
     assert not steps.done()
-    list(Loader(caches[1], 4))  # an evaluation on this rank alone
+    list(Loader(caches[1], 4, shuffle=True))  # an evaluation on this rank alone
     check((0, 0))
     check((0, 1, 1))
 
@@ -257,11 +265,11 @@ def test_one_cache_of_a_mixture_is_not_completed_by_one_rank(tmp_path: Path) -> 
 
 def test_a_state_that_is_loaded_is_of_its_own_epoch(tmp_path: Path) -> None:
     fields = trajectories(COUNT)
-    first = Loader(Steps(tmp_path / "a", fields).cache(), 4, seed=3)
+    first = Loader(Steps(tmp_path / "a", fields).cache(), 4, seed=3, shuffle=True)
     first.set_epoch(2)
     state, rest = first.state_dict(), indices(first)
 
-    other = Loader(Steps(tmp_path / "b", fields).cache(), 4, seed=3)
+    other = Loader(Steps(tmp_path / "b", fields).cache(), 4, seed=3, shuffle=True)
     next(iter(other))  # of epoch 0
     other.load_state_dict(state)
     assert other.state_dict().keys() == state.keys()
@@ -274,7 +282,7 @@ def test_a_damaged_record_is_repaired_there(tmp_path: Path) -> None:
     steps = Steps(tmp_path, fields)
     steps.filled, cache.filler = [31], steps
     damage(steps)
-    loader = Loader(cache, batch_size=5, seed=3)
+    loader = Loader(cache, batch_size=5, seed=3, shuffle=True)
 
     batches = list(loader)
 

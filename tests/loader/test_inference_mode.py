@@ -29,7 +29,7 @@ class Wide(Dataset[Tensor]):
 CONVERSIONS = [
     pytest.param({}, id="plain"),
     pytest.param({"dtype": "bfloat16"}, id="cast"),
-    pytest.param({"normalise": {"data": stoker.loader.Normalise(mean=0.0, std=1.0)}}, id="normalised"),
+    pytest.param({"normalize": {"data": stoker.loader.Normalization(mean=0.0, std=1.0)}}, id="normalized"),
 ]
 
 
@@ -46,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
 def test_modes_may_take_turns_on_one_loader(
     cache: stoker.Cache, tier: str, batch_size: int, settings: dict[str, Any]
 ) -> None:
-    loader = stoker.Loader(cache, batch_size, tier=tier, **settings)
+    loader = stoker.Loader(cache, batch_size, tier=tier, **{"shuffle": True, **settings})
     weight = torch.ones(WIDTH, requires_grad=True)
 
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_modes_may_take_turns_on_one_loader(
         pytest.param(None, {}, id="copied"),
         pytest.param(None, {"dtype": "float64"}, id="cast"),
         pytest.param(
-            None, {"normalise": {"data": stoker.loader.Normalise(mean=0.0, std=1.0)}}, id="normalised"
+            None, {"normalize": {"data": stoker.loader.Normalization(mean=0.0, std=1.0)}}, id="normalized"
         ),
         pytest.param("int8", {}, id="packed"),
     ],
@@ -77,7 +77,7 @@ def test_modes_may_take_turns_on_fixed_addresses(
 ) -> None:
     source = stoker.TorchSource(Wide())
     cache = stoker.precompute(source, None, tmp_path, name="wide", workers=0, dtype=stored)
-    loader = stoker.Loader(cache, 80, tier="device", static=True, **settings)
+    loader = stoker.Loader(cache, 80, tier="device", static=True, **{"shuffle": True, **settings})
     weight = torch.ones(WIDTH, requires_grad=True, dtype=getattr(torch, settings.get("dtype", "float32")))
 
     for _ in range(2):

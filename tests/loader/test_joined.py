@@ -19,6 +19,7 @@ from stoker.encoders.wrappers import keep_fields
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.joins import join_table
+from tests.kit.orders import in_order
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.test_filling import Steps
 
@@ -53,14 +54,14 @@ def test_batches_carry_the_columns_of_their_records(cache: Cache, tmp_path: Path
     joined = join_table(cache, table(tmp_path / "labels.csv", ROWS[::-1]), key="id", columns=COLUMNS, on="id")
 
     for tier in ("host", "disk"):
-        for batch in stoker.Loader(joined, 5, tier=tier, seed=1):
+        for batch in stoker.Loader(joined, 5, tier=tier, seed=1, shuffle=True):
             assert batch["label"].dtype == torch.int64
             assert batch["label"].tolist() == [int(n) % 2 for n in batch["index"]]
             assert batch["weight"].tolist() == [int(n) / 4 for n in batch["index"]]
             assert torch.equal(batch["x"][:, 0], batch["index"].float())
     assert joined[7]["weight"] == 7 / 4
     assert "label" not in cache[7]
-    assert "label" not in next(iter(stoker.Loader(cache, 5)))
+    assert "label" not in next(iter(stoker.Loader(cache, 5, shuffle=True)))
 
 
 def test_a_corrected_table_encodes_nothing(cache: Cache, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_transforms_see_the_columns_and_a_run_goes_on_where_it_was(cache: Cache,
         return {**batch, "twice": batch["weight"] * 2}
 
     def made() -> stoker.Loader:
-        return stoker.Loader(joined, 4, transforms=[double], seed=3)
+        return stoker.Loader(joined, 4, transforms=[double], seed=3, shuffle=True)
 
     loader = made()
     batches = iter(loader)
@@ -105,12 +106,14 @@ def test_records_without_a_row_are_refused_masked_or_left_out(
     with caplog.at_level(logging.INFO, "stoker"):
         masked = join_table(cache, labels, missing="mask", **rules)
     assert "9 of 12 records have a row, 3 missing, 1 unused" in caplog.text
-    (batch,) = stoker.Loader(masked, 12, order="sequential")
+    (batch,) = stoker.Loader(masked, 12, shuffle=False)
     assert batch["label_known"].tolist() == batch["weight_known"].tolist() == [True] * 9 + [False] * 3
     assert batch["weight"][9:].tolist() == [0, 0, 0]
     dropped = join_table(cache, labels, missing="drop", **rules)
-    assert sorted(int(n) for b in stoker.Loader(dropped, 4) for n in b["index"]) == list(range(9))
-    (some,) = stoker.Loader(dropped, 12, indices=[11, 3], order="sequential")
+    assert sorted(int(n) for b in stoker.Loader(dropped, 4, shuffle=True) for n in b["index"]) == list(
+        range(9)
+    )
+    (some,) = stoker.Loader(dropped, 12, indices=[11, 3], shuffle=False)
     assert some["index"].tolist() == [3]
 
 
@@ -203,7 +206,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_batches_at_fixed_addresses_carry_the_columns_there(cache: Cache, tmp_path: Path) -> None:
     joined = join_table(cache, table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS, on="id")
-    loader = stoker.Loader(joined, 4, tier="device", static=True, seed=2)
+    loader = stoker.Loader(joined, 4, tier="device", static=True, seed=2, shuffle=True)
     addresses, seen = set(), []
 
     for _ in range(2):
@@ -223,7 +226,7 @@ def test_every_order_carries_the_columns_over_ranks(cache: Cache, tmp_path: Path
     seen = []
 
     for rank in range(2):
-        for batch in stoker.Loader(joined, 3, order=order, rank=rank, world_size=2):
+        for batch in stoker.Loader(joined, 3, **in_order(order), rank=rank, world_size=2):
             assert batch["weight"].tolist() == (batch["index"] / 4).tolist()
             seen += batch["index"].tolist()
 
@@ -337,7 +340,7 @@ def test_a_column_never_replaces_a_tensor_of_the_batch(tmp_path: Path) -> None:
     for name in ("u.mask", "u.lengths", "u.offsets"):
         columns = {name: {"column": "weight", "dtype": "float32"}}
         with pytest.raises(ConfigError, match=repr(name)):
-            stoker.Loader(join_table(ragged, rows, key="id", columns=columns), 4, ragged="pad")
+            stoker.Loader(join_table(ragged, rows, key="id", columns=columns), 4, ragged="pad", shuffle=True)
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["data"] = np.zeros((12, 4, 3), np.float32)
     source = stoker.HDF5Source(tmp_path / "data.h5", fields={"data": "n t c"})
@@ -345,7 +348,9 @@ def test_a_column_never_replaces_a_tensor_of_the_batch(tmp_path: Path) -> None:
     cache = stoker.precompute(source, encoder, tmp_path / "kept", name="kept", workers=0)
     columns = {"data0": {"column": "weight", "dtype": "float32"}}
     with pytest.raises(ConfigError, match="'data0'"):
-        stoker.Loader(join_table(cache, rows, key="id", columns=columns), 4, windows=stoker.Windows())
+        stoker.Loader(
+            join_table(cache, rows, key="id", columns=columns), 4, windows=stoker.Windows(), shuffle=True
+        )
 
 
 def test_a_column_called_known_has_a_mask_like_any_other(cache: Cache, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_normal_has_the_moments_and_tails_of_a_normal() -> None:
 
 
 def test_streams_are_not_correlated() -> None:
-    """Neighbouring examples, columns, epochs and children: each pair as if drawn apart."""
+    """Neighboring examples, columns, epochs and children: each pair as if drawn apart."""
     keys = keys_for(20_000)
     other_epoch = example_keys(7, 4, torch.arange(20_000))
     first = uniform(keys, 2).double() - 0.5

@@ -38,7 +38,7 @@ def test_windows_equal_slices_of_the_trajectories(
     cache: Cache, fields: dict[str, torch.Tensor], tier: str, windows: Windows
 ) -> None:
     seen = 0
-    for batch in Loader(cache, batch_size=7, windows=windows, tier=tier):
+    for batch in Loader(cache, batch_size=7, windows=windows, tier=tier, shuffle=True):
         number, start = batch.index.unbind(1)
         steps = [fields["latent"][number, start + k * windows.stride] for k in range(windows.horizon + 1)]
         assert torch.equal(batch.z0, steps[0])
@@ -59,7 +59,7 @@ def test_windows_equal_slices_of_the_trajectories(
 def test_records_come_whole_with_their_numbers(
     cache: Cache, fields: dict[str, torch.Tensor], tier: str
 ) -> None:
-    batches = list(Loader(cache, batch_size=5, tier=tier))
+    batches = list(Loader(cache, batch_size=5, tier=tier, shuffle=True))
 
     for batch in batches:
         for name, values in fields.items():
@@ -68,14 +68,16 @@ def test_records_come_whole_with_their_numbers(
 
 
 def test_sequential_order_serves_in_sample_order(cache: Cache) -> None:
-    assert indices_of_records(Loader(cache, batch_size=5, order="sequential")) == list(range(COUNT))
+    assert indices_of_records(Loader(cache, batch_size=5, shuffle=False)) == list(range(COUNT))
     assert indices_of_records(Loader(cache, batch_size=5, shuffle=False)) == list(range(COUNT))
 
 
 def test_chosen_indices_and_weights(cache: Cache) -> None:
     chosen = [3, 3, 20, 7]
-    assert indices_of_records(Loader(cache, batch_size=2, indices=chosen, order="sequential")) == chosen
-    assert sorted(indices_of_records(Loader(cache, batch_size=2, indices=chosen))) == sorted(chosen)
+    assert indices_of_records(Loader(cache, batch_size=2, indices=chosen, shuffle=False)) == chosen
+    assert sorted(indices_of_records(Loader(cache, batch_size=2, indices=chosen, shuffle=True))) == sorted(
+        chosen
+    )
     weights = np.zeros(COUNT)
     weights[[4, 9]] = 1.0
     drawn = indices_of_records(Loader(cache, batch_size=4, weights=weights))
@@ -83,7 +85,7 @@ def test_chosen_indices_and_weights(cache: Cache) -> None:
     assert len(drawn) == COUNT
     assert drawn == indices_of_records(Loader(cache, batch_size=4, weights=weights, tier="disk"))
     with pytest.raises(MissingRecordError, match="first sample 24"):
-        Loader(cache, indices=[1, 24])
+        Loader(cache, indices=[1, 24], shuffle=True)
     with pytest.raises(ConfigError, match="one weight"):
         Loader(cache, weights=[1.0])
     with pytest.raises(ConfigError, match="finite"):
@@ -92,12 +94,12 @@ def test_chosen_indices_and_weights(cache: Cache) -> None:
 
 def test_floats_are_cast_on_request(cache: Cache, fields: dict[str, torch.Tensor]) -> None:
     for tier in ("host", "disk"):
-        for batch in Loader(cache, batch_size=5, dtype="float32", tier=tier):
+        for batch in Loader(cache, batch_size=5, dtype="float32", tier=tier, shuffle=True):
             assert batch["latent"].dtype == torch.float32
             assert torch.equal(batch["latent"], fields["latent"][batch["index"]].float())
             assert batch["index"].dtype == torch.int64
     with pytest.raises(ConfigError, match="int32"):
-        Loader(cache, dtype="int32")
+        Loader(cache, dtype="int32", shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_every_stored_dtype_is_served_as_it_is(tmp_path: Path, dtype: torch.dtyp
     cache = write_cache(tmp_path, {"x": values}, shards=(4,))
 
     for tier in ("host", "disk"):
-        for batch in Loader(cache, batch_size=3, tier=tier):
+        for batch in Loader(cache, batch_size=3, tier=tier, shuffle=True):
             assert batch["x"].dtype == dtype
             assert torch.equal(batch["x"], values[batch["index"]])
 
@@ -122,7 +124,7 @@ def test_trajectories_of_varying_length(tmp_path: Path, tier: str) -> None:
     cache = write_cache(tmp_path, {"latent": latent, "time": clock}, timed=TIMED, shards=(2, 3))
     windows = Windows(horizon=2)
 
-    batches = list(Loader(cache, batch_size=3, windows=windows, tier=tier))
+    batches = list(Loader(cache, batch_size=3, windows=windows, tier=tier, shuffle=True))
 
     got = sorted(tuple(row) for batch in batches for row in batch.index.tolist())
     assert got == [(i, s) for i, t in enumerate(lengths) for s in range(max(0, t - 2))]
@@ -132,7 +134,7 @@ def test_trajectories_of_varying_length(tmp_path: Path, tier: str) -> None:
             assert torch.equal(batch.z1[j], latent[number][start + 1])
             assert torch.equal(batch.future[j], latent[number][start + 2 : start + 3])
             assert batch.cond["time"][j].tolist() == [start]
-    whole = list(Loader(cache, batch_size=4, tier=tier))
+    whole = list(Loader(cache, batch_size=4, tier=tier, shuffle=True))
     for batch in whole:
         for j, number in enumerate(batch["index"].tolist()):
             assert torch.equal(batch["latent"][j], latent[number])
@@ -147,9 +149,9 @@ def test_transforms_get_a_key_that_belongs_to_the_example(cache: Cache) -> None:
             batch["nu"] = batch["nu"] + 1
             return batch
 
-        return Loader(cache, transforms=[note], **{"batch_size": 5, **changes})
+        return Loader(cache, transforms=[note], **{"shuffle": True, "batch_size": 5, **changes})
 
-    plain = list(Loader(cache, batch_size=5))
+    plain = list(Loader(cache, batch_size=5, shuffle=True))
     for batch, before in zip(loader("host"), plain, strict=True):
         assert torch.equal(batch["nu"], before["nu"] + 1)
         assert batch.position == before.position
@@ -167,7 +169,9 @@ def test_transforms_get_a_key_that_belongs_to_the_example(cache: Cache) -> None:
 
 def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
     meter = StallMeter()
-    loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, tier="host")
+    loader = Loader(
+        cache, batch_size=5, windows=Windows(field="latent"), meter=meter, tier="host", shuffle=True
+    )
     total = sum(len(batch.index) for batch in loader)
 
     report = meter.epoch()
@@ -193,7 +197,13 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(disk.PieceReader, "read", slow_read)
             meter = StallMeter()
-            loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
+            loader = Loader(
+                cache,
+                batch_size=5,
+                windows=Windows(field="latent"),
+                meter=meter,
+                **{"shuffle": True, **wanted},
+            )
             batches = len(list(loader))
         found[name] = meter.epoch().parts
         assert sum(found[name].values()) == pytest.approx(meter.epoch().wait_s)
@@ -224,19 +234,23 @@ def test_it_looks_like_a_dataloader(cache: Cache, caplog: pytest.LogCaptureFixtu
     loader.sampler.set_epoch(7)
     assert loader.epoch == 7
     assert "24 examples in 5 batches of 5, full order" in repr(loader)
-    assert "24 examples in 1 batch of 24, full order" in repr(Loader(cache, batch_size=24))
+    assert "24 examples in 1 batch of 24, full order" in repr(Loader(cache, batch_size=24, shuffle=True))
     with pytest.raises(TypeError, match=r"argument 'batchsize'\. Did you mean batch_size\?"):
-        Loader(cache, batchsize=3)
+        Loader(cache, batchsize=3, shuffle=True)
     with pytest.raises(ConfigError, match="transforms="):
-        Loader(cache, collate_fn=list)
-    with pytest.raises(ConfigError, match="same thing twice"):
-        Loader(cache, shuffle=True, order="full")
+        Loader(cache, collate_fn=list, shuffle=True)
+    with pytest.raises(ConfigError, match=r"'random'.*'block'"):
+        Loader(cache, shuffle="random")
+    with pytest.raises(ConfigError, match=r"'half'.*'static'"):
+        Loader(cache, shuffle=True, partition="half")
+    with pytest.raises(ConfigError, match="shuffle=True"):
+        Loader(cache, shuffle="block", partition="static")
 
 
 def test_a_loader_inside_a_dataloader_is_refused_with_the_cure(cache: Cache) -> None:
     class Inside(torch.utils.data.IterableDataset):
         def __iter__(self):
-            return iter(Loader(cache, batch_size=2))
+            return iter(Loader(cache, batch_size=2, shuffle=True))
 
     workers = torch.utils.data.DataLoader(Inside(), num_workers=1, batch_size=None)
 
@@ -252,7 +266,7 @@ large = torch.ones(1 << 22)
 large.sum()  # torch has threads now
 from stoker.loader import Loader
 from stoker.store import open_cache
-loader = Loader(open_cache({str(cache.path)!r}), batch_size=5, tier="host")
+loader = Loader(open_cache({str(cache.path)!r}), batch_size=5, shuffle=True, tier="host")
 def digest():
     loader.set_epoch(0)
     return [batch["latent"].float().sum().item() for epoch in range(3) for batch in loader]
@@ -283,7 +297,7 @@ def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
             super().__init__(design, *more)
 
     monkeypatch.setattr("stoker.loader.serving.Engine", Slow)
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     with ThreadPoolExecutor(2) as pool:
         first = list(pool.map(lambda _: next(iter(loader))["index"].tolist(), range(2)))
 
@@ -293,12 +307,12 @@ def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
 
 def test_what_does_not_fit_is_refused_with_figures(cache: Cache) -> None:
     with pytest.raises(ResourceError, match="24 records"):
-        Loader(cache, tier="host", reserve_bytes=2**60)
-    plan = Loader(cache, reserve_bytes=2**60).plan
+        Loader(cache, tier="host", reserve_bytes=2**60, shuffle=True)
+    plan = Loader(cache, reserve_bytes=2**60, shuffle=True).plan
     assert plan.tier == "disk"
     assert plan.records_by_tier()["disk"] == COUNT
     with pytest.raises(ConfigError, match="tier"):
-        Loader(cache, tier="gpu")
+        Loader(cache, tier="vram", shuffle=True)
 
 
 def test_an_incomplete_cache_is_refused_with_figures(tmp_path: Path, fields: dict[str, torch.Tensor]) -> None:
@@ -306,7 +320,7 @@ def test_an_incomplete_cache_is_refused_with_figures(tmp_path: Path, fields: dic
     opened = open_cache(tmp_path / "c", require_complete=False)
 
     with pytest.raises(IncompleteError, match="22 of 24 records; 2 are missing, the first is sample 2"):
-        Loader(opened)
+        Loader(opened, shuffle=True)
 
 
 def test_a_filler_encodes_what_is_missing(tmp_path: Path, fields: dict[str, torch.Tensor]) -> None:
@@ -322,26 +336,32 @@ def test_a_filler_encodes_what_is_missing(tmp_path: Path, fields: dict[str, torc
 
     opened.filler = Filler()
 
-    assert sorted(indices_of_records(Loader(opened, batch_size=5))) == list(range(COUNT))
+    assert sorted(indices_of_records(Loader(opened, batch_size=5, shuffle=True))) == list(range(COUNT))
     assert asked == [2, 5]
 
 
 def test_quarantined_samples_are_absent_and_counted(tmp_path: Path, fields: dict[str, torch.Tensor]) -> None:
     cache = write_cache(tmp_path, fields, timed=TIMED, skip=[2, 5], shards=(6, 6))
 
-    loader = Loader(cache, batch_size=4)
+    loader = Loader(cache, batch_size=4, shuffle=True)
 
     assert sorted(indices_of_records(loader)) == sorted(set(range(COUNT)) - {2, 5})
     assert "2 quarantined samples are absent" in loader.plan.reason
-    assert indices_of_records(Loader(cache, indices=[1, 2, 3], order="sequential")) == [1, 3]
+    assert indices_of_records(Loader(cache, indices=[1, 2, 3], shuffle=False)) == [1, 3]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 0}, {"world_size": 0}, {"rank": 1}, {"batch_size": 0, "order": "static"}]
+    "changes",
+    [
+        {"batch_size": 0},
+        {"world_size": 0},
+        {"rank": 1},
+        {"batch_size": 0, "shuffle": True, "partition": "static"},
+    ],
 )
 def test_batches_and_ranks_that_are_none_are_refused(cache: Cache, changes: dict) -> None:
     with pytest.raises(ConfigError, match="Expected batch_size"):
-        Loader(cache, **{"batch_size": 2, **changes})
+        Loader(cache, **{"shuffle": True, "batch_size": 2, **changes})
 
 
 @pytest.mark.parametrize("other", [torch.randn(5, 4, 2), [torch.randn(n, 2) for n in (6, 6, 3, 6, 6)]])
@@ -351,18 +371,18 @@ def test_time_fields_of_different_lengths_are_refused(tmp_path: Path, other: Any
     cache = write_cache(tmp_path, {"latent": main, "u": other}, timed=("latent", "u"))
 
     with pytest.raises(ConfigError, match="different lengths"):
-        Loader(cache, windows=Windows())
+        Loader(cache, windows=Windows(), shuffle=True)
 
 
 def test_a_field_that_batches_would_hide_is_refused(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, {"index": torch.randn(5, 3)})
 
     with pytest.raises(ConfigError, match="another name"):
-        Loader(cache)
+        Loader(cache, shuffle=True)
 
 
 def test_windows_on_what_has_no_time_are_refused(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, {"x": torch.randn(5, 3)})
 
     with pytest.raises(ConfigError, match="Leave windows= out"):
-        Loader(cache, windows=Windows())
+        Loader(cache, windows=Windows(), shuffle=True)

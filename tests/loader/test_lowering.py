@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Normalise, serving
+from stoker.loader import Loader, Normalization, serving
 from stoker.loader.outputs import make_outputs
 from stoker.loader.transform import find_fused_cuts
 from stoker.plan import MemoryLedger
@@ -20,7 +20,7 @@ from tests.loader.placement.machine import Machine, Running
 COUNT = 26
 CROP = Crop((5, 6), axes=(-2, -1), fields=("image",))
 FLIP = Flip(axis=-1, fields=("image",))
-NORMALISE = {"image": Normalise(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), divisor=255)}
+NORMALISE = {"image": Normalization(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), divisor=255)}
 
 
 @pytest.fixture(scope="module", params=["uint8", "float16", "float32"])
@@ -38,14 +38,14 @@ def batches(loader: Loader) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("normalise", [None, NORMALISE], ids=["plain", "normalised"])
+@pytest.mark.parametrize("normalize", [None, NORMALISE], ids=["plain", "normalized"])
 @pytest.mark.parametrize(
     "transforms", [[CROP], [FLIP], [CROP, FLIP], [CROP, FLIP, Noise(0.1, fields=("image",))], [FLIP, CROP]]
 )
 def test_the_bytes_are_those_of_transforms_after_the_gather(
-    cache: Cache, transforms: list[Any], normalise: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Cache, transforms: list[Any], normalize: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(transforms[-1], Noise) and not (normalise or cache.schema["image"].floating):
+    if isinstance(transforms[-1], Noise) and not (normalize or cache.schema["image"].floating):
         pytest.skip("noise is for floats")
     done: list[int] = []
     strip = serving.Strip
@@ -54,7 +54,13 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
         done.append(given["transformed"])
         return strip(**given)
 
-    settings: dict[str, Any] = {"batch_size": 4, "transforms": transforms, "normalise": normalise, "seed": 2}
+    settings: dict[str, Any] = {
+        "shuffle": True,
+        "batch_size": 4,
+        "transforms": transforms,
+        "normalize": normalize,
+        "seed": 2,
+    }
     expected = batches(Loader(cache, tier="disk", **settings))
     running = Running(cache, Machine(device=10), MemoryLedger(), tier="device", **settings)
     monkeypatch.setattr(serving, "Strip", counted)
@@ -96,7 +102,7 @@ def test_what_a_gather_cannot_do_is_left_to_the_transforms(cache: Cache, transfo
 def test_channels_within_a_plane_are_not_cut_by_the_gather(tmp_path: Path) -> None:
     """Kernels find a value's channel by its place, which a crop moves."""
     cache = write_cache(tmp_path, {"image": torch.zeros(4, 8, 9, 3)})
-    by_last = {"image": Normalise(mean=(0.1, 0.2, 0.3), std=1.0, axis=-1)}
+    by_last = {"image": Normalization(mean=(0.1, 0.2, 0.3), std=1.0, axis=-1)}
 
     crop = Crop((5, 2), axes=(-2, -1), fields=("image",))
 

@@ -141,7 +141,7 @@ import sys, torch
 torch.set_num_threads(1)
 from stoker.loader import Loader
 from stoker.store import open_cache
-loader = Loader(open_cache(sys.argv[1]), batch_size=64, tier="host")
+loader = Loader(open_cache(sys.argv[1]), batch_size=64, shuffle=True, tier="host")
 for batch in loader:
     pass
 assert loader._serving.engine.placement.complete
@@ -192,14 +192,14 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from stoker.loader import Loader
 from stoker.store import open_cache
 for tier in ("host", "disk"):
-    loader = Loader(open_cache({str(cache.path)!r}), batch_size=9, tier=tier)
+    loader = Loader(open_cache({str(cache.path)!r}), batch_size=9, shuffle=True, tier=tier)
     assert sum(len(batch["index"]) for batch in loader) == 200
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_major_faults_are_exposed(tmp_path: Path) -> None:
-    loader = Loader(write_cache(tmp_path, {"x": torch.randn(20, 8)}), batch_size=4, tier="host")
+    loader = Loader(write_cache(tmp_path, {"x": torch.randn(20, 8)}), batch_size=4, tier="host", shuffle=True)
 
     assert loader.major_faults == 0
     list(loader)

@@ -56,7 +56,10 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
     cache = stored(tmp_path / "share", 400, record=(64, 64))
     room = size_of(cache) // 2
     remote, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors", room)
-    one, other = (Loader(c, **settings(batch_size=8, order="block(20,40)")) for c in (remote, cache))
+    one, other = (
+        Loader(c, **{"shuffle": True, **settings(batch_size=8, shuffle="block(20,40)")})
+        for c in (remote, cache)
+    )
 
     compared(one, other, 1)
     before = mirror.counters.bytes
@@ -92,7 +95,10 @@ def test_no_fault_of_the_wire_reaches_a_batch(
     faults = Faults(rate=0.33, kinds=kinds, seed=11, slow_bytes_s=2e6, under=".safetensors")
     with a_wire(server.url, faults) as wire, variables(server.variables(wire.url)):
         remote, mirror = opened(url, tmp_path, size_of(local) // 2)
-        one, other = (Loader(c, **settings(batch_size=16, order="block(20,120)")) for c in (remote, local))
+        one, other = (
+            Loader(c, **{"shuffle": True, **settings(batch_size=16, shuffle="block(20,120)")})
+            for c in (remote, local)
+        )
         assert compared(one, other, 2) == 60
 
         met = {request.fault for request in wire.requests if request.fault}
@@ -109,7 +115,7 @@ def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
     faults = Faults(rate=1.0, kinds=("hang",), most=10**6, under=".safetensors")
     with a_wire(server.url) as wire, variables(server.variables(wire.url)):
         remote, _ = opened(url, tmp_path)
-        loader = Loader(remote, **settings(timeout=2.0))
+        loader = Loader(remote, **{"shuffle": True, **settings(timeout=2.0)})
         state = loader.state_dict()
         wire.faults = faults
         with pytest.raises(StalledError):
@@ -117,7 +123,7 @@ def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
         wire.faults = Faults()
         wire.release()
         loader.load_state_dict(state)
-        assert compared(loader, Loader(local, **settings()), 1) == 120
+        assert compared(loader, Loader(local, **{"shuffle": True, **settings()}), 1) == 120
 
 
 @pytest.mark.slow
@@ -135,7 +141,9 @@ def test_requests_that_hang_twice_are_given_up_before_the_loader_is(
     faults = Faults(rate=0.3, kinds=("hang",), most=2, seed=7, under=".safetensors")
     with a_wire(server.url, faults) as wire, variables(server.variables(wire.url)):
         remote, mirror = opened(url, tmp_path)
-        loaders = [Loader(c, **settings(batch_size=16, timeout=16.0)) for c in (remote, local)]
+        loaders = [
+            Loader(c, **{"shuffle": True, **settings(batch_size=16, timeout=16.0)}) for c in (remote, local)
+        ]
         assert compared(*loaders, 1) == 30
         assert mirror.root.retries.count > 0
 
@@ -148,7 +156,7 @@ from stoker.loader import Loader
 from tests.loader.objects import opened
 url, mirrors, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 cache, mirror = opened(url, mirrors)
-loader = Loader(cache, batch_size=4, seed=5, tier="disk", rank=rank, world_size=4)
+loader = Loader(cache, batch_size=4, shuffle=True, seed=5, tier="disk", rank=rank, world_size=4)
 total = 0.0
 for _ in range(2):
     for batch in loader:
@@ -174,7 +182,7 @@ def test_four_processes_of_a_node_download_the_set_once(
         told = [json.loads(child.communicate(timeout=150)[0]) for child in children]
 
     assert sum(one["bytes"] for one in told) == size_of(local)
-    loaders = [Loader(local, **settings(rank=rank, world_size=4)) for rank in range(4)]
+    loaders = [Loader(local, **{"shuffle": True, **settings(rank=rank, world_size=4)}) for rank in range(4)]
     for one, loader in zip(told, loaders, strict=True):
         sums = [float(batch["latent"].double().sum()) for _ in range(2) for batch in loader]
         assert one["sum"] == pytest.approx(sum(sums))
@@ -187,8 +195,8 @@ def test_a_mirror_with_room_for_the_set_is_filled_and_memory_serves(
 ) -> None:
     with variables(server.variables()):
         remote, mirror = opened(url, tmp_path)
-        one = Loader(remote, **settings(tier="auto"))
-        assert compared(one, Loader(local, **settings(tier="auto")), 3) == 360
+        one = Loader(remote, **{"shuffle": True, **settings(tier="auto")})
+        assert compared(one, Loader(local, **{"shuffle": True, **settings(tier="auto")}), 3) == 360
 
     assert one.plan.tier == "host"
     assert mirror.counters.bytes == size_of(local)
@@ -203,7 +211,7 @@ def test_training_waits_for_the_network_and_the_meter_says_so(
     meter = StallMeter()
     with a_wire(server.url, Faults(latency_s=0.1)) as wire, variables(server.variables(wire.url)):
         remote, _ = opened(url, tmp_path, size_of(local) // 3)
-        loader = Loader(remote, **settings(batch_size=8, meter=meter))
+        loader = Loader(remote, **{"shuffle": True, **settings(batch_size=8, meter=meter)})
         for batch in loader:
             assert batch["latent"].dtype == torch.float32
     report = meter.epoch()

@@ -12,12 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import Loader, Normalise, Windows, disk
+from stoker.loader import Loader, Normalization, Windows, disk
 from stoker.loader.disk import PieceReader
 from stoker.loader.placement import replan
 from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache
 from tests.kit.amount import example_count
+from tests.kit.orders import in_order
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import same, values_of
 
@@ -80,7 +81,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def loader_at(cache: Cache, where: list[str], **settings: Any) -> Loader:
-    loader = Loader(cache, tier="disk", **settings)
+    loader = Loader(cache, tier="disk", **{"shuffle": True, **settings})
     move(loader, where)
     return loader
 
@@ -90,11 +91,11 @@ def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -
     varying = data.draw(st.booleans())
     common: dict[str, Any] = {
         "windows": data.draw(st.sampled_from([None, Windows()] if varying else WINDOWS)),
-        "order": data.draw(st.sampled_from(["full", "block(3,12)", "static(1)", "sequential"])),
+        **in_order(data.draw(st.sampled_from(["full", "block(3,12)", "static(1)", "sequential"]))),
         "batch_size": data.draw(st.integers(1, 9)),
         "seed": data.draw(st.integers(0, 9)),
         "dtype": data.draw(st.sampled_from([None, "float32"])),
-        "normalise": data.draw(st.sampled_from([None, {"latent": Normalise(mean=0.25, std=1.5)}])),
+        "normalize": data.draw(st.sampled_from([None, {"latent": Normalization(mean=0.25, std=1.5)}])),
     }
     targets = st.lists(st.sampled_from(HOMES), min_size=len(SHARDS), max_size=len(SHARDS))
     held = data.draw(st.integers(1, 64))  # batches made at once
@@ -191,7 +192,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
     """A set larger than the device slides through it: far fewer bytes than each example's steps."""
     per_record = windows.count(9)
     order = f"block({per_record},{4 * per_record})"
-    common: dict[str, Any] = {"windows": windows, "order": order, "batch_size": batch_size, "seed": 5}
+    common: dict[str, Any] = {"windows": windows, **in_order(order), "batch_size": batch_size, "seed": 5}
     expected = list(Loader(cache, tier="disk", **common))
     loader = loader_at(cache, ["device"] + ["host"] * 3 + ["disk"] * 2, **common)
     copied: list[tuple[int, int]] = []
@@ -222,7 +223,7 @@ def test_a_transform_gets_the_keys_of_its_examples(cache: Cache) -> None:
         batch["keys"] = keys
         return batch
 
-    expected = list(Loader(cache, batch_size=4, tier="host", transforms=[note]))
+    expected = list(Loader(cache, batch_size=4, tier="host", transforms=[note], shuffle=True))
     loader = loader_at(cache, ["device", "host", "disk"] * 2, batch_size=4, transforms=[note])
 
     assert all(same(a, b) for a, b in zip(loader, expected, strict=True))
@@ -256,7 +257,7 @@ def test_damage_is_found_where_a_batch_is_mixed(tmp_path: Path) -> None:
 
 
 def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
-    design = Loader(cache, batch_size=3)._serving.design
+    design = Loader(cache, batch_size=3, shuffle=True)._serving.design
 
     assert replan(design, design.measure()).records_by_tier() == design.plan.records_by_tier()
     on_disk = replace(design, options=replace(design.options, tier="disk"))
@@ -268,7 +269,7 @@ def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
 def test_packed_fields_are_moved_packed(tmp_path: Path, dtype: str, windows: Windows | None) -> None:
     fields = trajectories(COUNT, 9, (4, 40), torch.float32)
     packed = write_cache(tmp_path, fields, timed=("latent", "time"), shards=SHARDS, dtype=dtype)
-    expected = list(Loader(packed, batch_size=5, windows=windows, tier="host"))
+    expected = list(Loader(packed, batch_size=5, windows=windows, tier="host", shuffle=True))
 
     loader = loader_at(packed, ["device", "host", "disk"] * 2, batch_size=5, windows=windows)
 

@@ -49,12 +49,15 @@ def test_every_tier_and_every_resumed_pass_gives_the_same_values(
     cache: Cache, ragged: str, windows: Windows | None
 ) -> None:
     def batches(tier: str) -> list[list[Tensor]]:
-        return [tensors(b) for b in Loader(cache, 3, windows=windows, ragged=ragged, tier=tier, seed=3)]
+        return [
+            tensors(b)
+            for b in Loader(cache, 3, windows=windows, ragged=ragged, tier=tier, seed=3, shuffle=True)
+        ]
 
     disk = batches("disk")
-    loader = Loader(cache, 3, windows=windows, ragged=ragged, tier="host", seed=3)
+    loader = Loader(cache, 3, windows=windows, ragged=ragged, tier="host", seed=3, shuffle=True)
     next(iter(loader))
-    resumed = Loader(cache, 3, windows=windows, ragged=ragged, tier="disk", seed=3)
+    resumed = Loader(cache, 3, windows=windows, ragged=ragged, tier="disk", seed=3, shuffle=True)
     resumed.load_state_dict(loader.state_dict())
 
     for other in (batches("host"), [disk[0], *(tensors(b) for b in resumed)]):
@@ -64,7 +67,7 @@ def test_every_tier_and_every_resumed_pass_gives_the_same_values(
 
 
 def test_windows_are_those_of_the_records(cache: Cache) -> None:
-    loader = Loader(cache, 2, windows=Windows(stride=2, horizon=2, field="positions"), order="sequential")
+    loader = Loader(cache, 2, windows=Windows(stride=2, horizon=2, field="positions"), shuffle=False)
     seen = 0
     for batch in loader:
         assert isinstance(batch, PointBatch)
@@ -83,8 +86,8 @@ def test_windows_are_those_of_the_records(cache: Cache) -> None:
 
 def test_packed_windows_number_the_points_of_the_batch(cache: Cache) -> None:
     windows = Windows(horizon=2, field="positions")
-    listed = next(iter(Loader(cache, 6, windows=windows, seed=1)))
-    batch = next(iter(Loader(cache, 6, windows=windows, ragged="pack", seed=1)))
+    listed = next(iter(Loader(cache, 6, windows=windows, seed=1, shuffle=True)))
+    batch = next(iter(Loader(cache, 6, windows=windows, ragged="pack", seed=1, shuffle=True)))
     offsets, edges = batch.nodes["points.offsets"], batch.nodes["edges.offsets"]
 
     assert torch.equal(batch.z0, torch.cat(listed.z0))
@@ -98,9 +101,11 @@ def test_packed_windows_number_the_points_of_the_batch(cache: Cache) -> None:
 
 def test_padded_windows_and_records_tell_what_is_real(cache: Cache) -> None:
     windows = Windows(horizon=3, field="positions")
-    listed = next(iter(Loader(cache, 6, windows=windows, seed=1)))
-    batch = next(iter(Loader(cache, 6, windows=windows, ragged=Pad(multiple=4, value=-1.0), seed=1)))
-    whole = next(iter(Loader(cache, 5, ragged="pad", order="sequential")))
+    listed = next(iter(Loader(cache, 6, windows=windows, seed=1, shuffle=True)))
+    batch = next(
+        iter(Loader(cache, 6, windows=windows, ragged=Pad(multiple=4, value=-1.0), seed=1, shuffle=True))
+    )
+    whole = next(iter(Loader(cache, 5, ragged="pad", shuffle=False)))
 
     assert batch.z0.shape[1] % 4 == 0
     assert torch.equal(batch.z0[batch.nodes["points.mask"]], torch.cat(listed.z0))
@@ -114,7 +119,7 @@ def test_padded_windows_and_records_tell_what_is_real(cache: Cache) -> None:
 
 
 def test_packed_records_keep_their_sizes_and_shift_their_edges(cache: Cache) -> None:
-    batch = next(iter(Loader(cache, 5, ragged="pack", order="sequential")))
+    batch = next(iter(Loader(cache, 5, ragged="pack", shuffle=False)))
 
     begin, end = batch["positions.offsets"][1:3].tolist()
     assert torch.equal(batch["positions"][begin:end].view(7, 6, 2), cache[1]["positions"])
@@ -125,10 +130,16 @@ def test_packed_records_keep_their_sizes_and_shift_their_edges(cache: Cache) -> 
 def test_what_has_no_meaning_is_refused(cache: Cache) -> None:
     windows = Windows(field="positions")
     with pytest.raises(ConfigError, match="positions, time, velocities"):
-        Loader(cache, 2, windows=Windows())
+        Loader(cache, 2, windows=Windows(), shuffle=True)
     with pytest.raises(ConfigError, match="Pad"):
-        Loader(cache, 2, windows=windows, ragged=Pad(to=8))
+        Loader(cache, 2, windows=windows, ragged=Pad(to=8), shuffle=True)
     with pytest.raises(ConfigError, match="static"):
-        Loader(cache, 2, windows=windows, static=True, tier="device")
+        Loader(cache, 2, windows=windows, static=True, tier="device", shuffle=True)
     with pytest.raises(ConfigError, match="points"):
-        Mixture([Loader(cache, 2, windows=windows), Loader(cache, 2, windows=windows)], names=["a", "b"])
+        Mixture(
+            [
+                Loader(cache, 2, windows=windows, shuffle=True),
+                Loader(cache, 2, windows=windows, shuffle=True),
+            ],
+            names=["a", "b"],
+        )

@@ -114,7 +114,9 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
             return submit(work)
 
         monkeypatch.setattr(chooser._pool, "submit", counted)
-        loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
+        loader = Loader(
+            cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3, shuffle=True
+        )
         loader._serving._make_prefetcher = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
@@ -183,7 +185,8 @@ def test_a_child_of_a_fork_has_a_thread_of_its_own(cache: Cache) -> None:
 import os, sys
 from stoker.loader import Loader, Windows
 from stoker.store import open_cache
-loader = Loader(open_cache({str(cache.path)!r}), batch_size=7, windows=Windows(field="latent"), tier="host")
+cache = open_cache({str(cache.path)!r})
+loader = Loader(cache, 7, shuffle=True, windows=Windows(field="latent"), tier="host")
 list(loader)
 loader._serving.prefetcher.in_thread = True
 assert list(loader._serving.prefetcher.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 from stoker.loader import Loader, placement
 from stoker.store import open_cache
 placement.LOOK_S = 0.05
-loader = Loader(open_cache(sys.argv[1]), batch_size=16, seed=1)
+loader = Loader(open_cache(sys.argv[1]), batch_size=16, shuffle=True, seed=1)
 epochs = {}
 while True:
     digest, epoch = hashlib.sha256(), loader.epoch % 2

@@ -39,7 +39,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Cache:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_records_are_what_the_cache_gives(cache: Cache, tier: str) -> None:
-    for batch in Loader(cache, batch_size=5, tier=tier):
+    for batch in Loader(cache, batch_size=5, tier=tier, shuffle=True):
         for name in cache.schema:
             for row, number in enumerate(batch["index"].tolist()):
                 assert torch.equal(batch[name][row], cache[number][name]), name
@@ -50,7 +50,7 @@ def test_records_are_what_the_cache_gives(cache: Cache, tier: str) -> None:
 @pytest.mark.parametrize("horizon", [1, 3])
 def test_windows_are_steps_of_the_decoded_trajectories(cache: Cache, tier: str, horizon: int) -> None:
     windows = Windows(field="latent", stride=2, horizon=horizon)
-    for batch in Loader(cache, batch_size=7, windows=windows, tier=tier):
+    for batch in Loader(cache, batch_size=7, windows=windows, tier=tier, shuffle=True):
         for row, (number, start) in enumerate(batch.index.tolist()):
             record = cache[number]
             steps = record["latent"][start : start + 2 * horizon + 1 : 2]
@@ -72,13 +72,13 @@ def test_trajectories_of_varying_length(tmp_path: Path, tier: str) -> None:
     }
     cache = write_cache(tmp_path, fields, timed=("latent",), shards=(2, 3), dtype="int8")
 
-    for batch in Loader(cache, batch_size=4, tier=tier):
+    for batch in Loader(cache, batch_size=4, tier=tier, shuffle=True):
         for row, number in enumerate(batch["index"].tolist()):
             assert torch.equal(batch["latent"][row], cache[number]["latent"])
             assert torch.equal(batch["set"][row], cache[number]["set"])
     alone = write_cache(tmp_path / "alone", {"latent": fields["latent"]}, timed=("latent",), dtype="int8")
     seen = 0
-    for batch in Loader(alone, batch_size=4, windows=Windows(horizon=2), tier=tier):
+    for batch in Loader(alone, batch_size=4, windows=Windows(horizon=2), tier=tier, shuffle=True):
         for row, (number, start) in enumerate(batch.index.tolist()):
             steps = alone[number]["latent"][start : start + 3]
             assert torch.equal(torch.stack([batch.z0[row], batch.z1[row], *batch.future[row]]), steps)
@@ -90,14 +90,14 @@ def test_trajectories_of_varying_length(tmp_path: Path, tier: str) -> None:
 def test_another_dtype_is_the_decoded_values_rounded_once(cache: Cache, dtype: str) -> None:
     wanted = getattr(torch, dtype)
     for tier in TIERS:
-        for batch in Loader(cache, batch_size=5, tier=tier, dtype=dtype):
+        for batch in Loader(cache, batch_size=5, tier=tier, dtype=dtype, shuffle=True):
             whole = [cache[number] for number in batch["index"].tolist()]
             for name in cache.schema:
                 assert torch.equal(batch[name], torch.stack([one[name] for one in whole]).to(wanted))
 
 
 def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, tier="host")
+    loader = Loader(cache, batch_size=5, tier="host", shuffle=True)
     next(iter(loader))
 
     assert loader._serving.engine is not None
@@ -125,7 +125,7 @@ def test_large_values_with_small_scales_are_gathered_batch_by_batch(
 
     monkeypatch.setattr(assembly, "unpack", unpacked)
 
-    assert len([*Loader(cache, batch_size=4, tier="host", windows=windows)]) == 16
+    assert len([*Loader(cache, batch_size=4, tier="host", windows=windows, shuffle=True)]) == 16
     assert max(held) <= 4 * 2 * 8192
 
 
@@ -139,10 +139,10 @@ def test_floats_come_as_bfloat16_for_cuda(cache: Cache) -> None:
 
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = Windows(field="latent", horizon=2)
-    expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
+    expected = list(Loader(cache, batch_size=6, windows=windows, tier="host", shuffle=True))
     monkeypatch.setattr("stoker.loader.placement.assign", lambda *_: {"device": frozenset(), "host": {0, 2}})
 
-    mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
+    mixed = Loader(cache, batch_size=6, windows=windows, tier="host", shuffle=True)
 
     for _ in range(2):
         assert all(same(a, b) for a, b in zip(mixed, expected, strict=True))
@@ -154,7 +154,7 @@ def test_large_batches_own_their_memory(tmp_path: Path) -> None:
     fields = {"latent": torch.randn((64, 600, 32), generator=torch.Generator().manual_seed(5))}
     cache = write_cache(tmp_path, fields, timed=("latent",), dtype="int8")
     for dtype in (None, "bfloat16"):
-        loader = Loader(cache, batch_size=32, tier="host", dtype=dtype)
+        loader = Loader(cache, batch_size=32, tier="host", dtype=dtype, shuffle=True)
         kept = list(loader) + list(loader)
 
         for batch in kept:
@@ -163,7 +163,7 @@ def test_large_batches_own_their_memory(tmp_path: Path) -> None:
 
 
 def test_fixed_addresses_for_graphs(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, tier="device", static=True)
+    loader = Loader(cache, batch_size=5, tier="device", static=True, shuffle=True)
     addresses = set()
     for batch in loader:
         addresses.add(tuple(values.data_ptr() for values in values_of(batch)))
@@ -182,12 +182,12 @@ def test_a_flipped_bit_in_a_scale_is_found_and_never_served(cache: Cache, tier: 
     path.write_bytes(data)
 
     with pytest.raises(CorruptError, match=r"latent\.scale"):
-        list(Loader(open_cache(cache.path), batch_size=4, tier=tier))
+        list(Loader(open_cache(cache.path), batch_size=4, tier=tier, shuffle=True))
 
 
 def test_nothing_is_added_for_caches_that_are_not_packed(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, trajectories(), timed=("latent", "time"))
-    loader = Loader(cache, batch_size=5, tier="host")
+    loader = Loader(cache, batch_size=5, tier="host", shuffle=True)
     next(iter(loader))
 
     assert loader._serving.engine is not None
@@ -209,7 +209,7 @@ def test_large_values_with_small_scales_are_gathered_a_batch_at_a_time(
         return select(view, dim, index, **out)
 
     monkeypatch.setattr(torch, "index_select", noted)
-    for _ in Loader(cache, batch_size=4, tier="host"):
+    for _ in Loader(cache, batch_size=4, tier="host", shuffle=True):
         pass
 
     bits, scales = rows.pop(torch.int8), rows

@@ -37,7 +37,7 @@ def test_padded_batches_hold_each_record_its_length_and_a_mask(
     cache: Cache, tier: str, dtype: str | None
 ) -> None:
     u = values()["u"]
-    for batch in Loader(cache, 4, tier=tier, seed=1, ragged="pad", dtype=dtype):
+    for batch in Loader(cache, 4, tier=tier, seed=1, ragged="pad", dtype=dtype, shuffle=True):
         longest = max(LENGTHS[n] for n in batch["index"])
         assert batch["u"].shape == (len(batch["index"]), longest, 4)
         for i, number in enumerate(batch["index"].tolist()):
@@ -51,7 +51,7 @@ def test_padded_batches_hold_each_record_its_length_and_a_mask(
 
 def test_packed_batches_hold_records_one_after_another(cache: Cache) -> None:
     u = values()["u"]
-    for batch in Loader(cache, 4, tier="host", seed=1, ragged="pack"):
+    for batch in Loader(cache, 4, tier="host", seed=1, ragged="pack", shuffle=True):
         numbers = batch["index"].tolist()
         assert torch.equal(batch["u"], torch.cat([u[n] for n in numbers]))
         assert batch["u.offsets"].diff().tolist() == [LENGTHS[n] for n in numbers]
@@ -61,8 +61,8 @@ def test_packed_batches_hold_records_one_after_another(cache: Cache) -> None:
 
 @pytest.mark.parametrize("ragged", ["pad", "pack", Pad(to=16, value={"kind": -100})])
 def test_every_tier_joins_to_the_same_bytes(cache: Cache, ragged: object) -> None:
-    found = [list(Loader(cache, 3, tier=tier, seed=5, ragged=ragged)) for tier in TIERS]
-    found.append(list(Loader(cache, 3, tier="disk", seed=5, ragged=ragged, verify="off")))
+    found = [list(Loader(cache, 3, tier=tier, seed=5, ragged=ragged, shuffle=True)) for tier in TIERS]
+    found.append(list(Loader(cache, 3, tier="disk", seed=5, ragged=ragged, verify="off", shuffle=True)))
 
     for batches in zip(*found, strict=True):
         assert all(batch.keys() == batches[0].keys() for batch in batches)
@@ -70,18 +70,18 @@ def test_every_tier_joins_to_the_same_bytes(cache: Cache, ragged: object) -> Non
 
 
 def test_lengths_and_padding_are_as_asked_for(cache: Cache) -> None:
-    batch = next(iter(Loader(cache, 4, order="sequential", ragged=Pad(to=16, value={"kind": -100}))))
+    batch = next(iter(Loader(cache, 4, shuffle=False, ragged=Pad(to=16, value={"kind": -100}))))
     assert batch["u"].shape == (4, 16, 4)
     assert batch["kind"][0].tolist() == [1, 2, 3] + [-100] * 13
-    rounded = next(iter(Loader(cache, 4, order="sequential", ragged=Pad(multiple=8))))
+    rounded = next(iter(Loader(cache, 4, shuffle=False, ragged=Pad(multiple=8))))
     assert rounded["u"].shape == (4, 16, 4)
 
 
 def test_a_record_too_long_is_named_before_anything_is_read(cache: Cache) -> None:
     with pytest.raises(RecordError, match=r"sample 1 has 9 steps.*Pad\(to=9\)"):
-        Loader(cache, 4, ragged=Pad(to=8))
+        Loader(cache, 4, ragged=Pad(to=8), shuffle=True)
     few = [n for n, length in enumerate(LENGTHS) if length <= 8]
-    assert len(list(Loader(cache, 3, ragged=Pad(to=8), indices=few))) == 3
+    assert len(list(Loader(cache, 3, ragged=Pad(to=8), indices=few, shuffle=True))) == 3
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_record_too_long_is_named_before_anything_is_read(cache: Cache) -> Non
 )
 def test_what_cannot_be_padded_is_refused(cache: Cache, ragged: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Loader(cache, 4, ragged=ragged)
+        Loader(cache, 4, ragged=ragged, shuffle=True)
     with pytest.raises(ConfigError, match="Expected a whole number from 1 on"):
         Pad(to=0)
     with pytest.raises(ConfigError, match="no multiple"):
@@ -105,16 +105,16 @@ def test_what_cannot_be_padded_is_refused(cache: Cache, ragged: object, said: st
 def test_names_that_are_taken_are_refused(tmp_path: Path) -> None:
     made = write_cache(tmp_path, {"u": [torch.ones(2), torch.ones(3)], "u.mask": torch.ones(2)})
     with pytest.raises(ConfigError, match=r"adds u\.mask"):
-        Loader(made, 2, ragged="pad")
-    assert len(next(iter(Loader(made, 2)))["u"]) == 2
+        Loader(made, 2, ragged="pad", shuffle=True)
+    assert len(next(iter(Loader(made, 2, shuffle=True)))["u"]) == 2
 
 
 def test_a_state_goes_on_with_the_same_padded_batches(cache: Cache) -> None:
-    whole = list(Loader(cache, 3, seed=2, ragged="pad"))
-    first = Loader(cache, 3, seed=2, ragged="pad")
+    whole = list(Loader(cache, 3, seed=2, ragged="pad", shuffle=True))
+    first = Loader(cache, 3, seed=2, ragged="pad", shuffle=True)
     taken = iter(first)
     next(taken)
-    other = Loader(cache, 3, seed=2, ragged="pad", tier="disk")
+    other = Loader(cache, 3, seed=2, ragged="pad", tier="disk", shuffle=True)
     other.load_state_dict(first.state_dict())
 
     for got, wanted in zip(other, whole[1:], strict=True):
@@ -136,7 +136,7 @@ def padding(loader: Loader) -> float:
 
 
 def test_batches_of_similar_length_serve_every_record_once_with_little_padding(many: Cache) -> None:
-    loader = Loader(many, 8, order="bucket(10)", seed=1, ragged="pad")
+    loader = Loader(many, 8, shuffle="bucket(10)", seed=1, ragged="pad")
 
     first, second = list(loader), list(loader)
 
@@ -144,14 +144,14 @@ def test_batches_of_similar_length_serve_every_record_once_with_little_padding(m
         assert sorted(int(n) for batch in epoch for n in batch["index"]) == list(range(203))
         assert [len(batch["index"]) for batch in epoch] == [8] * 25 + [3]
     assert not torch.equal(first[0]["index"], second[0]["index"])
-    assert padding(loader) < 0.15 < 0.35 < padding(Loader(many, 8, seed=1, ragged="pad"))
-    longest = [int(batch["nu"].max()) for batch in list(Loader(many, 8, order="bucket"))[:-1]]
+    assert padding(loader) < 0.15 < 0.35 < padding(Loader(many, 8, seed=1, ragged="pad", shuffle=True))
+    longest = [int(batch["nu"].max()) for batch in list(Loader(many, 8, shuffle="bucket"))[:-1]]
     assert longest != sorted(longest)
-    assert padding(Loader(many, 8, order="bucket(1)", ragged="pad")) > 0.35
+    assert padding(Loader(many, 8, shuffle="bucket(1)", ragged="pad")) > 0.35
 
 
 def test_batches_of_similar_length_are_the_same_for_every_tier_rank_and_stop(many: Cache) -> None:
-    common = {"order": "bucket(5)", "seed": 3, "ragged": "pack"}
+    common = {"shuffle": "bucket(5)", "seed": 3, "ragged": "pack"}
     whole = list(Loader(many, 8, tier="host", **common))
     assert all(
         torch.equal(a["u"], b["u"])
@@ -178,10 +178,12 @@ def test_batches_of_similar_length_are_the_same_for_every_tier_rank_and_stop(man
 def test_an_order_by_length_needs_records_that_have_one(many: Cache, tmp_path: Path) -> None:
     alike = write_cache(tmp_path, {"x": torch.ones(5, 2)})
 
-    with pytest.raises(ConfigError, match=r"order bucket\(50\) puts records of similar length.*one shape"):
-        Loader(alike, 2, order="bucket")
-    with pytest.raises(ConfigError, match=r"bucket\(0\)' is not a kind of order"):
-        Loader(many, 2, order="bucket(0)")
+    with pytest.raises(
+        ConfigError, match=r"shuffle='bucket\(50\)' puts records of similar length.*one shape"
+    ):
+        Loader(alike, 2, shuffle="bucket")
+    with pytest.raises(ConfigError, match=r"shuffle is 'bucket\(0\)'"):
+        Loader(many, 2, shuffle="bucket(0)")
 
 
 def test_transforms_see_joined_batches_and_mixtures_take_them(cache: Cache, tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_transforms_see_joined_batches_and_mixtures_take_them(cache: Cache, tmp_
         seen.append(batch["u"].shape)
         return batch
 
-    loader = Loader(cache, 5, ragged=Pad(to=10), transforms=[look])
+    loader = Loader(cache, 5, ragged=Pad(to=10), transforms=[look], shuffle=True)
     assert len(list(loader)) == len(seen) == 2
     assert set(seen) == {torch.Size([5, 10, 4])}
     second = write_cache(tmp_path, values(), timed=("u",))
@@ -203,7 +205,7 @@ def test_transforms_see_joined_batches_and_mixtures_take_them(cache: Cache, tmp_
 def test_windows_respect_the_length_of_each_trajectory(tmp_path: Path, tier: str) -> None:
     u = values()["u"]
     cache = write_cache(tmp_path, {"u": u}, timed=("u",), shards=(3, 4))
-    loader = Loader(cache, 4, tier=tier, windows=Windows(stride=2, horizon=2), ragged="pad")
+    loader = Loader(cache, 4, tier=tier, windows=Windows(stride=2, horizon=2), ragged="pad", shuffle=True)
     found = {tuple(place): batch for batch in loader for place in batch.index.tolist()}
 
     assert sorted(found) == [(n, s) for n, length in enumerate(LENGTHS) for s in range(length - 4)]

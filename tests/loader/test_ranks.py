@@ -12,6 +12,7 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.loader.order import RankShare
 from tests.kit.amount import example_count
+from tests.kit.orders import in_order
 from tests.loader.caches import write_cache
 
 
@@ -102,7 +103,13 @@ def test_in_static_order_a_rank_holds_its_own_part_alone(tmp_path: Path, ragged:
 
     def served(rank: int, order: str, world_size: int = 2) -> tuple[int, set[int]]:
         loader = Loader(
-            cache, batch_size=4, windows=windows, order=order, rank=rank, world_size=world_size, tier="host"
+            cache,
+            batch_size=4,
+            windows=windows,
+            **in_order(order),
+            rank=rank,
+            world_size=world_size,
+            tier="host",
         )
         seen = {number for _ in range(3) for batch in loader for number in batch.index[:, 0].tolist()}
         return sum(row.records for row in loader.plan.rows), seen

@@ -22,9 +22,9 @@ def test_records_by_shard_and_their_lengths(chosen: list[int] | None, tmp_path: 
     assert [*found] == places.shards()
     for shard, own in found.items():
         assert own.tolist() == np.flatnonzero(places.shard == shard).tolist()
-    wanted = cache.numbers if chosen is None else chosen
+    wanted = cache.indices if chosen is None else chosen
     assert lengths_of(cache, places, "tokens").tolist() == [len(cache[n]["tokens"]) for n in wanted]
-    assert cache.lengths("tokens").tolist() == [len(cache[n]["tokens"]) for n in cache.numbers]
+    assert cache.lengths("tokens").tolist() == [len(cache[n]["tokens"]) for n in cache.indices]
 
 
 def test_each_shard_is_opened_once_for_its_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

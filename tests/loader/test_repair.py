@@ -75,12 +75,12 @@ WAYS = [
 def test_a_flipped_byte_is_encoded_again_and_batches_are_the_same(
     tmp_path: Path, how: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = list(Loader(make(tmp_path / "sound"), batch_size=3, seed=1, **how))
+    wanted = list(Loader(make(tmp_path / "sound"), batch_size=3, seed=1, **{"shuffle": True, **how}))
     encoder = FakeEncoder(by_shape=True)
     cache = make(tmp_path / "c", encoder=encoder)
     shard = flip(cache, 5)
     encoder.calls.clear()
-    loader = Loader(cache, batch_size=3, seed=1, **how)
+    loader = Loader(cache, batch_size=3, seed=1, **{"shuffle": True, **how})
 
     found = list(loader)
 
@@ -97,7 +97,7 @@ def test_a_flipped_byte_is_encoded_again_and_batches_are_the_same(
 @pytest.mark.parametrize("windows", [None, Windows()], ids=["records", "windows"])
 def test_damage_between_and_within_epochs_is_repaired_at_first_touch(tmp_path: Path, windows: Any) -> None:
     def serve(cache: Cache, *, damage: bool) -> list[Any]:
-        loader = Loader(cache, batch_size=2, seed=3, tier="disk", windows=windows)
+        loader = Loader(cache, batch_size=2, seed=3, tier="disk", windows=windows, shuffle=True)
         batches = list(loader)
         if damage:
             flip(cache, 2)
@@ -121,7 +121,7 @@ def test_damage_between_and_within_epochs_is_repaired_at_first_touch(tmp_path: P
 def test_a_shard_that_is_lost_after_opening_is_encoded_again(tmp_path: Path, tier: str, damage: str) -> None:
     source = RaggedSource((10, 12))
     encoder = FakeEncoder(samples=1, ragged=True)
-    wanted = list(Loader(make(tmp_path / "sound", source, encoder), batch_size=3, tier=tier))
+    wanted = list(Loader(make(tmp_path / "sound", source, encoder), batch_size=3, tier=tier, shuffle=True))
     path = make(tmp_path / "c", source, encoder).path
     cache = open_cache(path)
     cache.filler = make(tmp_path / "c", source, encoder).filler
@@ -135,7 +135,7 @@ def test_a_shard_that_is_lost_after_opening_is_encoded_again(tmp_path: Path, tie
         data[30] ^= 1
         shard.write_bytes(data)
 
-    loader = Loader(cache, batch_size=3, tier=tier)
+    loader = Loader(cache, batch_size=3, tier=tier, shuffle=True)
 
     assert same(list(loader), wanted)
     assert loader.repaired == 12
@@ -146,7 +146,7 @@ def test_without_a_source_the_record_is_named_with_the_remedy(tmp_path: Path) ->
     shard = flip(cache, 5)
 
     with pytest.raises(CorruptError, match=rf"{shard}.*'latent' of sample 5 .*verify .* --repair"):
-        list(Loader(cache, batch_size=3, tier="disk"))
+        list(Loader(cache, batch_size=3, tier="disk", shuffle=True))
 
 
 def test_a_source_that_changed_makes_no_record(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_source_that_changed_makes_no_record(tmp_path: Path) -> None:
     source.steps = 7
 
     with pytest.raises(CorruptError, match=r"sample 5 .*failed: .*was made from other data"):
-        list(Loader(cache, batch_size=3, tier="disk"))
+        list(Loader(cache, batch_size=3, tier="disk", shuffle=True))
     assert 5 not in open_cache(cache.path, require_complete=False)
 
 
@@ -167,7 +167,7 @@ def test_a_sample_that_cannot_be_encoded_any_more_is_named(tmp_path: Path) -> No
     source.faults = {5: "nan"}
 
     with pytest.raises(CorruptError, match=r"sample 5 .*failed: sample 5 is quarantined .check: "):
-        list(Loader(cache, batch_size=3, tier="disk"))
+        list(Loader(cache, batch_size=3, tier="disk", shuffle=True))
 
 
 def test_storage_that_damages_it_every_time_is_named(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_storage_that_damages_it_every_time_is_named(tmp_path: Path) -> None:
     cache.filler = Worn()
 
     with pytest.raises(CorruptError, match=r"sample 5 of .* has been damaged 3 times in this run"):
-        list(Loader(cache, batch_size=3, tier="disk"))
+        list(Loader(cache, batch_size=3, tier="disk", shuffle=True))
 
 
 RANK = """
@@ -195,7 +195,7 @@ from tests.precompute.fake_encoders import FakeEncoder
 folder, rank, tier = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 encoder = FakeEncoder(by_shape=True, sleep_s=0.5)
 cache = make(folder, encoder=encoder)
-loader = Loader(cache, batch_size=2, seed=1, tier=tier, rank=rank, world_size=2, drop_last=False)
+loader = Loader(cache, 2, shuffle=True, seed=1, tier=tier, rank=rank, world_size=2, drop_last=False)
 print("ready", flush=True)
 sys.stdin.readline()
 batches = list(loader)
@@ -208,7 +208,8 @@ print(len(encoder.calls), loader.repaired, flush=True)
 def test_of_several_ranks_one_encodes_and_all_go_on(tmp_path: Path, tier: str) -> None:
     cache = make(tmp_path)
     wanted = [
-        list(Loader(cache, batch_size=2, seed=1, rank=r, world_size=2, drop_last=False)) for r in range(2)
+        list(Loader(cache, batch_size=2, seed=1, rank=r, world_size=2, drop_last=False, shuffle=True))
+        for r in range(2)
     ]
     ranks = [
         subprocess.Popen(
@@ -267,7 +268,7 @@ def test_a_policy_says_when_damage_is_found(
     """Damage before the first epoch is found unless nothing is checked; later damage by `always` alone."""
     cache = open_cache(make(tmp_path / "early").path)
     flip(cache, 5)
-    early = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows)
+    early = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows, shuffle=True)
     if found_in is None:
         list(early)
     else:
@@ -275,9 +276,9 @@ def test_a_policy_says_when_damage_is_found(
             list(early)
 
     cache = open_cache(make(tmp_path / "late").path)
-    late = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows)
+    late = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows, shuffle=True)
     sound = list(late)
-    assert same(sound, list(Loader(cache, batch_size=3, tier="host", windows=windows)))
+    assert same(sound, list(Loader(cache, batch_size=3, tier="host", windows=windows, shuffle=True)))
     flip(cache, 5)
     if found_in:
         with pytest.raises(CorruptError, match="sample 5 does not match"):
@@ -288,19 +289,19 @@ def test_a_policy_says_when_damage_is_found(
 
 def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"verify is 'never'\. Expected always, first, off"):
-        Loader(make(tmp_path), verify="never")
+        Loader(make(tmp_path), verify="never", shuffle=True)
 
 
 def test_a_mend_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is free once the model is there says nothing about where the records were served from."""
-    wanted = list(Loader(make(tmp_path / "sound"), batch_size=3, seed=1, tier="host"))
+    wanted = list(Loader(make(tmp_path / "sound"), batch_size=3, seed=1, tier="host", shuffle=True))
     cache = make(tmp_path / "c")
     flip(cache, 5)
-    loader = Loader(cache, batch_size=3, seed=1, tier="host")
+    loader = Loader(cache, batch_size=3, seed=1, tier="host", shuffle=True)
     full = replace(design.probe(device="cpu", path=tmp_path), host_bytes=0)
     monkeypatch.setattr(design, "probe", lambda **_: full)
     with pytest.raises(ResourceError):
-        Loader(cache, batch_size=3, seed=1, tier="host")
+        Loader(cache, batch_size=3, seed=1, tier="host", shuffle=True)
 
     found = list(loader)
 

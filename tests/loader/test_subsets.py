@@ -27,10 +27,10 @@ def test_every_part_gives_its_share_and_smaller_subsets_lie_in_larger_ones(
     found = subset(cache, fraction, seed=seed)
 
     assert len(found) == max(1, round(fraction * 98))
-    assert set(found) <= set(cache.numbers)
+    assert set(found) <= set(cache.indices)
     assert (np.diff(found) > 0).all()
     ends = np.cumsum(PARTS)
-    stored = np.bincount(np.searchsorted(ends, cache.numbers, side="right"))
+    stored = np.bincount(np.searchsorted(ends, cache.indices, side="right"))
     shares = np.bincount(np.searchsorted(ends, found, side="right"), minlength=4)
     assert (np.abs(shares - stored * len(found) / 98) <= 1).all()
     small, large = sorted((fraction, larger))
@@ -39,12 +39,12 @@ def test_every_part_gives_its_share_and_smaller_subsets_lie_in_larger_ones(
 
 def test_seeds_choose_differently(cache: Cache) -> None:
     assert subset(cache, 0.2, seed=0).tolist() != subset(cache, 0.2, seed=1).tolist()
-    assert subset(cache, 1.0).tolist() == cache.numbers.tolist()
+    assert subset(cache, 1.0).tolist() == cache.indices.tolist()
 
 
 def test_a_loader_serves_the_subset(cache: Cache) -> None:
     chosen = subset(cache, 0.3)
-    loader = Loader(cache, batch_size=8, indices=chosen)
+    loader = Loader(cache, batch_size=8, indices=chosen, shuffle=True)
 
     assert sorted(n for batch in loader for n in batch["index"].tolist()) == chosen.tolist()
 

@@ -21,6 +21,7 @@ from stoker.errors import (
 from stoker.loader import Loader, Windows, disk, placement
 from stoker.store import Cache, open_cache
 from tests.kit.amount import example_count
+from tests.kit.orders import in_order
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, LAYOUTS, TIMED, same, values_of
 
@@ -40,7 +41,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
     layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
     epoch = data.draw(st.integers(0, 3))
     seed = data.draw(st.integers(0, 2**32))
-    common = {"windows": windows, "order": order, "seed": seed, "drop_last": True}
+    common = {"windows": windows, **in_order(order), "seed": seed, "drop_last": True}
     reference = Loader(caches["one"], batch_size=4, tier="host", **common)
     reference.set_epoch(epoch)
     expected = list(reference)
@@ -90,10 +91,10 @@ def test_same_bytes_everywhere_a_thousand_times(caches: dict[str, Cache], data: 
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """While shards are brought into memory, and for good where only some fit."""
     windows = Windows(field="latent", horizon=2)
-    expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
+    expected = list(Loader(cache, batch_size=6, windows=windows, tier="host", shuffle=True))
     monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
 
-    mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
+    mixed = Loader(cache, batch_size=6, windows=windows, tier="host", shuffle=True)
 
     for _ in range(2):
         got = list(mixed)
@@ -108,9 +109,9 @@ def test_what_memory_has_of_a_batch_is_copied_by_those_who_read_the_rest(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the step, that is; also for a model that is evaluated under `torch.inference_mode`."""
-    expected = list(Loader(cache, batch_size=6, tier="host"))
+    expected = list(Loader(cache, batch_size=6, tier="host", shuffle=True))
     monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
-    mixed = Loader(cache, batch_size=6, tier="host")
+    mixed = Loader(cache, batch_size=6, tier="host", shuffle=True)
     select, by = torch.index_select, set[str]()
 
     def noted(*arguments: Any, **settings: Any) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_what_memory_has_of_a_batch_is_copied_by_those_who_read_the_rest(
 def test_the_first_batches_do_not_wait_for_memory_to_fill(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = list(Loader(cache, batch_size=4, tier="disk"))
+    expected = list(Loader(cache, batch_size=4, tier="disk", shuffle=True))
     monkeypatch.setattr(placement, "FIRST_WAIT_S", 0.0)
     loads = iter(range(100))
     gate = threading.Event()
@@ -141,7 +142,7 @@ def test_the_first_batches_do_not_wait_for_memory_to_fill(
         read(self)
 
     monkeypatch.setattr(placement.Placement, "_fill", slowly)
-    loader = Loader(cache, batch_size=4, tier="host")
+    loader = Loader(cache, batch_size=4, tier="host", shuffle=True)
     running = iter(loader)
     got = [next(running), next(running)]
     assert loader._serving.engine is not None
@@ -158,7 +159,7 @@ def test_listed_batches_are_distinct(tmp_path: Path, tier: str) -> None:
     images = torch.randint(0, 255, (40, 3, 256, 256), dtype=torch.uint8)
     cache = write_cache(tmp_path, {"image": images}, shards=(15,))
 
-    batches = list(Loader(cache, batch_size=8, tier=tier))
+    batches = list(Loader(cache, batch_size=8, tier=tier, shuffle=True))
 
     assert len({batch["image"].data_ptr() for batch in batches}) == 5
     for batch in batches:
@@ -169,7 +170,9 @@ def test_memory_of_large_batches_is_reused_when_they_are_dropped(tmp_path: Path)
     images = torch.randint(0, 255, (80, 3, 256, 256), dtype=torch.uint8)
     cache = write_cache(tmp_path, {"image": images})
 
-    addresses = [batch["image"].data_ptr() for batch in Loader(cache, batch_size=8, tier="host")]
+    addresses = [
+        batch["image"].data_ptr() for batch in Loader(cache, batch_size=8, tier="host", shuffle=True)
+    ]
 
     assert len(addresses) == 10
     assert len(set(addresses)) <= 3
@@ -183,7 +186,7 @@ def test_large_batches_are_gathered_by_several_threads(
     values = torch.randn(50, 33, 41)
     cache = write_cache(tmp_path, {"x": values}, shards=(17, 20))
 
-    for batch in Loader(cache, batch_size=7, tier="host"):
+    for batch in Loader(cache, batch_size=7, tier="host", shuffle=True):
         assert torch.equal(batch["x"], values[batch["index"]])
 
 
@@ -200,7 +203,7 @@ def test_a_flipped_bit_is_found_and_never_served(
     path.write_bytes(data)
 
     with pytest.raises(CorruptError, match=shard.name):
-        list(Loader(open_cache(cache.path), batch_size=4, tier=tier))
+        list(Loader(open_cache(cache.path), batch_size=4, tier=tier, shuffle=True))
 
 
 def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +213,12 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     monkeypatch.setattr(disk.PieceReader, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
-        next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))
+        next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1, shuffle=True)))
     gate.set()
 
 
 def test_fixed_addresses_for_graphs(cache: Cache, fields: dict[str, torch.Tensor]) -> None:
-    loader = Loader(cache, batch_size=5, tier="device", static=True)
+    loader = Loader(cache, batch_size=5, tier="device", static=True, shuffle=True)
     addresses = set()
     for batch in loader:
         addresses.add(tuple(values.data_ptr() for values in values_of(batch)))
@@ -224,7 +227,7 @@ def test_fixed_addresses_for_graphs(cache: Cache, fields: dict[str, torch.Tensor
     assert len(addresses) == 1
     assert len(loader) == COUNT // 5
     with pytest.raises(ConfigError, match="tier='device'"):
-        Loader(cache, batch_size=5, static=True)
+        Loader(cache, batch_size=5, static=True, shuffle=True)
 
 
 def test_fixed_addresses_wait_for_memory_to_be_filled(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,7 @@ def test_fixed_addresses_wait_for_memory_to_be_filled(cache: Cache, monkeypatch:
         fill(self)
 
     monkeypatch.setattr(placement.Placement, "_fill", slowly)
-    loader = Loader(cache, batch_size=5, tier="device", static=True)
+    loader = Loader(cache, batch_size=5, tier="device", static=True, shuffle=True)
 
     assert len({batch["latent"].data_ptr() for batch in loader}) == 1
 
@@ -249,7 +252,7 @@ def test_what_ends_the_filling_of_memory_is_raised(cache: Cache, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("stoker.store.shard.Shard.verify_column", failing)
-    loader = Loader(cache, batch_size=1, tier="host")
+    loader = Loader(cache, batch_size=1, tier="host", shuffle=True)
     running = iter(loader)
     next(running)
     gate.set()

@@ -48,7 +48,7 @@ def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[BlockLocator, Upcom
     [
         ("wide", {"indices": list(range(0, 24, 3))}),
         ("wide", {"windows": Windows(stride=1, horizon=2), "indices": [1, 2, 8, 23], "batch_size": 3}),
-        ("wide", {"order": "block(2,6)", "indices": list(range(3, 14))}),
+        ("wide", {"shuffle": "block(2,6)", "indices": list(range(3, 14))}),
         ("varying", {"indices": [0, 3, 4, 11, 19]}),
         ("varying", {"windows": Windows(stride=1, horizon=1), "indices": [2, 5, 17]}),
     ],
@@ -57,7 +57,7 @@ def test_the_blocks_that_come_next_are_those_that_are_read(
     which: str, settings: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache: Cache = request.getfixturevalue(which)
-    loader = Loader(cache, **{"batch_size": 2, "seed": 5, **settings}, tier="disk")
+    loader = Loader(cache, **{"shuffle": True, "batch_size": 2, "seed": 5, **settings}, tier="disk")
     reach, horizon = horizon_of(loader)
     horizon.at(0, 0)
     while horizon.extend():
@@ -82,7 +82,7 @@ def test_the_blocks_that_come_next_are_those_that_are_read(
 
 
 def test_a_horizon_goes_over_the_end_of_an_epoch_and_knows_every_next_use(wide: Cache) -> None:
-    loader = Loader(wide, batch_size=2, seed=5, rank=1, world_size=2, tier="disk")
+    loader = Loader(wide, batch_size=2, seed=5, rank=1, world_size=2, tier="disk", shuffle=True)
     reach, horizon = horizon_of(loader, most=60)
     share = design_of(loader).share
     horizon.at(0, 8)
@@ -113,7 +113,7 @@ def test_a_horizon_goes_over_the_end_of_an_epoch_and_knows_every_next_use(wide: 
 
 
 def test_the_blocks_of_a_stretch_come_in_the_order_of_their_first_use(wide: Cache) -> None:
-    loader = Loader(wide, batch_size=1, seed=2, tier="disk")
+    loader = Loader(wide, batch_size=1, seed=2, tier="disk", shuffle=True)
     reach, horizon = horizon_of(loader)
     share: RankShare = design_of(loader).share
     ids = design_of(loader).order.epoch(0)

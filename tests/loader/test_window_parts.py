@@ -42,7 +42,7 @@ def test_each_example_has_the_states_of_its_own_stride_and_horizon(
 ) -> None:
     windows = Windows(field="latent", stride=(2, 4), horizon=(1, 2))
     seen: set[tuple[int, int]] = set()
-    for batch in Loader(cache, 5, windows=windows, tier="host"):
+    for batch in Loader(cache, 5, windows=windows, tier="host", shuffle=True):
         for row, (number, start) in enumerate(batch.index.tolist()):
             stride = int(batch.cond["stride"][row])
             horizon = 1 + int(batch.cond["future_mask"][row].sum())
@@ -61,7 +61,7 @@ def test_strides_change_with_epoch_and_seed_and_with_nothing_else(cache: Cache) 
     windows = Windows(field="latent", stride=(1, 4))
 
     def batches(epoch: int, tier: str = "host", **more: Any) -> list[Any]:
-        loader = Loader(cache, 5, windows=windows, tier=tier, order="sequential", **more)
+        loader = Loader(cache, 5, windows=windows, tier=tier, shuffle=False, **more)
         loader.set_epoch(epoch)
         return [batch._replace(position=(0, 0)) for batch in loader]
 
@@ -76,8 +76,8 @@ def test_strides_change_with_epoch_and_seed_and_with_nothing_else(cache: Cache) 
 
 def test_fixed_addresses_hold_drawn_windows_too(cache: Cache) -> None:
     windows = Windows(field="latent", stride=(1, 4), horizon=(1, 2))
-    loader = Loader(cache, 5, windows=windows, tier="device", static=True)
-    expected = [b.z1.clone() for b in Loader(cache, 5, windows=windows, drop_last=True)]
+    loader = Loader(cache, 5, windows=windows, tier="device", static=True, shuffle=True)
+    expected = [b.z1.clone() for b in Loader(cache, 5, windows=windows, drop_last=True, shuffle=True)]
 
     addresses = set[tuple[int, ...]]()
     for batch, z1 in zip(loader, expected, strict=True):
@@ -91,9 +91,9 @@ def test_several_state_fields_are_dicts_in_the_same_order(
     cache: Cache, fields: dict[str, torch.Tensor]
 ) -> None:
     windows = Windows(field=("speed", "latent"), stride=2, horizon=2)
-    alone = Loader(cache, 5, windows=Windows(field="latent", stride=2, horizon=2))
+    alone = Loader(cache, 5, windows=Windows(field="latent", stride=2, horizon=2), shuffle=True)
 
-    for batch, one in zip(Loader(cache, 5, windows=windows), alone, strict=True):
+    for batch, one in zip(Loader(cache, 5, windows=windows, shuffle=True), alone, strict=True):
         assert torch.equal(batch.index, one.index)
         assert list(batch.z0) == ["speed", "latent"]
         assert set(batch.cond) == {"time", "dt", "nu"}
@@ -108,7 +108,7 @@ def test_a_stored_time_step_is_multiplied_by_the_stride(tmp_path: Path, stride: 
     steps = torch.tensor([0.5, 0.25])
     cache = write_cache(tmp_path, {"latent": torch.rand(2, 5, 4), "dt": steps}, timed=("latent",))
 
-    for batch in Loader(cache, 2, windows=Windows(stride=stride)):
+    for batch in Loader(cache, 2, windows=Windows(stride=stride), shuffle=True):
         expected = [float(steps[number]) * times for number in batch.index[:, 0].tolist()]
         assert batch.cond["dt"].shape == (len(expected), 1)
         assert batch.cond["dt"].flatten().tolist() == expected
@@ -126,11 +126,11 @@ def test_what_takes_one_state_refuses_several_with_their_names(cache: Cache) -> 
     windows = Windows(field=("speed", "latent"))
 
     with pytest.raises(ConfigError, match="speed, latent"):
-        next(iter(Loader(cache, 5, windows=windows, transforms=[Noise(0.1)])))
+        next(iter(Loader(cache, 5, windows=windows, transforms=[Noise(0.1)], shuffle=True)))
     with pytest.raises(ConfigError, match="speed, latent"):
         Mixture([cache, cache], 5, names=["a", "b"], windows=windows)
     with pytest.raises(ConfigError, match="'density'"):
-        Loader(cache, 5, windows=Windows(field=("speed", "density")))
+        Loader(cache, 5, windows=Windows(field=("speed", "density")), shuffle=True)
 
 
 def test_a_mask_of_horizons_is_no_condition_of_a_mixture(cache: Cache) -> None:

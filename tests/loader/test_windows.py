@@ -80,7 +80,12 @@ def test_the_hint_for_windows_without_time_works_as_it_is_written(tmp_path: Path
     dataset: Any = torch.rand(3, 6, 4)
     windows = stoker.Windows(horizon=2)
     module = torch.nn.Linear(4, 2).eval().requires_grad_(False)
-    settings: dict[str, Any] = {"cache_dir": tmp_path, "windows": windows, "precompute": {"workers": 0}}
+    settings: dict[str, Any] = {
+        "shuffle": True,
+        "cache_dir": tmp_path,
+        "windows": windows,
+        "precompute": {"workers": 0},
+    }
     with pytest.raises(ConfigError) as raised:
         stoker.cached(dataset, module, **settings)
 

@@ -56,9 +56,9 @@ def test_a_sample_has_fractions_bytes_and_watts(driver: dict[str, int], uuid: st
     sampler.close()
 
     assert sample == GpuSample(
-        name="Made-up GPU", utilisation=0.4, used_bytes=30, total_bytes=100, power_w=250.0
+        name="Made-up GPU", utilization=0.4, used_bytes=30, total_bytes=100, power_w=250.0
     )
-    assert json.loads(json.dumps(sample.to_json()))["utilisation"] == 0.4
+    assert json.loads(json.dumps(sample.to_json()))["utilization"] == 0.4
     assert driver == {"init": 1, "shutdown": 1}
 
 
@@ -71,7 +71,7 @@ def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch:
     sample = sampler.sample()
 
     assert isinstance(sample, GpuSample)
-    assert (sample.utilisation, sample.power_w) == (None, None)
+    assert (sample.utilization, sample.power_w) == (None, None)
 
 
 def test_a_gpu_that_fell_off_is_absent(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ class Gpu:
         found = self.said.pop(0) if len(self.said) > 1 else self.said[0]
         if isinstance(found, MissingGpu):
             return found
-        return GpuSample(name="a GPU", utilisation=found, used_bytes=1, total_bytes=2, power_w=None)
+        return GpuSample(name="a GPU", utilization=found, used_bytes=1, total_bytes=2, power_w=None)
 
     def close(self) -> None:
         self.closed = True

@@ -15,7 +15,7 @@ from tests.pins.names import (
     Flip,
     Loader,
     Mixture,
-    Normalise,
+    Normalization,
     Normalize,
     Pad,
     Roll,
@@ -106,7 +106,7 @@ CASES_BY_TIER: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]
         f"records: ragged, {form}": (served("ragged", ragged=form), TIERS)
         for form in ("pad", "pack", Pad(multiple=4, value=-1))
     },
-    "records: bucket": (served("ragged", shuffle=None, order="bucket(2)", ragged="pad"), TIERS),
+    "records: bucket": (served("ragged", shuffle="bucket(2)", ragged="pad"), TIERS),
     "records: dtype": (served("float16", dtype="float32"), TIERS),
     "records: int8, dtype": (served("int8", dtype="float16"), TIERS),
     "records: indices": (served("trajectories", indices=[3, 1, 1, 12, 7]), TIERS),
@@ -116,8 +116,8 @@ CASES_BY_TIER: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]
         TIERS,
     ),
     "records: sequential": (served("simulations", shuffle=False), TIERS),
-    "records: normalise": (
-        served("pictures", normalise={"image": Normalise(mean=[0.5, 0.25, 0.0], std=0.5, divisor=256.0)}),
+    "records: normalize": (
+        served("pictures", normalize={"image": Normalization(mean=[0.5, 0.25, 0.0], std=0.5, divisor=256.0)}),
         TIERS,
     ),
     "records: joined": (joined, TIERS),
@@ -148,7 +148,7 @@ CASES_BY_TIER: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]
     "windows: int8": (served("int8", windows=Windows(stride=2, **LATENT)), TIERS),
     "windows: float8": (served("float8", windows=Windows(horizon=2, **LATENT), dtype="float32"), TIERS),
     "windows: compressed": (
-        served("zstd", windows=Windows(**LATENT), shuffle=None, order="block(4,8)"),
+        served("zstd", windows=Windows(**LATENT), shuffle="block(4,8)"),
         TIERS,
     ),
     "windows: ragged": (served("ragged", windows=Windows()), TIERS),

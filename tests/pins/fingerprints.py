@@ -98,7 +98,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "images/alone": lambda: ImageSource(IMAGES / "folders", size=(8, 8)),
     "images/folders": lambda: ImageSource(IMAGES / "folders", "folder", (8, 8), split="train", splits=HALVES),
     "images/letterbox, grey, nearest": lambda: ImageSource(
-        IMAGES / "folders", "folder", (8, 8), fit="letterbox", colour="L", filter="nearest", max_samples=4
+        IMAGES / "folders", "folder", (8, 8), fit="letterbox", color="L", filter="nearest", max_samples=4
     ),
     "images/short side": lambda: ImageSource(IMAGES / "folders", None, 8, fit="short", turned=False),
     "images/encoded": lambda: ImageSource(IMAGES / "folders", "folder", (8, 8), store="encoded"),

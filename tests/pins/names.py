@@ -29,7 +29,7 @@ from stoker.encoders.wrappers import FieldStatistics as Statistics
 from stoker.encoders.wrappers import NormalizedEncoder as Normalized
 from stoker.encoders.wrappers import SteadyEncoder
 from stoker.errors import StokerError
-from stoker.loader import Normalise, Pad, Weights
+from stoker.loader import Normalization, Pad, Weights
 from stoker.loader.order import Draws, Order, epoch_on, parse_order
 from stoker.schema import digest_json
 from stoker.sources.arrays import ArraySource
@@ -58,7 +58,7 @@ __all__ = [
     "Mixture",
     "ModuleEncoder",
     "Noise",
-    "Normalise",
+    "Normalization",
     "Normalize",
     "Normalized",
     "Pad",

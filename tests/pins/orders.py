@@ -84,7 +84,7 @@ def batches(
                 world_size=world_size,
                 seed=3,
                 tier="host",
-                **settings,
+                **{"shuffle": True, **settings},
             )
             for _ in range(2)
         ]
@@ -123,7 +123,7 @@ def windows(world_size: int, **settings: Any) -> dict[str, Any]:
             world_size=world_size,
             seed=3,
             tier="disk",
-            **settings,
+            **{"shuffle": True, **settings},
         )
         indices = [batch.index.tolist() for batch in loader]
         found[f"rank {rank}"] = [sizes(indices), short([x for one in indices for x in one])]
@@ -156,8 +156,8 @@ def turns(**settings: Any) -> list[Any]:
 LOADERS = {
     "full": {"shuffle": True},
     "in order": {"shuffle": False},
-    "block": {"order": "block(2,4)"},
-    "static": {"order": "static"},
+    "block": {"shuffle": "block(2,4)"},
+    "static": {"shuffle": True, "partition": "static"},
     "full, short batches kept": {"shuffle": True, "drop_last": False},
 }
 CASES: dict[str, Callable[[], Any]] = {

@@ -16,12 +16,15 @@ MAKERS: dict[str, Callable[..., Any]] = {
         caches.get("trajectories"), 4, windows=Windows(stride=2, field="latent"), shuffle=True, seed=8, **more
     ),
     "windows, drawn": lambda **more: Loader(
-        caches.get("int8"), 4, windows=Windows(stride=(1, 2), horizon=2, field=("latent", "flow")), **more
+        caches.get("int8"),
+        4,
+        windows=Windows(stride=(1, 2), horizon=2, field=("latent", "flow")),
+        **{"shuffle": True, **more},
     ),
     "in order": lambda **more: Loader(caches.get("simulations"), 3, shuffle=False, **more),
-    "block": lambda **more: Loader(caches.get("numbers 64"), 4, order="block(2,8)", seed=1, **more),
+    "block": lambda **more: Loader(caches.get("numbers 64"), 4, shuffle="block(2,8)", seed=1, **more),
     "static, second rank": lambda **more: Loader(
-        caches.get("numbers 64"), 4, order="static", seed=1, rank=1, world_size=2, **more
+        caches.get("numbers 64"), 4, shuffle=True, partition="static", seed=1, rank=1, world_size=2, **more
     ),
     "weights": lambda **more: Loader(
         caches.get("numbers 13"), 2, weights=Weights([1.0] * 12 + [5.0], samples=20), **more

@@ -79,9 +79,9 @@ def test_a_plan_names_the_order_that_fetches_less_and_what_both_fetch() -> None:
     assert "from s3://bucket/caches through a local cache of 200 MiB of 400 MiB" in plan.reason
     better = remote().better()
     assert better.startswith("block(")
-    assert f"order={better}" in plan.reason
+    assert f"shuffle={better}" in plan.reason
     assert remote().fetched() > 1.0 > remote().fetched(better) > 0.5
-    assert "3 nodes or more order=static" in plan.reason
+    assert "3 nodes or more partition=static" in plan.reason
     assert plan.tier == "disk"
 
     whole = plan_tiers(Demand(**sizes, batch_examples=64, remote=remote(room_bytes=None)), host)

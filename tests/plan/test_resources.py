@@ -215,7 +215,7 @@ def test_a_real_memory_group_is_the_limit(memory_group: tuple[Path, int], tmp_pa
     assert with_cache[0] == pytest.approx(before[0], abs=16 * MIB)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "", "mps"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "", "mps"])
 def test_a_device_that_is_none_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="cpu, cuda or cuda:0"):
         device_memory(device)

@@ -139,7 +139,7 @@ def test_a_copy_with_a_size_limit_saves_what_it_has() -> None:
 
     assert half.epoch_bytes == pytest.approx(1e10 * (1 - hit_share(0.5, 4)), rel=1e-6)
     assert half.first_bytes == 1e10
-    # In blocks of 4 MB each read of 1 MB moves 5 MB, unless neighbours are asked for together.
+    # In blocks of 4 MB each read of 1 MB moves 5 MB, unless neighbors are asked for together.
     blocks, in_order = (
         simulate(replace(CLUSTER, disk_bytes=5_000_000_000, fetch_bytes=4_000_001, order=order)).way("mirror")
         for order in ("full", "block")

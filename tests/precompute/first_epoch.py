@@ -21,7 +21,7 @@ from tests.precompute.run_once import seal_early
 
 def loader_of(folder: str | Path, samples: int, delay_s: float, **settings: Any) -> Loader:
     source = FakeSource((samples,), delay_s=delay_s, run=3)
-    settings = {"batch_size": 5, "wait": False, **settings}
+    settings = {"shuffle": True, "batch_size": 5, "wait": False, **settings}
     return stoker.cached(source, FakeEncoder(by_shape=True), cache_dir=folder, name="c", **settings)
 
 

@@ -41,7 +41,7 @@ def main() -> int:
         say(error=type(error).__name__, text=str(error))
         return error.exit_code
     digest = hashlib.sha256()
-    for number in report.cache.numbers.tolist():
+    for number in report.cache.indices.tolist():
         digest.update(report.cache[number]["data"].numpy().tobytes())
     say(records=report.records, lost=report.lost_workers, digest=digest.hexdigest())
     return 0

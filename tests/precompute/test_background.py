@@ -60,7 +60,7 @@ def test_it_returns_at_once_and_every_sample_is_served_once(tmp_path: Path) -> N
     cache = begin(tmp_path, source, max_quarantined=0.01)
     assert not cache.complete
 
-    loader = Loader(cache, batch_size=16)
+    loader = Loader(cache, batch_size=16, shuffle=True)
     batches = list(loader)
 
     assert sorted(n for batch in batches for n in batch["index"].tolist()) == [
@@ -82,11 +82,11 @@ def test_the_process_that_fills_is_confined_to_what_its_caller_is(tmp_path: Path
     finally:
         confine_sources(None)
 
-    assert numbers(Loader(cache, batch_size=8)) == [*range(20)]
+    assert numbers(Loader(cache, batch_size=8, shuffle=True)) == [*range(20)]
 
 
 def test_packed_records_are_served_as_they_will_be(tmp_path: Path) -> None:
-    loader = Loader(begin(tmp_path, FakeSource((60,)), dtype="int8"), batch_size=8)
+    loader = Loader(begin(tmp_path, FakeSource((60,)), dtype="int8"), batch_size=8, shuffle=True)
     first = {int(n): row for batch in loader for n, row in zip(batch["index"], batch["data"], strict=True)}
     later = {int(n): row for batch in loader for n, row in zip(batch["index"], batch["data"], strict=True)}
     assert first.keys() == later.keys() == {*range(60)}
@@ -97,7 +97,7 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = begin(tmp_path, FakeSource((60,)))
-    loader = Loader(cache, batch_size=8)
+    loader = Loader(cache, batch_size=8, shuffle=True)
     with monkeypatch.context() as patch:
         patch.setattr(cache.filling, "_owner", os.getpid() + 1)
         with pytest.raises(ConfigError, match="is a fork of that"):
@@ -106,7 +106,9 @@ def test_a_fork_does_not_take_what_is_meant_for_its_parent(
 
 
 def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path) -> None:
-    loader = Loader(begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16)
+    loader = Loader(
+        begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16, shuffle=True
+    )
     with pytest.raises(IncompleteError, match=r"while training failed.*2 quarantined") as found:
         assert numbers(loader) != numbers(loader)
     assert found.value.exit_code == 4
@@ -117,12 +119,12 @@ def test_the_first_records_are_encoded_in_the_call(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(background, "_HERE_S", 1.0)
     source = FakeSource((600, 300), delay_s=0.004, run=20)
     begun = begin(tmp_path / "a", source, encode_batch=20)
-    expected = [batch["index"].tolist() for batch in Loader(begun, batch_size=16)]
+    expected = [batch["index"].tolist() for batch in Loader(begun, batch_size=16, shuffle=True)]
 
     cache = stoker.precompute(source, None, tmp_path / "b", name="x", wait=False, encode_batch=20)
 
     assert 0 < len(cache) < 900
-    assert [batch["index"].tolist() for batch in Loader(cache, batch_size=16)] == expected
+    assert [batch["index"].tolist() for batch in Loader(cache, batch_size=16, shuffle=True)] == expected
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def test_a_small_set_is_complete_after_the_call_and_starts_no_child(
     cache = stoker.precompute(FakeSource((40,)), encoder, tmp_path, name="x", wait=False)
 
     assert cache.complete
-    assert numbers(Loader(cache, batch_size=16)) == [*range(40)]
+    assert numbers(Loader(cache, batch_size=16, shuffle=True)) == [*range(40)]
     assert open_cache(cache.path).complete
 
 
@@ -153,7 +155,7 @@ def test_the_order_of_the_first_epoch_does_not_tell_who_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def epochs(folder: Path) -> list[list[int]]:
-        loader = Loader(begin(folder, FakeSource((200,), run=20)), batch_size=16)
+        loader = Loader(begin(folder, FakeSource((200,), run=20)), batch_size=16, shuffle=True)
         return [[n for batch in loader for n in batch["index"].tolist()] for _ in range(2)]
 
     in_a_child = epochs(tmp_path / "a")
@@ -161,7 +163,7 @@ def test_the_order_of_the_first_epoch_does_not_tell_who_encoded(
     monkeypatch.setattr(background, "_HERE_S", 30.0)
     monkeypatch.setattr(background, "LoggedChild", refuse)
     begin_here = partial(stoker.precompute, FakeSource((200,), run=20), None, tmp_path / "b", name="x")
-    loader = Loader(begin_here(wait=False), batch_size=16)
+    loader = Loader(begin_here(wait=False), batch_size=16, shuffle=True)
 
     assert [[n for batch in loader for n in batch["index"].tolist()] for _ in range(2)] == in_a_child
     assert in_a_child[0] != in_a_child[1]
@@ -172,7 +174,7 @@ def test_what_failed_in_the_call_for_a_passing_reason_is_tried_again_once(tmp_pa
     source = FakeSource((40,), faults={7: "raise", 9: "eio"})
     cache = stoker.precompute(source, None, tmp_path, name="x", wait=False, max_quarantined=0.1)
 
-    assert numbers(Loader(cache, batch_size=16)) == [n for n in range(40) if n not in (7, 9)]
+    assert numbers(Loader(cache, batch_size=16, shuffle=True)) == [n for n in range(40) if n not in (7, 9)]
     failures = open_cache(cache.path).quarantined
     assert not failures[9].sticky
     assert failures[7].sticky
@@ -189,7 +191,7 @@ def test_a_sample_that_ends_the_call_is_left_to_workers_by_the_next(tmp_path: Pa
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == 0
 
-    assert numbers(Loader(again(), batch_size=16)) == [n for n in range(60) if n != 17]
+    assert numbers(Loader(again(), batch_size=16, shuffle=True)) == [n for n in range(60) if n != 17]
     assert not [*tmp_path.rglob("begun-here-*")]
 
 
@@ -199,7 +201,7 @@ def test_a_child_that_cannot_be_started_ends_the_epoch_with_its_error(
     monkeypatch.setattr(background, "LoggedChild", refuse)
 
     with pytest.raises(ResourceError, match="no process can be started"):
-        list(Loader(begin(tmp_path, FakeSource((60,))), batch_size=8))
+        list(Loader(begin(tmp_path, FakeSource((60,))), batch_size=8, shuffle=True))
 
 
 def test_what_is_stopped_before_its_child_is_there_has_none(
@@ -230,7 +232,7 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
     assert isinstance(filling, ChildFill)
-    loader = Loader(cache, batch_size=16)
+    loader = Loader(cache, batch_size=16, shuffle=True)
     batches = iter(loader)
     next(batches)
     os.kill(started_child(filling).pid, signal.SIGKILL)
@@ -240,7 +242,7 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     again = stoker.precompute(FakeSource((1200,)), None, tmp_path, name="x", wait=False)
 
     assert 0 < len(again) < 1200
-    assert numbers(Loader(again, batch_size=16)) == [*range(1200)]
+    assert numbers(Loader(again, batch_size=16, shuffle=True)) == [*range(1200)]
 
 
 @pytest.mark.slow
@@ -248,7 +250,7 @@ def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> 
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling
     assert isinstance(filling, ChildFill)
-    batches = iter(Loader(cache, batch_size=16))
+    batches = iter(Loader(cache, batch_size=16, shuffle=True))
     next(batches)
     os.kill(started_child(filling).pid, signal.SIGTERM)
 
@@ -311,6 +313,7 @@ def test_cached_serves_at_once_too(tmp_path: Path) -> None:
         batch_size=8,
         device="cpu",
         precompute={"workers": 1},
+        shuffle=True,
     )
     assert loader.plan.tier == "encode"
     assert numbers(loader) == [*range(40)]

@@ -36,12 +36,14 @@ def called(how: str, device: Any, folder: Path) -> object:
     encoder = stoker.ModuleEncoder(module, field="0")
     options: dict[str, Any] = {"workers": 0, "progress": False}
     if how == "cached":
-        return stoker.cached(data, encoder, cache_dir=folder, device=device, precompute=options)
+        return stoker.cached(data, encoder, cache_dir=folder, device=device, precompute=options, shuffle=True)
     if how == "cached, encoder alone":
-        return stoker.cached(data, encoder, cache_dir=folder, precompute={**options, "device": device})
+        return stoker.cached(
+            data, encoder, cache_dir=folder, precompute={**options, "device": device}, shuffle=True
+        )
     if how == "Loader":
         cache = precompute(stoker.TorchSource(data), encoder, folder, name="c", **options)
-        return stoker.Loader(cache, device=device)
+        return stoker.Loader(cache, device=device, shuffle=True)
     return precompute(stoker.TorchSource(data), encoder, folder, name="c", device=device, **options)
 
 
@@ -109,6 +111,7 @@ def test_a_gpu_that_is_not_there_is_refused_where_the_cache_is_complete(tmp_path
             device="cpu",
             precompute={"device": "cuda:7"},
             wait=wait,
+            shuffle=True,
         )
 
 
@@ -200,7 +203,7 @@ def test_an_encoder_is_put_back_where_it_was(tmp_path: Path, ways: dict[str, Any
 
     cache = stoker.precompute(FakeSource((20,)), encoder, tmp_path, name="x", **{"device": "cpu", **ways})
     if not ways.get("wait", True):
-        assert len(list(stoker.Loader(cache, 4))) == 5
+        assert len(list(stoker.Loader(cache, 4, shuffle=True))) == 5
 
     assert weights_device(encoder) == GPU
     assert torch.device("cpu") in encoder.was

@@ -56,7 +56,7 @@ def run(source, encoder, folder, name="c", **settings):
 
 
 def records(cache):
-    return {number: {k: v.clone() for k, v in cache[number].items()} for number in cache.numbers.tolist()}
+    return {number: {k: v.clone() for k, v in cache[number].items()} for number in cache.indices.tolist()}
 
 
 def assert_same(a, b):
@@ -491,7 +491,7 @@ def test_a_group_larger_than_the_memory_allowed_crosses_in_pieces(tmp_path):
     b = run(source, None, tmp_path, name="b", workers=0).cache
 
     assert_same(records(a), records(b))
-    assert a.numbers.tolist() == [0, 1, 3, 4, 5]
+    assert a.indices.tolist() == [0, 1, 3, 4, 5]
 
 
 def test_a_source_that_cannot_be_pickled_says_what_to_do(tmp_path):

@@ -26,8 +26,8 @@ def test_only_the_groups_asked_for_are_encoded_and_bits_agree(tmp_path):
 
     cache = open_cache(tmp_path / "c" / "c", require_complete=False)
     assert encoder.calls == [(4, 6, 5), (4, 6, 5)]
-    assert {5, 21} <= set(cache.numbers.tolist()) <= {4, 5, 6, 7, 20, 21}
-    for number in cache.numbers.tolist():
+    assert {5, 21} <= set(cache.indices.tolist()) <= {4, 5, 6, 7, 20, 21}
+    for number in cache.indices.tolist():
         assert torch.equal(cache[number]["latent"], whole[number]["latent"])
 
 

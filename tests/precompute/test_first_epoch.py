@@ -188,7 +188,13 @@ def test_no_byte_depends_on_the_way_that_a_record_took(examples: int) -> None:
             cache = stoker.precompute(source, encoder, folder / "head", name="c")
             assert [cache[n]["data"].numpy().tobytes() for n in range(count)] == expected
             loader = stoker.cached(
-                source, encoder, cache_dir=folder / "served", batch_size=batch, seed=seed, wait=False
+                source,
+                encoder,
+                cache_dir=folder / "served",
+                batch_size=batch,
+                seed=seed,
+                wait=False,
+                shuffle=True,
             )
             for epoch in range(2):
                 found = {

@@ -61,8 +61,8 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same(one: stoker.Cache, two: stoker.Cache) -> None:
     assert one.fingerprint == two.fingerprint
-    assert one.numbers.tolist() == two.numbers.tolist() != []
-    for number in one.numbers.tolist():
+    assert one.indices.tolist() == two.indices.tolist() != []
+    for number in one.indices.tolist():
         for name, value in one[number].items():
             assert torch.equal(value, two[number][name]), (number, name)
 

@@ -26,7 +26,14 @@ def left() -> set[Path]:
 
 def cached(**changes: object) -> stoker.Loader:
     dataset = torch.utils.data.TensorDataset(torch.arange(4000.0).view(1000, 4))
-    settings = {"device": "cpu", "batch_size": 100, "precompute": {"workers": 0}, "seed": 1, **changes}
+    settings = {
+        "shuffle": True,
+        "device": "cpu",
+        "batch_size": 100,
+        "precompute": {"workers": 0},
+        "seed": 1,
+        **changes,
+    }
     return stoker.cached(dataset, **settings)  # type: ignore[arg-type]
 
 
@@ -35,7 +42,7 @@ def test_it_is_served_like_one_on_disk_and_goes_with_its_loader(tmp_path: Path) 
 
     assert loader.dataset.path.is_relative_to(SHARED_MEMORY)
     for one, other in zip(loader, cached(cache_dir=tmp_path), strict=True):
-        assert torch.equal(one["0"], other["0"])
+        assert torch.equal(one[0], other[0])
     assert loader.dataset.complete
     folder = loader.dataset.path.parent.parent
     batch = next(iter(loader))
@@ -43,7 +50,7 @@ def test_it_is_served_like_one_on_disk_and_goes_with_its_loader(tmp_path: Path) 
     gc.collect()
 
     assert not folder.exists()
-    assert batch["0"].shape == (100, 4)
+    assert batch[0].shape == (100, 4)
 
 
 def test_what_does_not_fit_is_refused_before_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:

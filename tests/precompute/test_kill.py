@@ -55,8 +55,8 @@ def gone(pid):
 
 
 def same_records(a, b):
-    assert a.numbers.tolist() == b.numbers.tolist()
-    for number in a.numbers.tolist():
+    assert a.indices.tolist() == b.indices.tolist()
+    for number in a.indices.tolist():
         for name, value in a[number].items():
             assert torch.equal(value, b[number][name])
 

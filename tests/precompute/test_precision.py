@@ -186,7 +186,7 @@ def test_the_state_of_the_process_is_after_a_call_what_it_was_before(tmp_path, l
             encoder = stoker.ModuleEncoder(module, field="data", time="steps")
             settings = {"workers": workers, "progress": False, "overwrite": wrong}
             try:
-                stoker.cached(source, encoder, cache_dir=tmp_path, precompute=settings)
+                stoker.cached(source, encoder, cache_dir=tmp_path, precompute=settings, shuffle=True)
             except IncompleteError:
                 assert wrong
         after = process_state()

@@ -58,7 +58,7 @@ def test_a_reader_that_dies_is_replaced_and_its_sample_tried_once_more(tmp_path,
 
     report = run(source, tmp_path / "c", workers=workers)
 
-    assert report.cache.numbers.tolist() == [n for n in range(20) if n != 9]
+    assert report.cache.indices.tolist() == [n for n in range(20) if n != 9]
     failure = report.cache.quarantined[9]
     assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
     assert ("signal 9 (SIGKILL)" if fault == "kill" else "exited with code 0") in failure.error
@@ -77,7 +77,7 @@ def test_a_reader_past_its_deadline_is_killed_named_and_its_sample_quarantined(t
     report = run(source, tmp_path / "c")
 
     assert time.monotonic() - began < 20
-    assert report.cache.numbers.tolist() == [n for n in range(20) if n != 9]
+    assert report.cache.indices.tolist() == [n for n in range(20) if n != 9]
     failure = report.cache.quarantined[9]
     assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
     assert 'made no progress for 0.7 s in stage "read"' in failure.error
@@ -95,7 +95,7 @@ def test_a_file_that_never_answers_is_given_up_after_three_of_its_samples(tmp_pa
 
     report = run(source, tmp_path)
 
-    assert report.cache.numbers.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert report.cache.indices.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert report.quarantined == 12
     assert report.lost_workers <= 6  # three samples, two tries each, where trying all takes 24
     assert all("part1.h5" in failure.error for failure in report.cache.quarantined.values())

@@ -43,7 +43,7 @@ def test_a_file_that_changes_ends_the_run_and_nothing_read_since_is_stored(
 
     stored = tmp_path / "cache" / "c" / recipe.fingerprint
     assert not list(stored.glob("failures-*")), "no sample is at fault"
-    assert {*open_cache(stored, require_complete=False).numbers.tolist()} <= {0, 1, 2, 3, 4}
+    assert {*open_cache(stored, require_complete=False).indices.tolist()} <= {0, 1, 2, 3, 4}
 
 
 def test_a_file_that_is_still_being_written_ends_the_run_and_is_no_samples_fault(

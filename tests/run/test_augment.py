@@ -78,7 +78,7 @@ def test_a_subset_is_chosen_by_the_seed_of_the_data(configure: Configure) -> Non
 
 def test_files_choose_samples_and_weigh_them(configure: Configure, tmp_path: Path) -> None:
     train, _ = caches_of(configure())
-    chosen = train.numbers[[1, 3, 4]]
+    chosen = train.indices[[1, 3, 4]]
     np.save(tmp_path / "indices.npy", chosen)
     (tmp_path / "weights.txt").write_text("0\n2.5\n1\n")
     settings = [f"training.indices_file={tmp_path}/indices.npy"]

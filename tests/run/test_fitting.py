@@ -67,7 +67,7 @@ def run(
 ) -> tuple[Line, FitReport, list[tuple[str, Any]]]:
     lesson, events = lesson or Line(), list[tuple[str, Any]]()
     meter = StallMeter()
-    train, val = Loader(cache, BATCH, meter=meter), Loader(cache, BATCH, order="sequential")
+    train, val = Loader(cache, BATCH, meter=meter, shuffle=True), Loader(cache, BATCH, shuffle=False)
     report = fit(
         lesson, train, val, settings, folder=folder, meter=meter,
         on_event=lambda kind, facts: events.append((kind, dict(facts))), **given,
@@ -270,7 +270,7 @@ def test_the_rate_rises_then_falls_or_stays() -> None:
 
 def test_patience_needs_something_to_judge_by(cache: Cache) -> None:
     with pytest.raises(ConfigError, match="patience is 1, and early stopping needs a validation set"):
-        fit(Line(), Loader(cache, BATCH), None, replace(SETTINGS, patience=1))
+        fit(Line(), Loader(cache, BATCH, shuffle=True), None, replace(SETTINGS, patience=1))
 
-    report = fit(Line(), Loader(cache, BATCH), None, SETTINGS)
+    report = fit(Line(), Loader(cache, BATCH, shuffle=True), None, SETTINGS)
     assert (report.epochs, report.best, report.best_epoch) == (3, None, 0)

@@ -75,7 +75,7 @@ def test_records_are_what_the_files_hold_and_serve_as_windows(
         expected: dict[str, Tensor] = sample(number)
         assert torch.equal(cache[number]["latent"], expected["latent"])
         assert cache[number]["param_nu"] == pytest.approx(number / 10)
-    batch = next(iter(Loader(cache, batch_size=6, windows=Windows(), order="sequential")))
+    batch = next(iter(Loader(cache, batch_size=6, windows=Windows(), shuffle=False)))
     assert batch.z0.shape == (6, TOKENS, WIDTH)
     assert {name: tuple(value.shape) for name, value in batch.cond.items()} == {
         "bc_left": (6, 2), "param_force": (6, 3), "param_nu": (6, 1),
@@ -174,7 +174,7 @@ def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
         assert text in why[number], (number, why[number])
         assert f"sample_{number:05d}.pt" in why[number]
     assert result.ignored == 1
-    assert result.cache.numbers.tolist() == [0]
+    assert result.cache.indices.tolist() == [0]
     assert result.cache.complete
     assert not ran.exists()
     assert result.to_json()["missing"] == [4, 12, 13]

@@ -53,7 +53,7 @@ def test_the_offer_works_as_it_is_written(configure: Configure, values: np.ndarr
     assert [cache.encoded for cache in (*first.caches, *again.caches)] == [0, 0, 0, 0]
     for cache in first.caches:
         assert sum(file.stat().st_blocks for file in cache.path.glob("shard-*")) * 512 < values.nbytes / 4
-        for batch in Loader(cache.cache, 4):
+        for batch in Loader(cache.cache, 4, shuffle=True):
             for number, data in zip(batch["index"].tolist(), batch["data"].numpy(), strict=True):
                 assert any(np.array_equal(data[:, 0], one) for one in values), number
     assert train_config(run).report.epochs == 2
@@ -111,7 +111,7 @@ def test_values_that_a_copy_would_leave_out_are_refused(configure: Configure, va
 
 def test_a_complete_index_does_not_begin_early(configure: Configure, values: np.ndarray) -> None:
     """Orders that a cache in the making cannot serve are served."""
-    run = Run(configure(*SETTINGS, f"{OPTION}=true", "precompute.wait=false", "training.order=static"))
+    run = Run(configure(*SETTINGS, f"{OPTION}=true", "precompute.wait=false", "training.partition=static"))
 
     assert train_config(run).report.epochs == 2
 

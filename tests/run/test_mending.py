@@ -56,7 +56,7 @@ def test_damage_that_precompute_meets_is_encoded_again_in_the_same_run(configure
     """The statistics of a shard with a record set aside are counted anew, which reads its other records."""
     config = configure("data.split=train")
     (first,) = fill_caches(Run(config), ["train"])
-    numbers = first.cache.numbers.tolist()
+    numbers = first.cache.indices.tolist()
     before = {number: first.cache[number]["latent"].tolist() for number in numbers}
     flip(first.cache, numbers[1])
     assert repair(first.cache.path).missing == [numbers[1]]

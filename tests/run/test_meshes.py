@@ -58,7 +58,7 @@ def test_training_reports_errors_at_the_points(
     source = fill_caches(Run(config), ["val"])[0].cache.filler.source  # pyright: ignore
     encoder = mesh_encoder_for(source.schema(), tokens=config.latent.tokens, dim=config.latent.dim)
     wrong = size = still = moved = 0.0
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         sample = unfolded(source.read(number), source.schema())
         names = encoder.fields
         raw = [sample[n] - sample[n][:1] if n == encoder.moving else sample[n] for n in names]
@@ -86,7 +86,7 @@ def test_the_commands_take_such_caches(example: ModuleType, tmp_path: Path) -> N
     assert not run_json("verify", path)["bad"]
     assert {"positions", "positions.shape", "latent"} <= run_json("inspect", path)["fields"].keys()
     run_json("export", path, str(tmp_path / "out"), "--to", "safetensors", "--ragged", "nested")
-    record = stoker.open_cache(path)[int(stoker.open_cache(path).numbers[0])]
+    record = stoker.open_cache(path)[int(stoker.open_cache(path).indices[0])]
     assert record["positions"].shape[:1] == record["latent"].shape[:1]
     assert record["positions"].shape[1:] == record["coords"].shape
 

@@ -50,8 +50,10 @@ def test_what_needs_the_whole_cache_is_refused_until_it_is_complete(
 def test_what_cannot_be_served_beside_the_filling_is_refused_before_it_begins(
     configure: Configure, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"training\.order=static needs a complete cache.*Leave --no-wait"):
-        train_config(Run(configure("precompute.wait=false", "training.order=static")))
+    with pytest.raises(
+        ConfigError, match=r"training\.partition=static needs a complete cache.*Leave --no-wait"
+    ):
+        train_config(Run(configure("precompute.wait=false", "training.partition=static")))
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 

@@ -110,10 +110,10 @@ def test_a_steady_problem_is_a_pair_of_latents_without_time(made: ModuleType, tm
         back = encoder.decode(cache[0][name])
         torch.testing.assert_close(back, torch.from_numpy(source.read(0)[field]), atol=2e-3, rtol=2e-3)
     # the baseline is the mean solution, and an untrained operator is as good as that
-    solutions = torch.stack([cache[n]["latent"] for n in cache.numbers.tolist()]).double()
+    solutions = torch.stack([cache[n]["latent"] for n in cache.indices.tolist()]).double()
     val = locate(Run(config).for_task("darcy2d"), "val").cache
     assert val is not None
-    truth = torch.stack([val[n]["latent"] for n in val.numbers.tolist()]).double()
+    truth = torch.stack([val[n]["latent"] for n in val.indices.tolist()]).double()
     mean = float((truth - solutions.mean(0)).norm() / truth.norm())
     assert report.persistence_nrmse == pytest.approx(mean, rel=0.05)
 
@@ -121,12 +121,12 @@ def test_a_steady_problem_is_a_pair_of_latents_without_time(made: ModuleType, tm
         train_config(
             Run(settings(Path(str(config.data.files)), "train_darcy.yaml", tmp_path, "data.input=null"))
         )
-    loader = stoker.Loader(cache, 16, seed=1)
+    loader = stoker.Loader(cache, 16, seed=1, shuffle=True)
     again = train(loader, None, TrainConfig(epochs=1, width=16, depth=1), tmp_path / "by-hand")
     assert again.steps == len(loader)
     plain = stoker.precompute(source, encoder, tmp_path / "plain", workers=0, name="plain")
     with pytest.raises(ConfigError, match=r"windows=stoker\.Windows\(\)"):
-        train(stoker.Loader(plain, 16), None, TrainConfig(epochs=1), tmp_path / "refused")
+        train(stoker.Loader(plain, 16, shuffle=True), None, TrainConfig(epochs=1), tmp_path / "refused")
     Path(str(config.data.files)).unlink()
     assert locate(Run(config).for_task("darcy2d"), "train").source_gone
 
@@ -164,7 +164,7 @@ def test_times_and_steps_are_conditions_of_a_window(made: ModuleType, tmp_path: 
     source = stoker.HDF5Source(made.cfd(tmp_path, 1, 4, 6, 64, 0.25), include=("time", "dt", "coordinates"))
     encoder = GridEncoder(channels=3, grid=(1, 64), patch=(1, 4), tokens=16, dim=8)
     cache = stoker.precompute(source, encoder, tmp_path / "c", name="c", workers=0, dtype="float16")
-    batch = next(iter(stoker.Loader(cache, 8, windows=stoker.Windows(stride=2), order="sequential")))
+    batch = next(iter(stoker.Loader(cache, 8, windows=stoker.Windows(stride=2), shuffle=False)))
 
     assert cache.schema["time"].dtype == "float32"
     torch.testing.assert_close(batch.cond["time"][:, 0], 0.25 * batch.index[:, 1].float())

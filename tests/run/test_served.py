@@ -50,7 +50,7 @@ def test_no_record_is_read_twice_where_there_are_enough() -> None:
 
     assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(1024))
     assert [len(part) for part in parts] == [256, 256, 512]
-    for part in parts:  # of neighbours, and over all of the cache
+    for part in parts:  # of neighbors, and over all of the cache
         assert sum(b - a == 1 for a, b in pairwise(part)) > 0.9 * len(part)
         assert part[0] < 128
         assert part[-1] >= 1024 - 128

@@ -83,7 +83,7 @@ def test_a_run_in_stages_goes_from_settings_to_figures_of_each(configure: Config
     assert [stage["name"] for stage in stages] == ["operator", "decoder", "consistency"]  # type: ignore[index,call-overload]
     assert stages[-1]["val_nrmse"] == found["val_nrmse"]  # type: ignore[index,call-overload]
     cache = stoker.open_cache(result.caches[0].cache.path)
-    batch = next(iter(stoker.Loader(cache, 4, windows=stoker.Windows())))
+    batch = next(iter(stoker.Loader(cache, 4, windows=stoker.Windows(), shuffle=True)))
     assert batch.input_fields["data"].shape == (4, 1, 32, 1)
 
 

@@ -104,7 +104,7 @@ def test_a_moved_root_is_a_hit(configure: Configure, raw: Path, tmp_path: Path) 
         pytest.param("latent.dim=6", "encoder.config.dim", id="latent-dim"),
         pytest.param("encoder.seed=1", "encoder.weights", id="encoder-weights"),
         pytest.param("training.latent_cache_dtype=float32", "dtype.latent", id="dtype"),
-        pytest.param("data.normalize=true", "encoder.normalised", id="normalisation"),
+        pytest.param("data.normalize=true", "encoder.normalized", id="normalization"),
         pytest.param(
             "data.splits={train: 0.5, val: 0.5}", "source.settings.split.fractions.train", id="split-rule"
         ),

@@ -38,7 +38,7 @@ def test_a_new_run_has_the_batch_size_on_each_rank(configure: Configure) -> None
 def test_a_run_that_goes_on_keeps_its_global_batch(
     configure: Configure, world_size: int, batch_size: int
 ) -> None:
-    config = configure("training.run_dir=.", "training.order=static")
+    config = configure("training.run_dir=.", "training.partition=static")
     cache = fill_caches(Run(config), ["train"])[0].cache
     write_diary(cache.path.parents[2].parent, digest="d", finished=False, work="w", step_s=None, ranks=4)
 
@@ -48,7 +48,7 @@ def test_a_run_that_goes_on_keeps_its_global_batch(
     ]
 
     assert {one.batch_size for one in shared} == {batch_size}
-    assert {one.order for one in shared} == {"static(4)"}
+    assert {one.partition for one in shared} == {"static(4)"}
     assert all(one.resume and one.drop_last for one in shared)
 
 
@@ -67,7 +67,7 @@ def test_ranks_validate_on_whole_trajectories_each_once(configure: Configure) ->
 
     for world_size in (2, 3, 7):
         parts = [own_trajectories(cache, Played(rank, world_size)) for rank in range(world_size)]
-        assert [number for part in parts for number in part or ()] == cache.numbers.tolist()
+        assert [number for part in parts for number in part or ()] == cache.indices.tolist()
         loaders = [
             make_val_loader(Run(config, ranks=Played(rank, world_size)), cache) for rank in range(world_size)
         ]

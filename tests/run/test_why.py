@@ -32,18 +32,20 @@ def test_the_nearest_cache_is_the_one_that_differs_least(configure: Configure, t
 @pytest.mark.parametrize("swap", [False, True])
 def test_normalising_is_one_difference(configure: Configure, tmp_path: Path, swap: bool) -> None:
     plain = write_settings(configure, tmp_path / "a.yaml")
-    normalised = write_settings(configure, tmp_path / "b.yaml", "data.normalize=true")
+    normalized = write_settings(configure, tmp_path / "b.yaml", "data.normalize=true")
 
-    found = explain(normalised, plain) if swap else explain(plain, normalised)
+    found = explain(normalized, plain) if swap else explain(plain, normalized)
 
     assert [(d.entry, d.a, d.b) for d in found.differences] == [
-        ("encoder.normalised", *(("yes", "no") if swap else ("no", "yes")))
+        ("encoder.normalized", *(("yes", "no") if swap else ("no", "yes")))
     ]
 
 
 def test_samples_of_a_torch_dataset_were_probed(tmp_path: Path) -> None:
     for value in (0.0, 1.0):
-        cached(TensorDataset(torch.full((4, 3), value)), cache_dir=tmp_path, name="x", batch_size=2)
+        cached(
+            TensorDataset(torch.full((4, 3), value)), cache_dir=tmp_path, name="x", batch_size=2, shuffle=True
+        )
 
     found = {d.entry: d.note for d in explain(*(tmp_path / "x").iterdir()).differences}
 

@@ -101,7 +101,7 @@ import torch
 from stoker.loader import Loader, prefetch
 from tests.loader.caches import write_cache
 cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
-loader = Loader(cache, 128, tier="host")
+loader = Loader(cache, 128, shuffle=True, tier="host")
 while loader._serving.running().placement.serving() is None:
     pass
 loader._serving.prefetcher = prefetch.BatchPrefetcher(cores=2)

@@ -137,7 +137,7 @@ def test_a_row_of_chunks_beyond_the_limit_still_reads_right(
 
 
 def test_one_bad_chunk_costs_only_its_samples(write) -> None:
-    """Blocks span samples; a damaged chunk must not quarantine the neighbours that it does not hold."""
+    """Blocks span samples; a damaged chunk must not quarantine the neighbors that it does not hold."""
     import h5py
 
     values = np.random.default_rng(0).standard_normal((16, 40, 8)).astype("float32")

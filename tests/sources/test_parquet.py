@@ -154,7 +154,7 @@ def test_a_hugging_face_dataset_by_its_fingerprint(tmp_path: Path) -> None:
     assert DatasetsSource(made).identity() == DatasetsSource(again).identity()
     assert DatasetsSource(other).identity() != DatasetsSource(made).identity()
     assert DatasetsSource(other.shuffle(seed=1)).read(0)["own.a"] in range(5)
-    loader = cached(DatasetsSource(made), cache_dir=tmp_path, batch_size=5, device="cpu")
+    loader = cached(DatasetsSource(made), cache_dir=tmp_path, batch_size=5, device="cpu", shuffle=True)
     assert sum(len(batch["index"]) for batch in loader) == ROWS
     with pytest.raises(ConfigError, match="Name a split"):
         DatasetsSource(datasets.DatasetDict({"train": made}))

@@ -64,7 +64,7 @@ def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
         return torch.tensor([os.getpid()])
 
     with pytest.raises(SourceError, match="is another in a second process"):
-        stoker.cached(Items(slow, 1000), cache_dir=tmp_path, device="cpu")
+        stoker.cached(Items(slow, 1000), cache_dir=tmp_path, device="cpu", shuffle=True)
 
     assert not list(tmp_path.rglob("shard-*"))
 
@@ -73,7 +73,11 @@ def test_the_process_that_fills_compares_what_it_reads_with_what_was_probed(tmp_
     dataset = Items(lambda i: torch.tensor([os.getpid()]))
 
     with pytest.raises(SourceError, match="is another in a second process"):
-        list(stoker.cached(dataset, cache_dir=tmp_path, device="cpu", wait=False, precompute={"workers": 1}))
+        list(
+            stoker.cached(
+                dataset, cache_dir=tmp_path, device="cpu", wait=False, precompute={"workers": 1}, shuffle=True
+            )
+        )
 
     assert not list(tmp_path.rglob("shard-*"))
 
@@ -81,9 +85,11 @@ def test_the_process_that_fills_compares_what_it_reads_with_what_was_probed(tmp_
 @pytest.mark.parametrize("workers", [None, 0])
 def test_what_no_other_process_reads_may_differ_there(tmp_path: Path, workers: int | None) -> None:
     dataset = Items(lambda i: torch.tensor([os.getpid()]))
-    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"workers": workers})
+    loader = stoker.cached(
+        dataset, cache_dir=tmp_path, device="cpu", precompute={"workers": workers}, shuffle=True
+    )
 
-    assert next(iter(loader))["data"].unique().tolist() == [HERE]
+    assert next(iter(loader)).unique().tolist() == [HERE]
 
 
 def test_a_sample_that_fails_here_is_left_to_quarantine_and_the_others_are_compared() -> None:
@@ -117,7 +123,7 @@ def test_frozen_draws_are_the_same_in_every_process_and_leave_the_callers_alone(
     torch.manual_seed(5)
     loaders = [
         stoker.cached(
-            Noisy(), cache_dir=folder, device="cpu", order="sequential", random="freeze",
+            Noisy(), cache_dir=folder, device="cpu", shuffle=False, random="freeze",
             precompute={"workers": workers},
         )
         for folder, workers in zip(folders, (0, 1), strict=True)
@@ -158,7 +164,7 @@ def test_random_output_is_refused_with_what_draws_it_and_the_cures(tmp_path: Pat
     dataset = Augmented(None)
     dataset.transform = RandomCrop()
     with pytest.raises(SourceError) as caught:
-        stoker.cached(dataset, cache_dir=tmp_path)
+        stoker.cached(dataset, cache_dir=tmp_path, shuffle=True)
 
     said = str(caught.value)
     assert "(it holds dataset.transform, a" in said
@@ -175,7 +181,7 @@ SCALE = 3.0
 class Mine(Dataset):
     def __len__(self): return 40
     def __getitem__(self, i): return {"x": torch.ones(3) * i * SCALE, "label": "odd" if i % 2 else "even"}
-loader = stoker.cached(Mine(), cache_dir=sys.argv[1], device="cpu", batch_size=40, order="sequential",
+loader = stoker.cached(Mine(), cache_dir=sys.argv[1], device="cpu", batch_size=40, shuffle=False,
                        precompute={"workers": 1}, text={"label": ["even", "odd"]})
 batch = next(iter(loader))
 assert batch["x"][7].tolist() == [21.0] * 3 and batch["label"][:3].tolist() == [0, 1, 0], batch

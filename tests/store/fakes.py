@@ -173,6 +173,6 @@ def bits(values: Tensor) -> bytes:
 def assert_whole(cache: Cache, source: FakeSource, numbers: Iterable[int] | None = None) -> None:
     """Every record (or those of `numbers`) comes back as it should."""
     numbers = [*range(len(source))] if numbers is None else [*numbers]
-    assert cache.numbers.tolist() == sorted(numbers)
+    assert cache.indices.tolist() == sorted(numbers)
     for number in numbers:
         assert same_bits(cache[number], expected(source, cache.recipe, number)), number

@@ -48,9 +48,9 @@ def step(name: str, root: Path, numbers: list[int]) -> Callable[[], object]:
 def stored(root: Path) -> set[int]:
     """What is stored, every record compared."""
     cache = open_cache(root / "x" / RECIPE.fingerprint, require_complete=False)
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         assert same_bits(cache[number], expected(SOURCE, RECIPE, number)), number
-    return {*cache.numbers.tolist()}
+    return {*cache.indices.tolist()}
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def test_a_cache_knows_what_it_holds(tmp_path: Path) -> None:
     assert segments.row.tolist() == [0, 0, 1]
     assert len(set(segments.shard.tolist())) == 2
     assert repr(cache) == f"Cache('x', {cache.fingerprint}, 5 records, 5 of 16)"
-    assert not cache.numbers.flags.writeable
+    assert not cache.indices.flags.writeable
 
 
 def test_a_missing_record_says_why(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_missing_record_says_why(tmp_path: Path) -> None:
 
     for number, message in (
         (2, "not encoded yet"),
-        (16, "there is no sample 16: x has 16"),
-        (-1, "there is no sample -1"),
+        (16, "sample 16 does not exist"),
+        (-17, "sample -17 does not exist"),
     ):
         with pytest.raises(MissingRecordError, match=message):
             cache[number]
@@ -127,7 +127,7 @@ def test_lengths_follow_the_order_of_numbers(tmp_path: Path) -> None:
     fill(folder, source, [3, 1, 2, 0, 8, 13, 9])
     cache = folder.finish()
 
-    assert cache.lengths("tokens").tolist() == [len(cache[number]["tokens"]) for number in cache.numbers]
+    assert cache.lengths("tokens").tolist() == [len(cache[number]["tokens"]) for number in cache.indices]
     for field in ("label", "absent"):
         with pytest.raises(RecordError, match="has no axis 0"):
             cache.lengths(field)

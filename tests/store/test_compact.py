@@ -132,14 +132,14 @@ def test_workers_of_the_earlier_generation_go_on(tmp_path: Path) -> None:
 
 def test_training_resumes_in_a_compacted_cache(tmp_path: Path) -> None:
     early = make_short(tmp_path, FakeSource())
-    loader = Loader(early, batch_size=4, seed=1)
+    loader = Loader(early, batch_size=4, seed=1, shuffle=True)
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     rest = [batch["index"] for batch in batches]
 
     compact(early.path, shard_bytes=FULL)
-    again = Loader(open_cache(early.path), batch_size=4, seed=1)
+    again = Loader(open_cache(early.path), batch_size=4, seed=1, shuffle=True)
     again.load_state_dict(state)
 
     assert torch.equal(torch.cat(rest), torch.cat([batch["index"] for batch in again]))
@@ -281,7 +281,7 @@ def test_numbers_come_as_plain_integers(tmp_path: Path) -> None:
     cache = make_short(tmp_path, FakeSource())
     compact(cache.path, shard_bytes=FULL)
 
-    assert open_cache(cache.path).numbers.dtype == np.int64
+    assert open_cache(cache.path).indices.dtype == np.int64
 
 
 def test_an_index_is_not_written_for_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,5 +363,5 @@ def test_ten_thousand_short_shards_become_a_few(tmp_path: Path, monkeypatch: pyt
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 400 * 1024, "KiB"
     for cache in (before, open_cache(before.path)):
-        (batch,) = Loader(cache, 20_000, tier="disk", order="sequential", device="cpu")
+        (batch,) = Loader(cache, 20_000, tier="disk", shuffle=False, device="cpu")
         assert torch.equal(batch["x"], values)

@@ -271,7 +271,7 @@ def test_a_cache_at_an_address_is_read_block_by_block_and_damage_is_fetched_agai
     table, first = table_of(cache.path / cache.index.shards[0].file)
     flip(cache.path / cache.index.shards[0].file, first + int(table[:2, 2].sum()) - 3)
     assert_whole(open_cache(attach_mirror(address, tmp_path / "b") / "x"), source)
-    loader = Loader(cache, batch_size=4, tier="disk", order="block")
+    loader = Loader(cache, batch_size=4, tier="disk", shuffle="block")
     assert sorted(n for batch in loader for n in batch["index"].tolist()) == [*range(12)]
 
     pulled = pull(f"{address}/x", tmp_path / "c")
@@ -311,7 +311,7 @@ def test_the_plan_reads_compressed_bytes_and_holds_raw_ones(cache: Cache) -> Non
     assert disk(None)[1] - disk(0.5)[1] == pytest.approx(0.05 - 0.01 / 3), (
         "half, and decompression on three cores"
     )
-    plan = Loader(cache, batch_size=2, tier="host").plan
+    plan = Loader(cache, batch_size=2, tier="host", shuffle=True).plan
     assert "cannot be mapped" in plan.reason
     assert "in each process" in plan.rows[1].note
     assert measure_rates(cache.path).unpack_bytes_s != Rates().unpack_bytes_s

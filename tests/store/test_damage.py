@@ -46,7 +46,7 @@ def flip(path: Path, bit: int) -> None:
 def wrong_reads(cache: Cache, wanted: dict[int, dict[str, Tensor]]) -> list[int]:
     """Numbers whose read raised; a wrong record that was served fails the test."""
     raised: list[int] = []
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         try:
             record = cache[number]
         except StokerError:
@@ -404,7 +404,7 @@ def test_a_rebuilt_index_says_what_is_missing(
     with pytest.raises(IncompleteError, match="3 of 8"):
         open_cache(tmp_path / "x")
     assert cache.index.shards[0].file in caplog.text
-    assert open_cache(cache.path, require_complete=False).numbers.tolist() == [5, 6, 7]
+    assert open_cache(cache.path, require_complete=False).indices.tolist() == [5, 6, 7]
 
 
 def test_a_lost_shard_makes_a_cache_incomplete_and_is_named(tmp_path: Path, source: FakeSource) -> None:
@@ -420,7 +420,7 @@ def test_a_lost_shard_makes_a_cache_incomplete_and_is_named(tmp_path: Path, sour
     with pytest.raises(CorruptError, match=path.name):  # by a handle that was opened before
         cache[5]
     partial = open_cache(cache.path, require_complete=False)
-    assert (partial.complete, len(partial), partial.numbers.tolist()) == (False, 5, [0, 1, 2, 3, 4])
+    assert (partial.complete, len(partial), partial.indices.tolist()) == (False, 5, [0, 1, 2, 3, 4])
     for subset in (1.0, 0.5):
         assert {5, 6, 7} == {bad.index for bad in partial.verify(subset).bad}
     path.write_bytes(b"another")

@@ -51,8 +51,8 @@ def test_files_are_served_from_where_they_lie_as_the_source_reads_them(tmp_path:
     for tier in TIERS:
         for settings in ({}, {"windows": Windows(stride=2, horizon=2)}):
             pairs = zip(
-                Loader(cache, 7, tier=tier, seed=1, **settings),
-                Loader(plain, 7, tier="host", seed=1, **settings),
+                Loader(cache, 7, tier=tier, seed=1, **{"shuffle": True, **settings}),
+                Loader(plain, 7, tier="host", seed=1, **{"shuffle": True, **settings}),
                 strict=True,
             )
             for one, other in pairs:
@@ -79,8 +79,8 @@ def test_nothing_is_copied_and_a_second_run_reads_nothing(tmp_path: Path) -> Non
 
 def test_float64_keeps_its_bits_and_is_served_as_float32_when_asked(tmp_path: Path) -> None:
     cache = index_in_place(HDF5Source(write(tmp_path / "a.h5", values(dtype="f8"))), tmp_path / "c", name="a")
-    batch = next(iter(Loader(cache, 4, order="sequential")))
-    narrow = next(iter(Loader(cache, 4, order="sequential", dtype="float32")))
+    batch = next(iter(Loader(cache, 4, shuffle=False)))
+    narrow = next(iter(Loader(cache, 4, shuffle=False, dtype="float32")))
 
     np.testing.assert_array_equal(batch["data"][:, :, 0, :, 0].numpy(), values(dtype="f8")[:4])
     assert narrow["data"].dtype == torch.float32
@@ -98,7 +98,7 @@ def test_trajectories_of_varying_length_in_both_layouts(tmp_path: Path, tier: st
     for name in ("groups", "flat"):
         source = ArraySource(tmp_path / f"{name}.h5")
         cache = index_in_place(source, tmp_path / "c", name=name)
-        batch = next(iter(Loader(cache, 4, order="sequential", tier=tier)))
+        batch = next(iter(Loader(cache, 4, shuffle=False, tier=tier)))
         assert all(np.array_equal(got, wanted) for got, wanted in zip(batch["u"], many, strict=True))
 
 
@@ -144,11 +144,11 @@ def test_a_changed_file_is_noticed_by_name(tmp_path: Path) -> None:
     with h5py.File(path, "a") as file:
         file["tensor"][11, 3, 5] += 1
     with pytest.raises(CorruptError, match=r"a\.h5.*was changed since it was indexed"):
-        list(Loader(open_cache(cache.path), 5))
+        list(Loader(open_cache(cache.path), 5, shuffle=True))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     for tier in TIERS:
         with pytest.raises(CorruptError, match=r"sample 11|damaged samples: 11"):
-            list(Loader(open_cache(cache.path), 5, tier=tier))
+            list(Loader(open_cache(cache.path), 5, tier=tier, shuffle=True))
     other = index_in_place(HDF5Source(path), tmp_path / "c", name="a")
     assert other.fingerprint != cache.fingerprint
     assert other.verify().ok
@@ -159,13 +159,13 @@ def test_files_that_were_moved_or_touched_are_found_again(tmp_path: Path) -> Non
     cache = index_in_place(HDF5Source(path), tmp_path / "c", name="a")
     shutil.move(tmp_path / "d", tmp_path / "e")
     with pytest.raises(CorruptError, match="is not there any more"):
-        list(Loader(open_cache(cache.path), 5))
+        list(Loader(open_cache(cache.path), 5, shuffle=True))
     (tmp_path / "e" / "a.h5").touch()
     again = index_in_place(HDF5Source(tmp_path / "e" / "a.h5"), tmp_path / "c", name="a")
 
     assert again.fingerprint == cache.fingerprint
     assert [one.file for one in again.index.shards] == [one.file for one in cache.index.shards]
-    assert len(list(Loader(again, 5))) == 6
+    assert len(list(Loader(again, 5, shuffle=True))) == 6
 
 
 def test_an_index_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_damaged_places_are_refused(tmp_path: Path) -> None:
     data = (cache.path / name).read_bytes()
     (cache.path / name).write_bytes(data.replace(b"u.npy", b"v.npy"))
     with pytest.raises(CorruptError, match=r"places-.*does not match its digest"):
-        list(Loader(open_cache(cache.path), 5))
+        list(Loader(open_cache(cache.path), 5, shuffle=True))
 
 
 def test_files_of_equal_names_keep_their_places_when_indexed_again(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def writers(draw: st.DrawFn) -> list[tuple[list[int], str, list[int]]]:
 def described(cache: Cache) -> dict[int, Any]:
     """For each sample: bits, whether it is marked, environment and conversion error's bound."""
     found: dict[int, Any] = {}
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         place = cache._find(number)
         assert place is not None
         shard, local = cache.shard(place[0]), number - cache.recipe.parts[0].count * (number > 10)
@@ -83,7 +83,7 @@ def test_compacting_changes_nothing_but_the_number_of_shards(
 
     assert described(after) == described(before)
     assert (after.statistics, after.index.error) == (before.statistics, before.index.error)
-    assert all(same_bits(after[n], expected(source, after.recipe, n)) for n in after.numbers.tolist())
+    assert all(same_bits(after[n], expected(source, after.recipe, n)) for n in after.indices.tolist())
     assert after.verify().ok
     assert report.shards_after <= report.shards_before
     assert (report.written < report.merged) or (report.written == report.merged == 0)

@@ -124,7 +124,7 @@ def test_a_bad_sector_costs_its_records_and_nothing_else(
     assert (bad.index, bad.shard) == (2, shard.name)
     assert "Input/output error" in bad.why
     (cache.path / "index.json").unlink()
-    assert open_cache(cache.path, require_complete=False).numbers.tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert open_cache(cache.path, require_complete=False).indices.tolist() == [0, 1, 3, 4, 5, 6, 7]
     assert "Input/output error" in caplog.text
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_record_met_while_the_index_is_made_is_missing_in_it(
     cache = folder.finish()
 
     assert "1 of 2 records are damaged" in caplog.text
-    assert cache.numbers.tolist() == [0, 1, 2]
+    assert cache.indices.tolist() == [0, 1, 2]
     assert folder.missing().tolist() == [3, 4, 5, 6, 7]
 
 
@@ -183,7 +183,7 @@ def test_damage_that_a_repair_noted_meanwhile_stays_noted(tmp_path: Path, source
     assert repair(cache.path).missing == [2]
     folder.finish()
 
-    assert open_cache(cache.path, require_complete=False).numbers.tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert open_cache(cache.path, require_complete=False).indices.tolist() == [0, 1, 3, 4, 5, 6, 7]
 
 
 def without(path: Path, tensor: str, kept_bytes: int) -> None:

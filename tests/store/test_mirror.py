@@ -255,7 +255,7 @@ def test_a_damaged_object_is_set_aside_and_only_its_records_are_missing(tmp_path
     report = repair(machine(tmp_path, "b") / "x" / made.fingerprint)
 
     cache = open_cache(machine(tmp_path, "c") / "x", require_complete=False)
-    assert [*report.missing] == sorted({*range(4)} - {*cache.numbers.tolist()})
+    assert [*report.missing] == sorted({*range(4)} - {*cache.indices.tolist()})
     assert len(report.missing) == 1
 
 

@@ -77,7 +77,7 @@ def a_cache_keeps_few_of_its_shards_open(root: Path, monkeypatch: pytest.MonkeyP
     cache = shards_of(root, 60)
     before = descriptors()
 
-    records = [cache[number] for number in cache.numbers]
+    records = [cache[number] for number in cache.indices]
 
     assert len(records) == 60
     assert descriptors() - before <= 10
@@ -88,7 +88,7 @@ def caches_share_the_descriptors(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     caches = [shards_of(root / name, 30, salt=name) for name in "abcde"]
     before = descriptors()
     for cache in caches:
-        for number in cache.numbers:
+        for number in cache.indices:
             assert cache[number]
 
     assert descriptors() - before <= 12, "two for each, and what the first had before there were others"
@@ -117,10 +117,10 @@ def what_others_have_open_is_made_room_for(root: Path, monkeypatch: pytest.Monke
 @with_few_files
 def a_shard_is_parsed_once_however_often_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 30)
-    first = [cache[number] for number in cache.numbers]
+    first = [cache[number] for number in cache.indices]
     monkeypatch.setattr("stoker.store.shard.read_facts", None)
 
-    again = [cache[number] for number in cache.numbers]
+    again = [cache[number] for number in cache.indices]
 
     assert all(map(same_bits, first, again))
 
@@ -129,7 +129,7 @@ def a_shard_is_parsed_once_however_often_it_is_opened(root: Path, monkeypatch: p
 def what_is_known_of_shards_takes_so_much_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 30)
     monkeypatch.setattr(shard, "FACTS_BYTES", 100_000)
-    for number in cache.numbers:
+    for number in cache.indices:
         assert cache[number]
 
     assert 30_000 < sum(facts.nbytes for facts in cache._shards._facts.values()) <= 100_000
@@ -138,7 +138,7 @@ def what_is_known_of_shards_takes_so_much_memory(root: Path, monkeypatch: pytest
 @with_few_files
 def another_file_in_place_of_a_known_shard_is_noticed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 30)
-    for number in cache.numbers:
+    for number in cache.indices:
         assert cache[number]
     assert cache.index.shards[0].bytes == cache.index.shards[1].bytes
     (cache.path / cache.index.shards[1].file).replace(cache.path / cache.index.shards[0].file)
@@ -151,9 +151,9 @@ def another_file_in_place_of_a_known_shard_is_noticed(root: Path, monkeypatch: p
 def a_loader_serves_from_a_cache_of_one_shard_a_record(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 60)
 
-    (batch,) = Loader(cache, 60, tier="disk", order="sequential")
+    (batch,) = Loader(cache, 60, tier="disk", shuffle=False)
 
-    assert torch.equal(batch["x"], torch.stack([cache[number]["x"] for number in cache.numbers]))
+    assert torch.equal(batch["x"], torch.stack([cache[number]["x"] for number in cache.indices]))
 
 
 def test_what_holds_where_few_files_may_be_open(tmp_path: Path) -> None:
@@ -196,7 +196,8 @@ from stoker.store import open_cache
 
 cache = open_cache(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[2])))
-batches = {tier: list(Loader(cache, int(sys.argv[3]), tier=tier, seed=1)) for tier in ("disk", "host")}
+size = int(sys.argv[3])
+batches = {tier: list(Loader(cache, size, shuffle=True, tier=tier, seed=1)) for tier in ("disk", "host")}
 for a, b in zip(batches["disk"], batches["host"], strict=True):
     assert torch.equal(a["x"], b["x"]) and torch.equal(a["index"], b["index"])
 print(len(batches["disk"]))

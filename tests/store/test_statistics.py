@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.schema import Field, canonical_json
-from stoker.store.values import Accumulator, summarise, widest_partial
+from stoker.store.values import Accumulator, summarize, widest_partial
 from tests.store.fakes import FakeSource, make_cache
 
 
@@ -27,7 +27,7 @@ def test_they_agree_with_numpy(dtype: str, shape: tuple[int, ...]) -> None:
     values = (torch.randn(9, *shape, generator=torch.Generator().manual_seed(0)) * 10 + 3).abs()
     values = values.to(getattr(torch, dtype))
 
-    found = summarise([accumulate(Field(shape=shape, dtype=dtype), values[:4], values[4:]).partial()])
+    found = summarize([accumulate(Field(shape=shape, dtype=dtype), values[:4], values[4:]).partial()])
 
     exact = values.to(torch.float64).numpy()
     assert found["count"] == exact.size
@@ -62,7 +62,7 @@ def test_bytes_are_added_up_exactly(dtype: str, low: int, high: int, shape: tupl
 
 
 def test_time_is_not_a_channel() -> None:
-    found = summarise([accumulate(Field(shape=(8,), dtype="float32", time=True), torch.ones(3, 8)).partial()])
+    found = summarize([accumulate(Field(shape=(8,), dtype="float32", time=True), torch.ones(3, 8)).partial()])
 
     assert "channels" not in found
 
@@ -71,7 +71,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
     values = torch.tensor([[1.0, math.nan], [3.0, math.inf], [5.0, -math.inf]])
     field = Field(shape=(2,), dtype="float32")
 
-    found = summarise([accumulate(field, values).partial()])
+    found = summarize([accumulate(field, values).partial()])
 
     assert (found["count"], found["nonfinite"]) == (3, 3)
     assert (found["mean"], found["min"], found["max"]) == (3.0, 1.0, 5.0)
@@ -83,7 +83,7 @@ def test_nothing_has_no_statistics() -> None:
     field = Field(shape=(0, 3), dtype="float32")
 
     for partials in ([], [accumulate(field, torch.ones(4, 0, 3)).partial()]):
-        found = summarise(partials)
+        found = summarize(partials)
         assert (found["count"], found["mean"], found["min"]) == (0, None, None)
 
 

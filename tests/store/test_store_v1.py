@@ -20,9 +20,9 @@ CASES = [pytest.param(NAME, SCHEMA, id="fixed"), pytest.param(f"{NAME}_ragged", 
 def test_every_record_of_the_checked_in_cache_reads_back(name: str, schema: dict) -> None:
     cache = open_cache(STORE / name)
 
-    assert cache.numbers.tolist() == [0, 1, 2, 3, 4, 6]
+    assert cache.indices.tolist() == [0, 1, 2, 3, 4, 6]
     assert cache.quarantined[QUARANTINED].error == "OSError: torn"
-    for number in cache.numbers.tolist():
+    for number in cache.indices.tolist():
         for field, value in record(schema, number).items():
             assert torch.equal(cache[number][field], value.to(torch_dtype(cache.schema[field].dtype)))
     assert cache.verify().bad == []
@@ -37,7 +37,7 @@ def test_its_index_can_be_made_again(name: str, schema: dict, tmp_path: Path) ->
 
     again = open_cache(tmp_path / name)
 
-    assert again.numbers.tolist() == cache.numbers.tolist()
+    assert again.indices.tolist() == cache.indices.tolist()
     assert again.statistics == cache.statistics
     assert again.quarantined == cache.quarantined
 

@@ -27,7 +27,7 @@ def test_every_record_of_the_checked_in_cache_reads_back(
     (tmp_path / name / cache.fingerprint / "index.json").unlink()
 
     for found in (cache, open_cache(tmp_path / name)):
-        assert found.numbers.tolist() == [*range(7)]
+        assert found.indices.tolist() == [*range(7)]
         assert found.index.stored_ratio is not None
         assert found.verify().ok
         for number in range(7):

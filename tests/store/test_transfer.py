@@ -93,7 +93,7 @@ def test_a_part_is_pulled_and_the_rest_later(tmp_path: Path) -> None:
 
     part = pull(url, tmp_path / "b", wanted=RecordSelection(records=(0, 3)))
     cache = open_cache(tmp_path / "b" / "x", require_complete=False)
-    assert {0, 1, 2} <= {*cache.numbers.tolist()} < {*range(16)}
+    assert {0, 1, 2} <= {*cache.indices.tolist()} < {*range(16)}
     assert not part.complete
     assert cache.verify().ok
 
@@ -108,7 +108,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     for rank in range(3):
         pull(url, tmp_path / str(rank), wanted=RecordSelection(rank=rank, world_size=3))
         cache = open_cache(tmp_path / str(rank) / "x", require_complete=False)
-        held.append({*cache.numbers.tolist()})
+        held.append({*cache.indices.tolist()})
         assert {*range(16 * rank // 3, 16 * (rank + 1) // 3)} <= held[-1]
 
     assert set.union(*held) == {*range(16)}

@@ -272,12 +272,12 @@ def test_a_good_encoder_passes() -> None:
             "for equal input",
             id="random",
         ),
-        pytest.param({"encode": changed_encode(counting)}, "state|reuses|neighbours", id="state"),
+        pytest.param({"encode": changed_encode(counting)}, "state|reuses|neighbors", id="state"),
         pytest.param({"encode": changed_encode(one_buffer)}, "reuses the memory", id="buffer"),
         pytest.param({"encode": changed_encode(writing)}, "writes to its input", id="writes"),
         pytest.param(
             {"encode": changed_encode(lambda self, r, b: {**r, "z": r["z"] - r["z"].mean(0)})},
-            "when its neighbours change",
+            "when its neighbors change",
             id="batch-norm",
         ),
         pytest.param(

@@ -173,13 +173,19 @@ def test_not_even_one(model: nn.Module) -> None:
 def test_batches_of_a_loader_are_repeated_and_its_place_kept(model: nn.Module, tmp_path) -> None:
     dataset = [{"x": torch.ones(3) * i, "boxes": torch.ones(1 + i % 3, 4), "y": i} for i in range(40)]
     loader = stoker.cached(
-        dataset, name="rows", cache_dir=tmp_path, device="cpu", batch_size=6, precompute={"workers": 0}
+        dataset,
+        name="rows",
+        cache_dir=tmp_path,
+        device="cpu",
+        batch_size=6,
+        precompute={"workers": 0},
+        shuffle=True,
     )
     next(iter(loader))
     state, shapes = loader.state_dict(), {}
 
     def step(model: nn.Module, batch) -> None:
-        shapes[len(batch["x"])] = (len(batch["boxes"]), len(batch["index"]), batch["boxes"][-1].shape[-1])
+        shapes[len(batch["x"])] = (len(batch["boxes"]), len(batch["y"]), batch["boxes"][-1].shape[-1])
         if len(batch["x"]) > 21:
             raise MemoryError
 
@@ -198,13 +204,13 @@ def test_compiling_is_off_in_a_block_or_for_good() -> None:
         return graph.forward
 
     function = torch.compile(lambda x: x * 2, backend=backend)
-    with stoker.disable_torch_compile():
+    with stoker.compat.disable_torch_compile():
         assert function(torch.ones(2)).tolist() == [2, 2]
         assert compiled == []
     function(torch.ones(2))
     assert len(compiled) == 1
 
-    off = stoker.disable_torch_compile()
+    off = stoker.compat.disable_torch_compile()
     torch.compile(lambda x: x * 3, backend=backend)(torch.ones(2))
     assert len(compiled) == 1
     off.restore()

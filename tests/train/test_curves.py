@@ -55,7 +55,7 @@ def test_each_error_is_drawn_beside_its_own_persistence(figures: list[Any], tmp_
 
 
 @pytest.mark.draws
-def test_pictures_of_the_page_take_its_colour_and_share_no_name() -> None:
+def test_pictures_of_the_page_take_its_color_and_share_no_name() -> None:
     loss, error, stall = curves_as_svg([epoch(1), epoch(2)])
 
     for svg, words in ((loss, "training loss"), (error, "roll-out, persistence"), (stall, "stall: 0.3 %")):

@@ -66,11 +66,11 @@ def run(
 ) -> TrainReport:
     def loader(horizon: int) -> stoker.Loader:
         windows = stoker.Windows(stride=stride, horizon=horizon)
-        return stoker.Loader(cache, batch_size=8, windows=windows)
+        return stoker.Loader(cache, batch_size=8, windows=windows, shuffle=True)
 
     at_one = loader(1)
     least = (1, 1) if isinstance(stride, tuple) else stride
-    val = stoker.Loader(cache, batch_size=8, windows=stoker.Windows(stride=least), order="sequential")
+    val = stoker.Loader(cache, batch_size=8, windows=stoker.Windows(stride=least), shuffle=False)
     small: dict[str, Any] = {"width": 8, "depth": 1, "heads": 2, "log_every": 1, "checkpoint_every": 1}
     return train(
         at_one,

@@ -32,8 +32,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
 def run(cache: stoker.Cache, folder: Path, *, sink: Any = None, seed: int = 0, **changes: Any) -> TrainReport:
     meter = StallMeter()
     windows = stoker.Windows(stride=1, horizon=1)
-    loader = stoker.Loader(cache, batch_size=16, windows=windows, seed=seed, meter=meter)
-    val = stoker.Loader(cache, batch_size=16, windows=windows, order="sequential")
+    loader = stoker.Loader(cache, batch_size=16, windows=windows, seed=seed, meter=meter, shuffle=True)
+    val = stoker.Loader(cache, batch_size=16, windows=windows, shuffle=False)
     settings: dict[str, Any] = {"epochs": 3, "width": 16, "depth": 1, "heads": 2, "log_every": 1}
     return train(loader, val, TrainConfig(**{**settings, **changes}), folder, meter=meter, on_event=sink)
 

@@ -33,9 +33,12 @@ def cache_of(root: Path, **settings: object) -> stoker.Cache:
 @pytest.mark.parametrize("fit", ["stretch", "letterbox"])
 def test_stored_files_are_decoded_to_the_pixels_that_would_have_been_stored(root: Path, fit: str) -> None:
     size = (24, 40)
-    pixels = stoker.Loader(cache_of(root, size=size, fit=fit), 5)
+    pixels = stoker.Loader(cache_of(root, size=size, fit=fit), 5, shuffle=True)
     files = stoker.Loader(
-        cache_of(root, size=size, fit=fit, store="encoded"), 5, transforms=[Decode(size, fit=fit, threads=2)]
+        cache_of(root, size=size, fit=fit, store="encoded"),
+        5,
+        transforms=[Decode(size, fit=fit, threads=2)],
+        shuffle=True,
     )
 
     for one, other in zip(pixels, files, strict=True):
@@ -56,7 +59,7 @@ def test_images_of_a_tar_file_are_decoded_and_a_wrong_field_is_explained(root: P
     cache = stoker.precompute(TarSource(path), None, root.parent / "cache", name="tar", workers=0)
 
     def first(decode: Decode, **more: str) -> RecordBatch:
-        return next(iter(stoker.Loader(cache, 4, transforms=[decode], **more)))
+        return next(iter(stoker.Loader(cache, 4, transforms=[decode], **{"shuffle": True, **more})))
 
     assert first(Decode((24, 40), field="jpg"))["jpg"].shape == (4, 3, 24, 40)
     with pytest.raises(ConfigError, match=r"no field 'image'.* cls, jpg.*field='jpg'"):
@@ -77,7 +80,7 @@ def test_threads_that_decode_ask_no_device_for_bytes(root: Path, monkeypatch: py
         return to_host(tensor)
 
     cache = cache_of(root, size=(24, 40), store="encoded")
-    loader = stoker.Loader(cache, 5, transforms=[Decode((24, 40), threads=2)])
+    loader = stoker.Loader(cache, 5, transforms=[Decode((24, 40), threads=2)], shuffle=True)
     monkeypatch.setattr(torch.Tensor, "cpu", noted)
 
     assert len(list(loader)) == len(loader)
@@ -88,7 +91,7 @@ def test_crops_are_random_by_example_and_repeat_with_the_seed(root: Path) -> Non
     cache = cache_of(root, size=24, fit="short")
 
     def crops(batch: int) -> dict[int, torch.Tensor]:
-        loader = stoker.Loader(cache, batch, transforms=[CropImages((16, 16))], seed=3)
+        loader = stoker.Loader(cache, batch, transforms=[CropImages((16, 16))], seed=3, shuffle=True)
         return {int(n): image for b in loader for n, image in zip(b["index"], b["image"], strict=True)}
 
     three, four = crops(3), crops(4)
@@ -124,7 +127,7 @@ def test_a_crop_waits_for_the_device_once(random: bool, monkeypatch: pytest.Monk
 def test_boxes_move_with_the_crop(root: Path, random: bool, ragged: bool) -> None:
     cache = cache_of(root, size=24, fit="short", reduced=False, labels={"ragged": ragged})
 
-    for batch in stoker.Loader(cache, 4, transforms=[CropImages((20, 20), random=random)]):
+    for batch in stoker.Loader(cache, 4, transforms=[CropImages((20, 20), random=random)], shuffle=True):
         for image, boxes, valid in zip(batch["image"], batch["boxes"], batch["boxes_valid"], strict=True):
             rows, columns = torch.nonzero(image[0] > 127, as_tuple=True)
             bright = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
@@ -136,7 +139,7 @@ def test_a_box_outside_the_crop_is_no_longer_valid(tmp_path: Path) -> None:
     root = write_voc(tmp_path / "voc", {"x": [("a", 0, 0, 4, 4), ("a", 24, 16, 40, 32)]})
     cache = cache_of(root, size=48, fit="short")
 
-    (batch,) = stoker.Loader(cache, 1, transforms=[CropImages((16, 16), random=False)])
+    (batch,) = stoker.Loader(cache, 1, transforms=[CropImages((16, 16), random=False)], shuffle=True)
 
     assert batch["boxes_valid"].tolist() == [[False, True]]
     assert batch["boxes"][0, 1].tolist() == [0, 0, 16, 16]
@@ -146,8 +149,8 @@ def test_what_cannot_be_done_is_refused_with_the_cure(root: Path) -> None:
     short, plain = cache_of(root, size=24, fit="short"), cache_of(root, size=(8, 8))
 
     with pytest.raises(ConfigError, match=r"24 x 32"):
-        next(iter(stoker.Loader(short, 2, transforms=[CropImages((25, 25))])))
+        next(iter(stoker.Loader(short, 2, transforms=[CropImages((25, 25))], shuffle=True)))
     with pytest.raises(ConfigError, match=r"'image' holds uint8 .*leave Decode out"):
-        next(iter(stoker.Loader(plain, 2, transforms=[Decode((8, 8))])))
+        next(iter(stoker.Loader(plain, 2, transforms=[Decode((8, 8))], shuffle=True)))
     with pytest.raises(ConfigError, match="various sizes"):
         Decode((8, 8), fit="short")

@@ -76,7 +76,7 @@ def test_a_loader_hands_out_a_condition_called_future_as_it_was_stored(tmp_path:
     cache = write_cache(tmp_path, {"latent": torch.randn(6, 4, 3), "future": stored}, timed=("latent",))
 
     for horizon in (1, 2):
-        loader = Loader(cache, 4, windows=Windows(horizon=horizon), transforms=[Noise(0.5)])
+        loader = Loader(cache, 4, windows=Windows(horizon=horizon), transforms=[Noise(0.5)], shuffle=True)
         for batch in loader:
             assert (batch.future is None) == (horizon == 1)
             assert torch.equal(batch.cond["future"], stored[batch.index[:, 0]])

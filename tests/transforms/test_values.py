@@ -55,7 +55,7 @@ def test_normalize_by_the_statistics_of_the_cache(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, trajectories(), timed=("latent", "time"))
     windows = Windows(field="latent", horizon=2)
     transforms = [Normalize.of(cache, "bc"), Normalize.of(cache, "nu")]
-    loader = Loader(cache, batch_size=9, windows=windows, transforms=transforms)
+    loader = Loader(cache, batch_size=9, windows=windows, transforms=transforms, shuffle=True)
 
     conds = [batch.cond for batch in loader]
     bc, nu = (torch.cat([cond[name] for cond in conds]) for name in ("bc", "nu"))
@@ -73,7 +73,7 @@ def test_statistics_of_the_window_field_are_for_all_its_states(tmp_path: Path) -
     cache = write_cache(tmp_path, fields, timed=("latent",))
     transforms = [Normalize.of(cache)]
 
-    batches = [*Loader(cache, batch_size=9, windows=Windows(horizon=2), transforms=transforms)]
+    batches = [*Loader(cache, batch_size=9, windows=Windows(horizon=2), transforms=transforms, shuffle=True)]
 
     for name in ("z0", "z1", "future"):
         flat = torch.cat([getattr(batch, name) for batch in batches]).reshape(-1, 6)

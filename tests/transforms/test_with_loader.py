@@ -48,7 +48,14 @@ WINDOWS = Windows(field="latent", horizon=3)
 
 def examples_of(cache: Cache, epoch: int = 0, **changes: Any) -> dict[tuple[int, ...], list[torch.Tensor]]:
     """What every example became, over all ranks."""
-    given = {"batch_size": 8, "windows": WINDOWS, "transforms": TRANSFORMS, "seed": 3, **changes}
+    given = {
+        "shuffle": True,
+        "batch_size": 8,
+        "windows": WINDOWS,
+        "transforms": TRANSFORMS,
+        "seed": 3,
+        **changes,
+    }
     found: dict[tuple[int, ...], list[torch.Tensor]] = {}
     world_size = given.pop("world_size", 1)
     for rank in range(world_size):
@@ -95,7 +102,7 @@ def test_epochs_and_seeds_differ(cache: Cache) -> None:
 
 def test_a_resumed_pass_is_augmented_as_an_unbroken_one(cache: Cache) -> None:
     def loader(tier: str) -> Loader:
-        return Loader(cache, batch_size=7, windows=WINDOWS, transforms=TRANSFORMS, tier=tier)
+        return Loader(cache, batch_size=7, windows=WINDOWS, transforms=TRANSFORMS, tier=tier, shuffle=True)
 
     whole = list(loader("host"))
     begun = loader("host")
@@ -112,9 +119,9 @@ def test_a_resumed_pass_is_augmented_as_an_unbroken_one(cache: Cache) -> None:
 
 
 def test_two_of_a_kind_draw_apart(cache: Cache) -> None:
-    once = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))])
-    twice = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))] * 2)
-    plain = Loader(cache, batch_size=24)
+    once = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))], shuffle=True)
+    twice = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))] * 2, shuffle=True)
+    plain = Loader(cache, batch_size=24, shuffle=True)
     base, one, two = (next(iter(loader))["bc"] for loader in (plain, once, twice))
 
     assert not torch.allclose(two - one, one - base, atol=0.1)
@@ -124,8 +131,8 @@ def test_repeated_indices_are_augmented_each_in_its_own_way(cache: Cache) -> Non
     loader = Loader(
         cache,
         batch_size=COUNT * 3,
-        indices=np.repeat(cache.numbers, 3),
-        order="sequential",
+        indices=np.repeat(cache.indices, 3),
+        shuffle=False,
         transforms=[Noise(std=1.0, fields=("bc",))],
     )
     batch = next(iter(loader))
@@ -136,7 +143,7 @@ def test_repeated_indices_are_augmented_each_in_its_own_way(cache: Cache) -> Non
 
 def test_views_from_the_loader(cache: Cache) -> None:
     views = Views(transforms=[Noise(std=1.0, fields=("latent",))])
-    loader = Loader(cache, batch_size=10, transforms=[views])
+    loader = Loader(cache, batch_size=10, transforms=[views], shuffle=True)
 
     batch = next(iter(loader))
 
@@ -146,18 +153,20 @@ def test_views_from_the_loader(cache: Cache) -> None:
 
 
 def test_a_plain_dict_goes_on_as_a_batch(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: {"x": batch["nu"]}])
+    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: {"x": batch["nu"]}], shuffle=True)
 
     batches = list(loader)
 
     assert batches[0].keys() == {"x"}
-    assert [batch.position for batch in batches] == [b.position for b in Loader(cache, batch_size=5)]
+    assert [batch.position for batch in batches] == [
+        b.position for b in Loader(cache, batch_size=5, shuffle=True)
+    ]
 
 
-def test_what_cannot_say_its_place_is_refused(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: None])
+def test_a_function_that_forgets_to_return_is_named(cache: Cache) -> None:
+    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: None], shuffle=True)
 
-    with pytest.raises(ConfigError, match="returned NoneType"):
+    with pytest.raises(ConfigError, match=r"lambda.* returned None"):
         next(iter(loader))
 
 
@@ -177,7 +186,13 @@ def test_fixed_addresses_hold_for_what_transforms_return(
     cache: Cache, windows: Windows | None, transforms: list[Any]
 ) -> None:
     """A captured step reads the memory of the first batch for ever."""
-    given: dict[str, Any] = {"batch_size": 5, "windows": windows, "transforms": transforms, "seed": 3}
+    given: dict[str, Any] = {
+        "shuffle": True,
+        "batch_size": 5,
+        "windows": windows,
+        "transforms": transforms,
+        "seed": 3,
+    }
     loader = Loader(cache, tier="device", static=True, **given)
     expected = [values_of(batch) for _ in range(2) for batch in Loader(cache, drop_last=True, **given)]
     kept: list[Any] = []
@@ -197,7 +212,7 @@ def test_a_batch_whose_states_are_exchanged_or_repeated_is_right_at_fixed_addres
     cache: Cache, first: str
 ) -> None:
     """The memory that one of them is written to holds the other, which must be read before."""
-    given: dict[str, Any] = {"batch_size": 5, "windows": WINDOWS, "drop_last": True}
+    given: dict[str, Any] = {"shuffle": True, "batch_size": 5, "windows": WINDOWS, "drop_last": True}
     plain = [(batch.z0.clone(), batch.z1.clone()) for batch in Loader(cache, **given)]
     pairs = [(first, first), ("z1", "z0"), ("z0", "z1")]
     done = iter(pairs * len(plain))
@@ -221,7 +236,7 @@ def test_transforms_that_change_the_shape_of_a_batch_are_refused_at_fixed_addres
     def shorter(batch: Any, keys: torch.Tensor) -> Any:
         return batch._replace(z0=batch.z0[:, : next(sizes)])
 
-    loader = Loader(cache, 5, windows=WINDOWS, tier="device", static=True, transforms=[shorter])
+    loader = Loader(cache, 5, windows=WINDOWS, tier="device", static=True, transforms=[shorter], shuffle=True)
 
     with pytest.raises(ConfigError, match="static"):
         list(loader)
@@ -239,7 +254,7 @@ def test_keys_are_made_for_many_batches_at_once(
         return example_keys(seed, epoch, examples)
 
     monkeypatch.setattr(transform, "example_keys", counted)
-    loader = Loader(cache, 2, windows=WINDOWS, tier=tier, transforms=TRANSFORMS)
+    loader = Loader(cache, 2, windows=WINDOWS, tier=tier, transforms=TRANSFORMS, shuffle=True)
     list(loader)
     made.clear()
 

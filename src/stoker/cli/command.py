@@ -669,7 +669,7 @@ class _LogHandler(logging.Handler):
 
 
 def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> Console:
-    """Return a console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR.
+    """Return a console that writes to `stream`; colors and bold only on a terminal and without NO_COLOR.
 
     It breaks no line, so that a path can be copied; `soft_wrap=False` for what is drawn again.
     """

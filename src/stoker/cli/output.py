@@ -659,9 +659,9 @@ def _waits(screen: TrainScreen) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     if stall is None:
         return Text("  stall  measured in a moment", style="dim")
-    colour = "green" if stall < 0.02 else "yellow" if stall < 0.1 else "red"
-    figure = Text(format_percent(stall), style=colour)
-    table.add_row("  stall ", _bar(stall, colour), figure, " · ".join(_said(screen)))
+    color = "green" if stall < 0.02 else "yellow" if stall < 0.1 else "red"
+    figure = Text(format_percent(stall), style=color)
+    table.add_row("  stall ", _bar(stall, color), figure, " · ".join(_said(screen)))
     return table
 
 

@@ -237,7 +237,7 @@ class DataConfig(SettingsSection):
     seed: CountInt = 0
     """Decides which samples fall into which split."""
     preset: Literal["pdebench", "well"] | None = None
-    """Layout of the files; null: recognised from what they hold."""
+    """Layout of the files; null: recognized from what they hold."""
     fields: dict[str, str] | None = None
     """Datasets and their axes, as `{latent: "n t x c"}`, in place of a preset."""
     include: Annotated[
@@ -385,14 +385,17 @@ class TrainingConfig(SettingsSection):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
     ] = "auto"
     """Where to compute; `auto` takes a GPU where there is one."""
-    order: Annotated[
-        str,
-        Field(
-            pattern=r"^(full|block(\(\d+, ?\d+\))?|static(\(\d+\))?)$",
-            examples=["full", "block", "block(64,4096)", "static", "static(8)"],
-        ),
-    ] = "full"
-    """Order of examples: `full` shuffle, `block` for slow media, `static`: each rank keeps its part."""
+    shuffle: (
+        bool
+        | Annotated[
+            str, Field(pattern=r"^block(\(\d+, ?\d+\))?$", examples=["true", "block", "block(64,4096)"])
+        ]
+    ) = True
+    """Shuffle all examples anew in each epoch, or by `block` for slow storage; false: by sample index."""
+    partition: Annotated[
+        str, Field(pattern=r"^(global|static(\(\d+\))?)$", examples=["global", "static", "static(8)"])
+    ] = "global"
+    """How ranks divide the examples: `static`: each rank keeps one part for all epochs."""
     rank_deadline: PositiveFloat = 300.0
     """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
     tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"

@@ -235,7 +235,7 @@ class ImagesConfig(SettingsSection):
     """`[height, width]` of stored images; with `fit: short` the length of the shorter side."""
     fit: Literal["stretch", "letterbox", "short"] = "stretch"
     """How an image is brought to that size; its labels go where its pixels go."""
-    colour: Literal["RGB", "L"] = "RGB"
+    color: Literal["RGB", "L"] = "RGB"
     """`L`: grey."""
     store: Literal["pixels", "encoded"] = "pixels"
     """`encoded`: the bytes of the file, decoded when they are served."""

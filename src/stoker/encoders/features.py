@@ -1,12 +1,14 @@
-"""Features of images from a vision model of Hugging Face's `transformers`, in a local folder.
+"""Features of images from a vision model of Hugging Face's `transformers`, in a folder or from the Hub.
 
-Nothing is downloaded and nothing unpickled: configuration and weights come from the folder's JSON and
+Nothing is downloaded unless asked for, and nothing unpickled: configuration and weights come from JSON and
 safetensors files. They alone make the identity, so that a cache that is ready is found without importing
 `transformers`; the model is put together when the first image is encoded.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ VERSION = 1
 """Bumped by hand when the same folder would give other features."""
 ATTENTION = "sdpa"
 """Which of the equal ways to compute attention is taken: they differ in the last bits."""
+_log = logging.getLogger("stoker")
 _VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 """Entries of `config.json` that say where a model came from, not what it computes."""
 
@@ -51,18 +54,21 @@ class FeatureEncoder:
 
     Args:
         folder: What `model.save_pretrained(folder)` and its processor wrote: `config.json`, `*.safetensors`,
-            `preprocessor_config.json`.
+            `preprocessor_config.json`. Or the name of a model on the Hugging Face Hub, as
+            `"facebook/dinov2-base"`, which is looked for in the local Hub cache.
         pooling: See `Pooling`.
         field: The field with images, uint8 `(3, H, W)`.
         output: What the features are called.
         processor: See `Processor`.
         encode_batch: Images a call; None: about 8 MiB of images and features.
+        revision: Of a model on the Hub: a commit, tag or branch; None: the default branch.
+        download: Download a model of the Hub that the local cache lacks.
 
     Raises:
-        EncoderError: The folder is not of this form.
+        EncoderError: The folder is not of this form, or the model is not in the local Hub cache.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
         folder: str | Path,
         pooling: Pooling = "cls",
@@ -71,13 +77,15 @@ class FeatureEncoder:
         output: str = "features",
         processor: Processor = "device",
         encode_batch: int | None = None,
+        revision: str | None = None,
+        download: bool = False,
     ) -> None:
         for name, value, known in (("pooling", pooling, Pooling), ("processor", processor, Processor)):
             if value not in get_args(known):
                 raise EncoderError(f"{arg(name, value)} is unknown. Expected {' or '.join(get_args(known))}")
         if encode_batch is not None and encode_batch < 1:
             raise EncoderError(f"encode_batch must be at least 1 image, got {encode_batch}")
-        self._folder = Path(folder).expanduser()
+        self._folder = _resolve_folder(folder, revision, download=download)
         self._pooling: Pooling = pooling
         self._processor: Processor = processor
         self._field, self._output, self._encode_batch = field, output, encode_batch
@@ -353,6 +361,57 @@ def _quiet() -> Generator[None]:
             progress.enable_progress_bar()
 
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("config.json", "preprocessor_config.json", "*.safetensors")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool) -> Path:
+    """Return the folder, or that of a model of the Hub in the local cache.
+
+    Raises:
+        EncoderError: The model is not in the cache, and was not to be downloaded or cannot be.
+    """
+    path = Path(folder).expanduser()
+    name = str(folder)
+    if path.exists() or not isinstance(folder, str) or not _HUB_NAME.fullmatch(name):
+        if revision is not None or download:
+            raise EncoderError(
+                f"{name} is not the name of a model on the Hugging Face Hub, as facebook/dinov2-base. Leave "
+                "revision and download out for a local folder"
+            )
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise EncoderError(
+            f"{name} is not a folder here, and to look for it in the Hub cache takes huggingface_hub. pip "
+            "install 'stoker[features]'"
+        ) from error
+    try:
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=[*_HUB_FILES], local_files_only=not download
+        )
+    except LocalEntryNotFoundError as error:
+        fact = f"{name} is neither a folder here nor in the local Hugging Face cache"
+        at = "" if revision is None else f" at revision {revision}"
+        if download:
+            raise EncoderError(
+                f"{fact}{at}, and the Hub was not reached: {error}. Check the network"
+            ) from error
+        raise EncoderError(f"{fact}{at}. Give FeatureEncoder({name!r}, download=True) to fetch it") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise EncoderError(
+            f"{name} cannot be fetched from the Hugging Face Hub: {error}. Check its name and revision, and "
+            "log in with `hf auth login` if it is not public"
+        ) from error
+    commit = Path(found).name
+    if revision is None or not _COMMIT.fullmatch(revision):
+        _log.info("%s is at commit %s; pin it with revision=%r", name, commit, commit)
+    return Path(found)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise EncoderError(f"{path} is not a file. Copy or download it again")
@@ -360,8 +419,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_object(path)
     except OSError as error:
         raise EncoderError(
-            f"{path} cannot be read: {error.strerror}. Give a local folder that save_pretrained() of the "
-            "model and of its processor wrote; nothing is downloaded"
+            f"{path} cannot be read: {error.strerror}. Give a folder that save_pretrained() of the model and "
+            "of its processor wrote, or the name of a model on the Hub, as facebook/dinov2-base"
         ) from error
     except ValueError as error:
         raise EncoderError(f"{path} is not JSON: {error}. Copy or download it again") from error

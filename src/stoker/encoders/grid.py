@@ -224,6 +224,14 @@ Sizes from 2 to 8 MiB take the same time; 0.5 MiB takes up to 1.7 times as long.
 """
 
 
+class SampleShapes(Protocol):
+    """A source, as far as an encoder asks it."""
+
+    def schema(self) -> Schema:
+        """Return the fields of a sample."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class GridEncoder:
     """Frozen encoder of regular grids; satisfies `Encoder`. 1D data has `H = 1` and patch `(1, p)`.
@@ -276,6 +284,51 @@ class GridEncoder:
             self._weights = load_weights(self.checkpoint, shapes)
         else:
             self._weights = seeded_weights(self._cells, self.channels, self.dim, self.fourier, self.seed)
+
+    @classmethod
+    def for_source(
+        cls,
+        source: SampleShapes,
+        *,
+        tokens: int = 16,
+        dim: int = 32,
+        field: str = "data",
+        patch: int | Sizes | None = None,
+        **settings: Any,
+    ) -> GridEncoder:
+        """Return an encoder for a field of a source, whose grid and channels the source knows.
+
+        Args:
+            source: What will be encoded.
+            tokens, dim, field: As of `GridEncoder`.
+            patch: Points of a patch along each axis, or along all; None: the largest of 8, 4, 2 and 1 that
+                divides each axis and gives at least `tokens` patches.
+            settings: Others of `GridEncoder`: `fourier`, `seed`, `checkpoint`.
+
+        Raises:
+            EncoderError: The source has no such field, or it is not on a grid.
+
+        Example:
+            >>> import stoker  # doctest: +SKIP
+            >>> encoder = stoker.GridEncoder.for_source(stoker.HDF5Source("burgers.h5"), tokens=16)
+        """
+        schema = source.schema()
+        spec = schema.get(field)
+        axes = 0 if spec is None else len(spec.shape) - spec.time
+        if spec is None or axes not in (3, 4):
+            shown = ", ".join(f"{name} {one.shape}" for name, one in schema.items())
+            raise EncoderError(
+                f"{arg('field', field)} is not a field on a grid, (T, H, W, C) or (T, D, H, W, C). Samples "
+                f"have {shown}. Name one with {arg('field', ..., call='GridEncoder.for_source')}"
+            )
+        *grid, channels = spec.shape[spec.time :]
+        if patch is None:
+            sizes = _largest_patch(tuple(grid), tokens)
+        else:
+            sizes = tuple(min(patch, points) for points in grid) if isinstance(patch, int) else patch
+        return cls(
+            channels=channels, grid=tuple(grid), patch=sizes, tokens=tokens, dim=dim, field=field, **settings
+        )
 
     @property
     def independent_steps(self) -> bool:
@@ -419,6 +472,19 @@ class GridCells:
     def points(self) -> int:
         """Grid points of a cell."""
         return math.prod(self.size)
+
+
+def _largest_patch(grid: Sizes, tokens: int) -> Sizes:
+    """Return the largest patch of 8, 4, 2 or 1 points along each axis that gives enough patches.
+
+    >>> _largest_patch((1, 256), 16), _largest_patch((64, 64), 1024)
+    ((1, 8), (2, 2))
+    """
+    for most in (8, 4, 2):
+        patch = tuple(next(n for n in (most, 4, 2, 1) if n <= most and points % n == 0) for points in grid)
+        if math.prod(points // size for points, size in zip(grid, patch, strict=True)) >= tokens:
+            return patch
+    return tuple(1 for _ in grid)
 
 
 def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> GridCells:

@@ -9,7 +9,7 @@ from stoker.loader.assembly import Pad
 from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch, Windows
 from stoker.loader.loader import Loader
 from stoker.loader.order import Weights, subset
-from stoker.loader.outputs import Normalise
+from stoker.loader.outputs import Normalization
 
 if TYPE_CHECKING:
     from stoker.loader.mixture import Mixture
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Loader",
     "Mixture",
-    "Normalise",
+    "Normalization",
     "Pad",
     "PointBatch",
     "RecordBatch",

@@ -118,16 +118,16 @@ class Decoder:
     def _decoded(self, bits: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
         dtype = self._output.quantized
         if out is None:
-            return self._normalised(unpack(bits, scales, dtype)).to(self._output.dtype)
+            return self._normalized(unpack(bits, scales, dtype)).to(self._output.dtype)
         shaped = out.view(bits.shape)
         for own in _chunks(bits):
             if out.dtype == torch.float32:
-                self._normalised(unpack(bits[own], scales[own], dtype, shaped[own]))
+                self._normalized(unpack(bits[own], scales[own], dtype, shaped[own]))
             else:
-                shaped[own].copy_(self._normalised(unpack(bits[own], scales[own], dtype)))
+                shaped[own].copy_(self._normalized(unpack(bits[own], scales[own], dtype)))
         return out
 
-    def _normalised(self, values: Tensor) -> Tensor:
+    def _normalized(self, values: Tensor) -> Tensor:
         if self._converter is None:
             self._converter = make_converter(self._output, values.device)
         return values if self._converter is None else self._converter.normalise_(values)

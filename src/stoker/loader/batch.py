@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as fields_of_class
 from enum import Enum
+from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -51,17 +55,92 @@ STATES = (Role.Z0, Role.Z1, Role.FUTURE)
 """The roles that are parts of a window of their own; their values are the names of these."""
 
 
-class RecordBatch(dict[str, Any]):
-    """One batch of whole records: `{field: (B, *shape)}` and `index`, the sample indices, `(B,)` int64.
+BatchT = TypeVar("BatchT")
 
-    A field of varying length is a list of B tensors. The memory is the batch's own: nothing that was handed
-    out is ever written to again, except in a loader made with `static=True`.
-    """
 
-    __slots__ = ("position",)
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch, or a part of one, with every tensor changed; what is not a tensor stays as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, RecordBatch | TupleBatch):
+        if isinstance(value, RecordBatch):
+            made = RecordBatch({name: map_tensors(part, change) for name, part in value.items()})
+        else:
+            made = TupleBatch(map_tensors(part, change) for part in value)
+        made.take_place_of(value, change)
+        return made
+    if isinstance(value, WindowBatch | PointBatch | TaskBatch):
+        fields = {name: map_tensors(getattr(value, name), change) for name in value._fields}
+        return value._replace(**fields)
+    if isinstance(value, dict):
+        return {name: map_tensors(v, change) for name, v in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [map_tensors(v, change) for v in cast("list[Any]", value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_tensors(v, change) for v in cast("tuple[Any, ...]", value)))
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in fields_of_class(value):
+            object.__setattr__(made, field.name, map_tensors(getattr(value, field.name), change))
+        return made
+    return value
 
+
+def _to(self: BatchT, device: str | torch.device | int, *, non_blocking: bool = False) -> BatchT:
+    """Return the batch with every tensor on `device`; see `torch.Tensor.to`."""
+    return map_tensors(self, partial(Tensor.to, device=torch.device(device), non_blocking=non_blocking))
+
+
+def _pin_memory(self: BatchT) -> BatchT:
+    """Return the batch with every tensor in page-locked memory, for fast copies to a GPU."""
+    return map_tensors(self, Tensor.pin_memory)
+
+
+class _PlacedBatch:
+    """A batch of records: where a loader resumes after it, and which samples it has."""
+
+    __slots__ = ()
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
+    index: Any
+    """The sample indices, `(B,)` int64."""
+    to, pin_memory = _to, _pin_memory
+
+    def take_place_of(self, other: _PlacedBatch, change: Callable[[Tensor], Tensor]) -> None:
+        """Set position and index to those of another batch, as far as it has them."""
+        for name in ("position", "index"):
+            with suppress(AttributeError):
+                setattr(self, name, map_tensors(object.__getattribute__(other, name), change))
+
+
+class RecordBatch(dict[str, Any], _PlacedBatch):
+    """One batch of entire records: `{field: (B, *shape)}` and `index`, the sample indices, `(B,)` int64.
+
+    A field is also an attribute: `batch.image` is `batch["image"]`. A field of varying length is a list of B
+    tensors. The memory is the batch's own: nothing that was handed out is ever written to again, except in a
+    loader made with `static=True`.
+    """
+
+    __slots__ = ("index", "position")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the batch.
+
+        Raises:
+            AttributeError: There is no such field.
+        """
+        if name == "position" or name not in self:
+            raise AttributeError(
+                f"the batch has no field {name!r}. Its fields are {', '.join(map(str, self))}"
+            )
+        return self[name]
+
+
+class TupleBatch(tuple[Any, ...], _PlacedBatch):
+    """One batch of a dataset whose items are tuples or lists: an entry for each place, `(B, *shape)`."""
+
+    position: Any = None
+    index: Any = None
 
 
 class WindowBatch(NamedTuple):
@@ -83,6 +162,8 @@ class WindowBatch(NamedTuple):
     """Sample index and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
+
+    to, pin_memory = _to, _pin_memory
 
     @property
     def input_fields(self) -> dict[str, Tensor]:
@@ -108,6 +189,7 @@ class TaskBatch(NamedTuple):
     """For each example the place of its cache in `mixture.names`, `(B,)` int64."""
     mask: dict[str, Tensor]
     """By condition which of its numbers the example's cache has, `(B, C)` bool."""
+    to, pin_memory = _to, _pin_memory
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -205,6 +287,7 @@ class PointBatch(NamedTuple):
     """Sample index and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
+    to, pin_memory = _to, _pin_memory
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def decide_filling(cache: Cache, options: Options, fill: FillOrder) -> Design:
     """
     options = replace(options, tier="encode")
     outputs = outputs_of(cache, options)
-    here = int(np.isin(fill.indices, cache.numbers).sum())
+    here = int(np.isin(fill.indices, cache.indices).sum())
     sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
     demand = Demand(
         records=len(fill.indices),
@@ -198,7 +198,7 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
         ConfigError: As `make_outputs`; or a column joined to the cache would replace one of them.
     """
     outputs = make_outputs(
-        cache.schema, options.windows, options.dtype, options.normalise, device=options.device.type
+        cache.schema, options.windows, options.dtype, options.normalize, device=options.device.type
     )
     named = [o.name for o in outputs if o.role not in STATES]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
@@ -318,7 +318,7 @@ def check_filling(cache: Cache, options: Options) -> None:
             "how many steps and points a record has is known once it is stored",
         ),
         "static=True": (options.static, "batches at fixed addresses are gathered on a device that holds all"),
-        f"order={options.order!r}": (
+        f"an order of {options.order}": (
             options.order.startswith(("static", "bucket")),
             "its parts are of all examples",
         ),
@@ -327,7 +327,7 @@ def check_filling(cache: Cache, options: Options) -> None:
             varying and options.weights is not None,
             "how many windows a weight is for is known once all are stored",
         ),
-        "order='sequential' of several ranks over trajectories of varying length": (
+        "shuffle=False of several ranks over trajectories of varying length": (
             varying and options.order == "sequential" and options.world_size > 1,
             "where the piece of a rank begins is known once all are stored",
         ),
@@ -358,7 +358,7 @@ def complete_cache(cache: Cache) -> Cache:
     if cache.filling is not None and cache.filling.done():
         return reopen_complete(cache)
     missing = np.ones(cache.recipe.count, dtype=np.bool_)
-    missing[cache.numbers] = False
+    missing[cache.indices] = False
     missing[list(cache.quarantined)] = False
     numbers = np.flatnonzero(missing)
     if cache.filler is not None:

@@ -82,7 +82,7 @@ class ReadRequest:
 
 
 class RecordRead:
-    """Whole records of one field that are neighbours on disk."""
+    """Whole records of one field that are neighbors on disk."""
 
     __slots__ = ("_bytes", "_field", "_first", "_outs", "_shard")
 
@@ -369,7 +369,7 @@ class DiskBatches:
             # A copy: the fill thread changes `ready` meanwhile, and each example must be gathered or read.
             rest = np.frombuffer(memory.ready, dtype=np.uint8)[shard] != 1
         missing = np.flatnonzero(rest)
-        missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
+        missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbors on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
         cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
         wanted = ReadRequest(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)

@@ -439,7 +439,7 @@ class FillChunks:
         """Serve from this handle, the same cache as it is now; what is settled and not stored is left out."""
         self._cache, self._settled = cache, settled
         self._here = np.zeros(cache.recipe.count, np.bool_)
-        self._here[cache.numbers] = True
+        self._here[cache.indices] = True
         lost = np.zeros(len(self.order.indices), np.bool_)
         if not self._skips_none:  # or ranks would count other batches; `_check_whole` raises for it
             lost = (settled & ~self._here)[self.order.indices]

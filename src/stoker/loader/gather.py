@@ -121,12 +121,12 @@ class RowConverter:
         return out.view(len(out), *self._lines).unbind(0) if self._conversion.scale else out.unbind(0)
 
     def scaled_(self, row: Tensor) -> None:
-        """Normalise one of `lined` where it is: the least there is to do for a row, call by call."""
+        """Normalization one of `lined` where it is: the least there is to do for a row, call by call."""
         if self._conversion.scale:
             row.mul_(self._scale).add_(self._shift)
 
     def normalise_(self, values: Tensor) -> Tensor:
-        """Float32 rows, contiguous, normalised where they are; any shape of a row with as many values."""
+        """Float32 rows, contiguous, normalized where they are; any shape of a row with as many values."""
         if self._conversion.scale:
             values.view(len(values), *self._lines).mul_(self._scale).add_(self._shift)
         return values
@@ -337,7 +337,7 @@ def _triton() -> Any:
 @functools.cache
 def _say(why: str) -> None:
     logging.getLogger("stoker").warning(
-        "%s; batches on the GPU are normalised and cast in plain torch: the same values, several passes", why
+        "%s; batches on the GPU are normalized and cast in plain torch: the same values, several passes", why
     )
 
 

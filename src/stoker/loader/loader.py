@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from numpy.typing import NDArray
@@ -13,11 +15,14 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
 from stoker.loader.options import Options, check_cache, refuse_workers, take_dataloader_arguments
+from stoker.loader.order import order_text
 from stoker.loader.prefetch import PendingStrip, Strips
 from stoker.loader.records import joined_indices
 from stoker.loader.serving import FillServing, Repairer, Serving, begin_serving
 from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import BatchFinisher, ColumnAdder, FixedBatch, Transform
+from stoker.store.access import Table
+from stoker.store.cache import open_cache
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -25,10 +30,11 @@ if TYPE_CHECKING:
     from stoker.loader.batch import Windows
     from stoker.loader.design import Design
     from stoker.loader.order import Weights
-    from stoker.loader.outputs import Normalise
+    from stoker.loader.outputs import Normalization
     from stoker.monitor.meter import StallMeter
     from stoker.plan import Plan
-    from stoker.schema import Json
+    from stoker.schema import DtypeName, Json
+    from stoker.sources.torch_items import ItemStructure
     from stoker.store import Cache
     from stoker.store.shard import Verify
 
@@ -42,53 +48,61 @@ class Loader(EpochIterable):
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
-        cache: Cache,
+        cache: Cache | str | Path,
         batch_size: int = 1,
         *,
+        shuffle: bool | str = False,
         windows: Windows | None = None,
         tier: str = "auto",
         device: str | torch.device = "cpu",
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        order: str | None = None,
+        partition: str = "global",
         indices: Sequence[int] | NDArray[Any] | None = None,
         weights: Sequence[float] | NDArray[Any] | Weights | None = None,
-        dtype: str | None = None,
-        normalise: Mapping[str, Normalise] | None = None,
+        dtype: DtypeName | None = None,
+        normalize: Mapping[str, Normalization] | None = None,
         ragged: Ragged = "list",
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
         verify: Verify = "always",
-        transforms: Sequence[Transform] = (),
+        transforms: Transform | Sequence[Transform] = (),
         meter: StallMeter | None = None,
         **dataloader: Any,
     ) -> None:
         """Decide what is served from where; records are read when iteration begins.
 
         Args:
-            cache: What to serve. One that is being filled (`precompute(wait=False)`) is served meanwhile, in
-                block order; another with records missing needs a filler, which then encodes them first.
+            cache: What to serve, or its path or URL, see `open_cache`. One that is being filled
+                (`precompute(wait=False)`) is served meanwhile, in block order; another with records missing
+                needs a filler, which then encodes them first.
             batch_size: Examples in a batch of this rank: windows if `windows` is given, else records.
-            windows: How trajectories are cut; None serves whole records.
-            tier: `auto`, or the tier that must hold everything: `device`, `host`, `disk`, `encode`.
+            shuffle: False, as in a `DataLoader`: by sample index. True: all examples, anew in each epoch.
+                `"block"`, `"block(64,4096)"`: blocks of 64 neighbors, and examples within windows of 4,096,
+                for slow storage. `"bucket"`, `"bucket(50)"`: records of similar length in a batch, sorted
+                within 50 batches.
+            windows: How trajectories are cut; None serves entire records.
+            tier: `auto`, or the tier that must hold everything: `device` (or `gpu`), `host` (or `ram`),
+                `disk`, `encode`.
             device: Where batches are wanted: `cpu`, `cuda[:i]`, or `auto`: a GPU if the machine has one.
-            seed, rank, world_size: The order's seed; this process's part of every global batch.
-            order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`, or
-                `bucket`, `bucket(batches)`: records of similar length in a batch.
+            seed, rank, world_size: Seed of the shuffle; this process's part of every global batch.
+            partition: `"global"`: a global batch has examples of the entire set, and each rank a part of it.
+                `"static"`: each rank keeps one part of the set for all epochs, and shuffles that.
             indices: Sample indices to serve, repeats allowed; None: all that are stored.
             weights: Draw with replacement, in proportion to one weight per record (or per sample, where some
                 are quarantined or not encoded yet); or `Weights`.
-            dtype: Hand floats out as this dtype instead of the stored one.
-            normalise: By field how values are normalised on the way, in float32 and on every tier alike.
+            dtype: Hand floats out as this dtype instead of the stored one, `"bfloat16"` or `torch.bfloat16`.
+            normalize: By field how values are normalized on the way, in float32 and on every tier alike.
             ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
-            drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
+            drop_last: Leave out a short last batch. None: only with several ranks and shuffled.
             reserve_bytes: Memory of the device to leave to the model.
             verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
                 of each block by this process, or `off`. The other tiers do once, as they are filled.
-            transforms: Functions `(batch, keys) -> batch`; `keys` holds a random int64 per example.
+            transforms: Functions of a batch, called in order; of `(batch, keys)`, where `keys` holds a random
+                int64 per example; or of fields, `{"image": function}`. See docs/transforms.md.
             meter: Told how long each batch was waited for.
             dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
 
@@ -98,9 +112,11 @@ class Loader(EpochIterable):
             ResourceError: `tier` cannot hold the records, or `device` is not there.
         """
         refuse_workers()
+        cache = cast("Cache", open_cache(cache) if isinstance(cache, str | Path) and str(cache) else cache)
         check_cache(cache)
-        order, timeout_s, pin_memory = take_dataloader_arguments(dataloader, order, Options.__slots__)
-        self._options = Options(
+        timeout_s, pin_memory = take_dataloader_arguments(dataloader, (*Options.__slots__, "shuffle"))
+        shuffle = True if weights is not None and isinstance(shuffle, bool) else shuffle  # they are drawn
+        options = Options(
             batch_size=batch_size,
             windows=windows,
             tier=tier,
@@ -108,25 +124,31 @@ class Loader(EpochIterable):
             seed=seed,
             rank=rank,
             world_size=world_size,
-            order=order,
+            order=order_text(shuffle, partition),
             indices=joined_indices(cache, indices),
             weights=cast("Weights | None", weights),
-            dtype=dtype,
+            dtype=cast("str | None", dtype),
             static=static,
             drop_last=drop_last,
             reserve_bytes=reserve_bytes,
             timeout_s=timeout_s,
             verify=verify,
-            normalise=normalise,
+            normalize=normalize,
             ragged=ragged,
             transforms=cast("tuple[Transform, ...]", transforms),
             pin_memory=pin_memory,
             meter=meter,
         )
-        self._columns = None if cache.joined is None else ColumnAdder(cache.joined, static=static)
-        self._fixed = FixedBatch() if static and transforms else None
+        self._begin(cache, options)
+
+    def _begin(self, cache: Cache, options: Options) -> None:
+        self._options = options
+        self._columns = None if cache.joined is None else ColumnAdder(cache.joined, static=options.static)
+        self._fixed = FixedBatch() if options.static and options.transforms else None
         self._repairer = Repairer()
         self._serving: Serving = begin_serving(cache, self._options, self._repairer)
+        self._structure: ItemStructure = None
+        """That of a dataset's items, which its batches have."""
         self._turn = PendingStrip()
         self._filling_epoch: int | None = None
         """The epoch that is, or was, served while its cache was filled."""
@@ -176,6 +198,25 @@ class Loader(EpochIterable):
             )
         return steps
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path of the cache, the settings and the position; a `meter` stays behind."""
+        options = replace(self._options, meter=None)
+        return _restored, (self.dataset, options, self._structure, self.state_dict())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the memory that holds records, and close files. The next pass would fill it again."""
+        self._serving.close()
+
+    def _repr_html_(self) -> str:
+        rows = tuple((row.tier, format_count(row.records), format_bytes(row.bytes)) for row in self.plan.rows)
+        return Table(f"{self!r}: {self.plan.reason}", ("tier", "records", "bytes"), rows).html()
+
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
         steps, examples = self._serving.steps, format_count(design.examples.count, "example")
@@ -213,7 +254,7 @@ class Loader(EpochIterable):
         """Return one pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
         refuse_workers()
         self._place.rewind()
-        return self._pass_while_filling() if is_filling(self) else self._pass()
+        return self._pass_while_filling() if is_filling(self) else self._pass(self._structure)
 
     def _pass_while_filling(self) -> Iterator[Any]:
         """As `_pass`, in the order of filling to the end of the epoch, also if the filling ends before."""
@@ -221,17 +262,21 @@ class Loader(EpochIterable):
         if self._filling_epoch not in (None, epoch) and not self._place.amid:
             self._complete(wait=shared)  # ranks do the same, whichever has a complete cache by now
         self._filling_epoch = epoch
-        yield from self._pass()
+        yield from self._pass(self._structure)
         if not shared:
             with suppress(ConfigError):  # the next pass raises it, if there is one
                 self._complete()
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, structure: ItemStructure = None) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
         epoch, position = last = self._place.begin()
         serving, meter = self._serving, self._options.meter
         finish = BatchFinisher(
-            self._options, made_on=serving.device, columns=self._columns, fixed=self._fixed
+            self._options,
+            made_on=serving.device,
+            columns=self._columns,
+            fixed=self._fixed,
+            structure=structure,
         )
         example_bytes = sum(output.served_bytes for output in serving.design.outputs)
         begin = perf_counter()
@@ -241,16 +286,17 @@ class Loader(EpochIterable):
                 batches = strip.batches
                 if strip.tier == "host":
                     batches = serving.prefetcher.of(batches, strip.count, strips)
+                place = None
                 if finish:
-                    batches = finish.apply(strip, batches, epoch)
+                    batches, place = finish.apply(strip, batches, epoch), finish
                 if meter is None:
                     for batch in batches:
-                        self._place.at = last = batch.position
+                        self._place.at = last = (place or batch).position
                         yield batch
                 else:
                     size_bytes = example_bytes * strip.size
                     for batch in batches:
-                        self._place.at = last = batch.position
+                        self._place.at = last = (place or batch).position
                         meter.waited(perf_counter() - begin)
                         meter.handed(size_bytes, strip.size, strip.tier)
                         yield batch
@@ -276,6 +322,14 @@ class Loader(EpochIterable):
             self._serving = Serving(cache, self._options, self._repairer)
 
 
+def _restored(cache: Cache, options: Options, structure: ItemStructure, state: dict[str, Any]) -> Loader:
+    loader = Loader.__new__(Loader)
+    loader._begin(cache, options)
+    loader._structure = structure
+    loader.load_state_dict(state)
+    return loader
+
+
 # pyright: reportPrivateUsage=false
 # For mixtures, which put several loaders together.
 
@@ -292,6 +346,11 @@ def design_of(loader: Loader) -> Design:
             f"once it is filled. Leave {arg('wait', False)} out of its precompute"
         )
     return loader._serving.design
+
+
+def give_structure(loader: Loader, structure: ItemStructure) -> None:
+    """Have its batches come in the structure of a dataset's items. Those of mixtures stay fields by name."""
+    loader._structure = structure
 
 
 def is_filling(loader: Loader) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property, partial, reduce
 from inspect import signature
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -29,7 +30,7 @@ from stoker.loader.state import VERSION, EpochIterable, EpochPlace
 from stoker.sources.arguments import format_value
 from stoker.splitmix import Salt, stream
 from stoker.store import Cache
-from stoker.store.cache import JointCache, same_fields, served_schema
+from stoker.store.cache import JointCache, open_cache, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class MixtureBatches:
             ConfigError: Transforms left out something that a mixture needs.
         """
         windowed = isinstance(batch, WindowBatch)
+        if not windowed and not isinstance(batch, dict):
+            raise ConfigError(
+                f"{arg('transforms')} of {self._names[member]!r} returned {type(batch).__name__}. A mixture "
+                "needs a dictionary of fields with `index`, as {**batch, ...}"
+            )
         values = batch.cond if windowed else batch
         task = self._names[member] if self._joint is None else None
         try:
@@ -489,7 +495,7 @@ class Members:
 
 
 def make_members(
-    given: Sequence[Cache | Loader],
+    given: Sequence[Cache | Loader | str | PathLike[str]],
     names: Sequence[str] | None,
     *,
     in_one_batch: bool | None,
@@ -511,16 +517,22 @@ def make_members(
         ConfigError: Nothing was given, names repeat, or the loaders do not fit together.
         StokerError: As `Loader`.
     """
+    if isinstance(given, list | tuple):
+        given = [
+            open_cache(str(one)) if isinstance(one, str | PathLike) and str(one) else one for one in given
+        ]
     _check_given(given, settings)
-    called = _names([_cache_of(one) for one in given], names)
-    made = any(isinstance(one, Loader) for one in given)
+    members = cast("Sequence[Cache | Loader]", given)
+    settings = {"shuffle": True, **settings}
+    called = _names([_cache_of(one) for one in members], names)
+    made = any(isinstance(one, Loader) for one in members)
     if in_one_batch and made:
         raise ConfigError(
             "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
             "makes batches of its own. Give the caches, or mix='batch'"
         )
     world_size = settings.get("world_size", 1)
-    filling = [one for one in given if isinstance(one, Cache) and is_served_while_filling(one, world_size)]
+    filling = [one for one in members if isinstance(one, Cache) and is_served_while_filling(one, world_size)]
     if in_one_batch and filling:
         raise ConfigError(
             "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
@@ -529,7 +541,7 @@ def make_members(
         )
     if filling:
         in_one_batch = False
-    whole = [one if isinstance(one, Loader) or one in filling else complete_cache(one) for one in given]
+    whole = [one if isinstance(one, Loader) or one in filling else complete_cache(one) for one in members]
     caches = [_cache_of(one) for one in whole]
     joint = None
     if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
@@ -537,9 +549,9 @@ def make_members(
         loaders = {"+".join(called): Loader(joint, seed=seed, **settings)}
     else:
         loaders = _loaders(dict(zip(called, whole, strict=True)), seed, settings, full_batches=full_batches)
-    members = Members(names=called, caches=tuple(caches), loaders=loaders, joint=joint)
-    _check_together(members)
-    return members
+    made_of = Members(names=called, caches=tuple(caches), loaders=loaders, joint=joint)
+    _check_together(made_of)
+    return made_of
 
 
 def _loaders(
@@ -646,7 +658,7 @@ class Mixture(EpochIterable):
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
-        members: Sequence[Cache | Loader],
+        members: Sequence[Cache | Loader | str | PathLike[str]],
         batch_size: int | None = None,
         *,
         mode: Mode = "concat",
@@ -662,7 +674,7 @@ class Mixture(EpochIterable):
         """Decide whose turn it is at every step; records are read when iteration begins.
 
         Args:
-            members: Caches, or Loaders, whose passes then belong to the mixture alone.
+            members: Caches, paths of caches, or Loaders, whose passes then belong to the mixture alone.
             batch_size: Examples in a batch of this rank, for caches; None: 1.
             mode: `concat` serves every example once in an epoch. `weighted` gives each cache its part of an
                 epoch's examples, without replacement within each pass over it. `round_robin` serves a batch
@@ -874,7 +886,7 @@ class Mixture(EpochIterable):
         turns = self._make_turns(members.passes)
         if members.sequential and mode != "concat":
             raise ConfigError(
-                f"order 'sequential' serves cache after cache, each once, which mode {mode!r} does not. "
+                f"shuffle=False serves cache after cache, each once, which mode {mode!r} does not. "
                 "Use mode='concat' for evaluation"
             )
         if members.sequential or members.joint is not None:

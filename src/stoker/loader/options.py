@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,14 +16,16 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import Windows
 from stoker.loader.order import RankShare, Weights, check_ranks
+from stoker.loader.transform import as_transforms
 from stoker.plan.resources import resolve_device
+from stoker.schema import dtype_name
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
 from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
-    from stoker.loader.outputs import Normalise
+    from stoker.loader.outputs import Normalization
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
 
@@ -41,14 +42,17 @@ IGNORED = {
 """Accepted, without effect, and why."""
 
 REFUSED = {
-    "sampler": "Use order=, indices= or weights=",
-    "batch_sampler": "Use batch_size=, order=, indices= or weights=",
+    "sampler": "Use shuffle=, indices= or weights=",
+    "batch_sampler": "Use batch_size=, shuffle=, indices= or weights=",
     "collate_fn": "Records are stored ready to be batched; use transforms= to change a batch",
 }
 """Would change which examples are served, so they cannot be taken in silence."""
 
-TAKEN = ("shuffle", "timeout", "pin_memory")
-"""Names of a DataLoader's that are honoured."""
+TAKEN = ("timeout", "pin_memory")
+"""Names of a DataLoader's that are honored."""
+
+TIER_ALIASES = {"gpu": "device", "cuda": "device", "ram": "host", "cpu": "host"}
+"""Other names of tiers that are accepted."""
 
 _said: set[str] = set()
 
@@ -79,7 +83,7 @@ class Options:
     reserve_bytes: int | None
     timeout_s: float | None
     verify: Verify
-    normalise: Mapping[str, Normalise] | None
+    normalize: Mapping[str, Normalization] | None
     ragged: Ragged
     transforms: tuple[Transform, ...]
     pin_memory: bool
@@ -102,7 +106,9 @@ class Options:
             raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
         if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
             object.__setattr__(self, "weights", Weights(cast("Sequence[float]", self.weights)))
-        object.__setattr__(self, "transforms", tuple(self.transforms))
+        object.__setattr__(self, "tier", TIER_ALIASES.get(self.tier, self.tier))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "transforms", as_transforms(self.transforms))
         object.__setattr__(self, "device", resolve_device(self.device))
 
 
@@ -128,22 +134,19 @@ def refuse_unknown(given: Iterable[str], of: str, own: Iterable[str]) -> None:
             raise TypeError(f"{of}() {unknown_argument(name, own)}")
 
 
-def take_dataloader_arguments(
-    given: Mapping[str, Any], order: str | None, own: Iterable[str] = ()
-) -> tuple[str, float | None, bool]:
+def take_dataloader_arguments(given: Mapping[str, Any], own: Iterable[str] = ()) -> tuple[float | None, bool]:
     """Sort out arguments named as in `torch.utils.data.DataLoader`.
 
     Args:
         given: What the loader was called with beyond its own arguments.
-        order: The loader's own setting.
         own: Names of the caller's arguments, to suggest one.
 
     Returns:
-        The order, a deadline for reads in seconds (`timeout`, None if not given), and `pin_memory`.
+        A timeout for reads in seconds (None if not given), and `pin_memory`.
 
     Raises:
         TypeError: A name is neither ours nor DataLoader's.
-        ConfigError: A name that cannot be honoured, or `shuffle` and `order` at once.
+        ConfigError: A name that cannot be honored.
     """
     refuse_unknown(given, "Loader.__init__", own)
     for name, value in given.items():
@@ -153,17 +156,8 @@ def take_dataloader_arguments(
         elif name in IGNORED and value and name not in _said:
             _said.add(name)
             logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
-    shuffle = given.get("shuffle")
-    if shuffle is not None and order is not None:
-        raise ConfigError(
-            f"shuffle={shuffle} and {arg('order', order)} say the same thing twice. Give {arg('order')} alone"
-        )
-    if order is not None and not isinstance(cast(object, order), str):
-        raise ConfigError(f"order is {order!r}. Expected full, sequential, block, bucket, static or None")
-    if order is None:
-        order = "full" if shuffle is None or shuffle else "sequential"
     timeout = given.get("timeout")
-    return order, float(timeout) if timeout else None, bool(given.get("pin_memory"))
+    return float(timeout) if timeout else None, bool(given.get("pin_memory"))
 
 
 def whole_numbers(**given: object) -> tuple[int, ...]:
@@ -188,19 +182,18 @@ def check_cache(cache: object, what: str = "the cache") -> None:
     """Refuse what is not a cache.
 
     Raises:
-        ConfigError: With the call that makes a cache of it, if possible.
+        ConfigError: With what is expected.
     """
     if isinstance(cache, Cache):
         return
-    if isinstance(cache, str | os.PathLike):
-        hint = f"For a cache by its path give stoker.open_cache({str(cache)!r})"
-    else:
-        hint = "For a Dataset use stoker.cached(dataset, ...), which gives a Loader"
-    raise ConfigError(f"{what} is {format_value(cache)}. Expected a stoker.Cache. {hint}")
+    raise ConfigError(
+        f"{what} is {format_value(cache)}. Expected a stoker.Cache, or its path. For a Dataset use "
+        "stoker.cached(dataset, ...), which gives a Loader"
+    )
 
 
 def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:
-    """Refuse what is not a `Windows`, not a row of functions, or not a number of bytes.
+    """Refuse what is not a `Windows`, not functions of batches, or not a number of bytes.
 
     Raises:
         ConfigError: As said.
@@ -211,11 +204,7 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         isinstance(reserve_bytes, int | float | np.number) and reserve_bytes >= 0
     ):
         raise ConfigError(f"reserve_bytes is {reserve_bytes!r}. Expected a number of bytes, as 2 * 2**30")
-    functions = cast("Sequence[object]", transforms) if isinstance(transforms, Sequence) else [None]
-    if not all(callable(function) for function in functions):
-        raise ConfigError(
-            f"transforms is {transforms!r}. Expected a list of functions (batch, keys) -> batch"
-        )
+    as_transforms(transforms)
 
 
 def check_share(share: RankShare) -> None:

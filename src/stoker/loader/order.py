@@ -147,6 +147,45 @@ class OrderKind:
         return f"static({self.parts})" if self.kind == "static" else self.kind
 
 
+def order_text(shuffle: object = True, partition: object = "global") -> str:
+    """Return the text that `parse_order` reads.
+
+    Args:
+        shuffle: False: by sample index. True: over all examples. `"block"`, `"block(64,4096)"`: blocks of
+            neighbors, and examples within a window of them. `"bucket"`, `"bucket(50)"`: records of similar
+            length in a batch.
+        partition: `"global"`: each step takes its examples from all of them. `"static"`, `"static(8)"`: each
+            rank shuffles a part of its own.
+
+    >>> order_text(True), order_text(False), order_text("block"), order_text(True, "static")
+    ('full', 'sequential', 'block', 'static')
+
+    Raises:
+        ConfigError: A value is unknown, or the two do not go together.
+    """
+    if isinstance(shuffle, bool | np.bool_):
+        kind = "full" if shuffle else "sequential"
+    elif isinstance(shuffle, str) and re.fullmatch(
+        r"(block(\(\d+,\s*\d+\))?)|(bucket(\([1-9]\d*\))?)", shuffle
+    ):
+        kind = shuffle
+    else:
+        raise ConfigError(
+            f"shuffle is {shuffle!r}. Expected True, False, 'block', 'block(64,4096)', 'bucket' or "
+            "'bucket(50)'"
+        )
+    if partition == "global":
+        return kind
+    if not isinstance(partition, str) or not re.fullmatch(r"static(\([1-9]\d*\))?", partition):
+        raise ConfigError(f"partition is {partition!r}. Expected 'global', 'static' or 'static(8)'")
+    if kind != "full":
+        raise ConfigError(
+            f"{arg('partition', partition)} shuffles the part of each rank, and shuffle is {shuffle!r}. Give "
+            f"{arg('shuffle', True)}, or leave partition out"
+        )
+    return partition
+
+
 def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
     """Read `full`, `block`, `block(64,4096)`, `bucket`, `bucket(50)`, `static`, `static(8)` or `sequential`.
 
@@ -167,7 +206,7 @@ def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
     found = re.fullmatch(r"(block)(?:\((\d+),\s*(\d+)\))?|(static)(?:\((\d+)\))?", text)
     if not found:
         raise ConfigError(
-            f"order {text!r} is not a kind of order. "
+            f"{text!r} is not an order. "
             "Known: full, sequential, block, block(block,window), bucket, bucket(batches), static, "
             "static(parts)"
         )
@@ -177,7 +216,9 @@ def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
     size = int(block) if block else max(1, -(-DEFAULT_BLOCK_BYTES // max(1, example_bytes)))
     span = int(window) if window else size * DEFAULT_WINDOW_BLOCKS
     if size < 1 or span < size or span % size:
-        raise ConfigError(f"order {text!r}: the window must be a multiple of the block, and both at least 1")
+        raise ConfigError(
+            f"shuffle {text!r}: the window must be a multiple of the block, and both at least 1"
+        )
     return OrderKind(kind="block", block=size, window=span)
 
 
@@ -215,15 +256,18 @@ class Order:
         parts = self.kind.parts
         if self.kind.kind == "static" and (parts < 1 or self.global_batch % parts or self.count < parts):
             raise ConfigError(
-                f"order {self.kind}: {self.count} examples and a global batch of {self.global_batch} "
+                f"partition {self.kind}: {self.count} examples and a global batch of {self.global_batch} "
                 f"cannot be cut into {parts} equal parts. Choose a batch size that is a multiple of it"
             )
         if self.draws is not None and self.kind.kind != "full":
-            raise ConfigError(f"weights= draw examples at random, so order must be full, not {self.kind}")
+            raise ConfigError(
+                f"weights= draw examples at random from all of them, which {self.kind} does not do. Give "
+                f"{arg('shuffle', True)}, and no partition"
+            )
         if self.kind.kind == "bucket" and self.lengths is None:
             raise ConfigError(
-                f"order {self.kind} puts records of similar length into a batch, and examples here have one "
-                f"shape. Use {arg('order', 'full')}"
+                f"{arg('shuffle', str(self.kind))} puts records of similar length into a batch, and examples "
+                f"here have one shape. Use {arg('shuffle', True)}"
             )
 
     @property
@@ -559,7 +603,7 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
     """
     if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"subset: fraction {fraction!r}. Expected a number above 0 and at most 1")
-    numbers = cache.numbers
+    numbers = cache.indices
     keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])
     part = np.searchsorted(ends, numbers, side="right")

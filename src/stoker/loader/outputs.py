@@ -24,7 +24,7 @@ from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, sca
 from stoker.units import KIB
 
 # ----------------------------------------------------------------------------------------------------------
-# Describe what a gather does to values on their way into a batch: normalise and cast, crop and flip.
+# Describe what a gather does to values on their way into a batch: normalize and cast, crop and flip.
 #
 # One rule holds on every device and tier. A stored value becomes float32 and is multiplied by a float32
 # scale. The product, rounded, is added to a float32 shift. That sum, rounded, is cast to the batch's
@@ -33,7 +33,7 @@ from stoker.units import KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Normalise:
+class Normalization:
     """Normalization of a field while it is served: `(value / divisor - mean) / std`, in float32."""
 
     mean: float | Sequence[float]
@@ -46,19 +46,19 @@ class Normalise:
     """What values are divided by first: 255 for bytes with means that belong to 0..1."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no field can be normalised with."""
+        """Refuse numbers that no field can be normalized with."""
         object.__setattr__(self, "mean", _numbers("mean", self.mean))
         object.__setattr__(self, "std", _numbers("std", self.std))
         means, stds = self.channels
         if len(means) != len(stds):
-            raise ConfigError(f"normalise: {len(means)} means and {len(stds)} deviations. Give one each")
+            raise ConfigError(f"normalize: {len(means)} means and {len(stds)} deviations. Give one each")
         if 0.0 in stds or not self.divisor or not math.isfinite(self.divisor):
             raise ConfigError(
-                f"normalise: std {self.std} and divisor {self.divisor} divide, so none may be 0"
+                f"normalize: std {self.std} and divisor {self.divisor} divide, so none may be 0"
             )
         if self.axis >= 0:
             raise ConfigError(
-                f"normalise: axis {self.axis} counts from the front, where steps and batches come and go. "
+                f"normalize: axis {self.axis} counts from the front, where steps and batches come and go. "
                 "Count from the end: -3 for images (C, H, W), -1 for tokens"
             )
 
@@ -90,25 +90,25 @@ class Conversion:
     `i // inner % len(scale)`."""
 
 
-def find_conversion(field: Field, normalise: Normalise | None, dtype: str | None) -> Conversion | None:
+def find_conversion(field: Field, normalize: Normalization | None, dtype: str | None) -> Conversion | None:
     """Return what serving `field` takes in addition to copying; None: nothing.
 
     Args:
-        normalise: How to; values that are not floats are then handed out as float32.
+        normalize: How to; values that are not floats are then handed out as float32.
         dtype: Handed out instead of the stored one, for floats.
 
     Raises:
         ConfigError: The field has no such axis, or another number of channels.
     """
-    if normalise is None:
+    if normalize is None:
         if dtype is None or dtype == field.dtype or not field.floating:
             return None
         return Conversion(dtype=getattr(torch, dtype))
-    means, stds = normalise.channels
+    means, stds = normalize.channels
     inner = 1
     if len(means) > 1:
-        inner = _inner(field, normalise.axis, len(means))
-    factors = [1.0 / (normalise.divisor * std) for std in stds]
+        inner = _inner(field, normalize.axis, len(means))
+    factors = [1.0 / (normalize.divisor * std) for std in stds]
     return Conversion(
         dtype=getattr(torch, dtype or (field.dtype if field.dtype in FLOATS else "float32")),
         scale=_float32(factors),
@@ -117,31 +117,31 @@ def find_conversion(field: Field, normalise: Normalise | None, dtype: str | None
     )
 
 
-def check_normalise(normalise: object, schema: Schema) -> Mapping[str, Normalise]:
-    """`normalise=` of a loader, checked against the fields that there are.
+def check_normalise(normalize: object, schema: Schema) -> Mapping[str, Normalization]:
+    """`normalize=` of a loader, checked against the fields that there are.
 
     Raises:
-        ConfigError: It is no mapping of fields to `Normalise`, or names a field that no record has.
+        ConfigError: It is no mapping of fields to `Normalization`, or names a field that no record has.
     """
-    if normalise is None:
+    if normalize is None:
         return {}
-    given = cast("Mapping[object, object]", normalise) if isinstance(normalise, Mapping) else {None: None}
-    if not all(isinstance(value, Normalise) for value in given.values()):
+    given = cast("Mapping[object, object]", normalize) if isinstance(normalize, Mapping) else {None: None}
+    if not all(isinstance(value, Normalization) for value in given.values()):
         raise ConfigError(
-            f"normalise is {normalise!r}. Expected fields and how to: "
-            '{"image": stoker.loader.Normalise(mean=..., std=...)}'
+            f"normalize is {normalize!r}. Expected fields and how to: "
+            '{"image": stoker.loader.Normalization(mean=..., std=...)}'
         )
     unknown = [name for name in given if name not in schema]
     if unknown:
-        raise ConfigError(f"normalise names {unknown}, but records have {', '.join(schema)}")
-    return cast("Mapping[str, Normalise]", normalise)
+        raise ConfigError(f"normalize names {unknown}, but records have {', '.join(schema)}")
+    return cast("Mapping[str, Normalization]", normalize)
 
 
 def _inner(field: Field, axis: int, channels: int) -> int:
     step = field.step_shape
     if -axis > len(step) or step[axis] != channels:
         raise ConfigError(
-            f"normalise: {channels} means for axis {axis} of a field whose "
+            f"normalize: {channels} means for axis {axis} of a field whose "
             f"{'steps' if field.time or field.ragged else 'records'} are {step}. "
             "Give one mean per channel, and axis= from the end"
         )
@@ -154,7 +154,7 @@ def _numbers(name: str, given: object) -> tuple[float, ...]:
     except (TypeError, ValueError):
         flat = []
     if not flat or not all(math.isfinite(value) for value in flat):
-        raise ConfigError(f"normalise: {name} is {given!r}. Expected a number, or one per channel")
+        raise ConfigError(f"normalize: {name} is {given!r}. Expected a number, or one per channel")
     return tuple(flat)
 
 
@@ -245,24 +245,24 @@ def make_outputs(
     schema: Schema,
     windows: Windows | None,
     dtype: str | None,
-    normalise: object = None,
+    normalize: object = None,
     *,
     device: str = "cpu",
 ) -> tuple[OutputSpec, ...]:
     """Return the outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
-        dtype: Handed out instead of the stored one, for fields that hold floats or are normalised. None
+        dtype: Handed out instead of the stored one, for fields that hold floats or are normalized. None
             decodes quantized ones to bfloat16 for a CUDA `device`, else to float32.
-        normalise: `Normalise` by field; None: no field is.
+        normalize: `Normalization` by field; None: no field is.
 
     Raises:
         ConfigError: No field has time, or one cannot be a condition; `dtype` is no float; a field cannot be
-            normalised so.
+            normalized so.
     """
     if dtype is not None:
         check_dtype(dtype)
-    how = check_normalise(normalise, schema)
+    how = check_normalise(normalize, schema)
     decoded = dtype or ("bfloat16" if device == "cuda" else "float32")
     conversion = {
         name: find_conversion(field, how.get(name), decoded if field.quantized else dtype)
@@ -452,7 +452,7 @@ def _kept_outputs(
     return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))], role=Role.RAW) for o in found]
 
 
-def check_dtype(dtype: str) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse a dtype of batches that is not a float.
 
     Raises:
@@ -574,7 +574,7 @@ def plan_runs(schema: Schema, outputs: tuple[OutputSpec, ...]) -> list[StepRun]:
 
 
 def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """Return the same bytes in fewer pieces: steps that are neighbours at both ends become one."""
+    """Return the same bytes in fewer pieces: steps that are neighbors at both ends become one."""
     joined: list[Target] = []
     for i, size, at, begin, count in sorted(targets):
         last = joined[-1] if joined else None

@@ -500,7 +500,7 @@ class MirroredShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
-    """Neighbouring blocks of one shard."""
+    """Neighboring blocks of one shard."""
 
     shard: int
     first: int
@@ -616,7 +616,7 @@ class BlockPrefetcher:
     def _more(self) -> list[int]:
         """Return the blocks that are needed next and were not begun.
 
-        These are of several stretches, so that neighbours that an order takes one after the other come in one
+        These are of several stretches, so that neighbors that an order takes one after the other come in one
         request.
         """
         upcoming, fresh = self._upcoming, list[int]()
@@ -665,7 +665,7 @@ class BlockPrefetcher:
 
 
 def runs_of(blocks: NDArray[np.int64], locator: BlockLocator, most: int) -> list[BlockRun]:
-    """Return neighbouring blocks joined into requests of at most `most`, the first needed ones first."""
+    """Return neighboring blocks joined into requests of at most `most`, the first needed ones first."""
     order = np.argsort(blocks, kind="stable")
     ranked = blocks[order]
     shards = np.searchsorted(locator.first, ranked, side="right") - 1

@@ -68,7 +68,7 @@ def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> 
     runs = cache.segments
     row = spread(runs.row, runs.count, np.int32)
     shard = np.repeat(runs.shard.astype(np.int32), runs.count)
-    numbers = cache.numbers
+    numbers = cache.indices
     chosen = None if indices is None else _choose(cache, numbers, as_indices(indices))
     if chosen is not None:
         numbers, row, shard = numbers[chosen], row[chosen], shard[chosen]

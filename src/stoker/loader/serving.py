@@ -137,7 +137,7 @@ class Repairer:
 
 def _lost(before: Cache, now: Cache) -> list[int]:
     """Return the samples that were stored before and are not now."""
-    return np.setdiff1d(before.numbers, now.numbers).tolist()
+    return np.setdiff1d(before.indices, now.indices).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -477,6 +477,13 @@ class Serving:
                 self._stop = weakref.finalize(self, self.engine.placement.stop)
                 self._stop.atexit = False
             return self.engine
+
+    def close(self) -> None:
+        """Give the memory back and close the files. The next pass reads them again."""
+        if self._stop is not None:
+            self._stop()
+        self.engine = None
+        self.design.cache.close()
 
     def _make_prefetcher(self) -> BatchPrefetcher:
         # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.

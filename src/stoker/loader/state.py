@@ -308,6 +308,11 @@ class EpochIterable(ABC):
         """The epoch of the next batch."""
         return self._place.at[0]
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, and example at which it resumes after the batches handed out so far; see `state_dict`."""
+        return self._place.at
+
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
         self._place.set_epoch(epoch)
@@ -349,6 +354,10 @@ def _name_of(value: object) -> str:
         return _name_of(value.func)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_name_of, cast('Sequence[object]', value)))}]"
+    if isinstance(value, Mapping):
+        return (
+            f"{{{', '.join(f'{k}: {_name_of(v)}' for k, v in cast('Mapping[Any, object]', value).items())}}}"
+        )
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))

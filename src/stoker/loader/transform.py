@@ -1,48 +1,210 @@
-"""Change batches before they are handed out: functions with a random key per example.
+"""Change batches before they are handed out.
 
-A transform draws what it needs from the keys alone. So its output is part of the pure function
-`(seed, epoch, position)` like everything else: stopping, resuming and another world size change nothing.
+A transform is any callable. `f(batch)` takes the batch; `f(batch, keys)` also takes a random key per example.
+What it draws from the keys is part of the pure function `(seed, epoch, position)` like everything else:
+stopping, resuming and another world size change nothing. While `f(batch)` runs, torch's global random state
+is set from the batch's place, so that it draws the same after a resume with the same batch size and ranks.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.batch import PointBatch, RecordBatch, WindowBatch, allocate, to_device
+from stoker.loader.batch import (
+    PointBatch,
+    RecordBatch,
+    TupleBatch,
+    WindowBatch,
+    allocate,
+    map_tensors,
+    to_device,
+)
 from stoker.loader.chunks import RECORD
 from stoker.loader.order import child_keys, example_keys
 from stoker.loader.outputs import Conversion
+from stoker.loader.structure import fields_of, structured
 
 if TYPE_CHECKING:
     from stoker.loader.gather import ImageViews
     from stoker.loader.options import Options
     from stoker.loader.outputs import OutputSpec
     from stoker.loader.serving import Strip
+    from stoker.sources.torch_items import ItemStructure
     from stoker.store.joins import JoinedColumns
 
-Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
-"""`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
-per example, equal for the same seed, epoch, example and place among the transforms."""
+Function: TypeAlias = "Callable[[Any, Tensor], Any] | Callable[[Any], Any]"
+"""`f(batch, keys)` or `f(batch)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device,
+one per example, equal for the same seed, epoch, example and place among the transforms."""
+Transform: TypeAlias = "Function | Mapping[Any, Function]"
+"""A function of batches, or functions of single fields by name: `{"image": function}`."""
 
 
-def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
+class FieldTransform:
+    """Base of transforms that take fields by name, whatever structure the items of the dataset have."""
+
+
+def as_transforms(given: object) -> tuple[Transform, ...]:
+    """Return transforms as a tuple; one alone may be given without a list.
+
+    Raises:
+        ConfigError: It is none, or takes another number of arguments.
+    """
+    alone = callable(given) or isinstance(given, Mapping)
+    found = (given,) if alone else tuple(cast("Sequence[object]", given)) if _is_list(given) else (None,)
+    for one in found:
+        for function in cast("Mapping[Any, object]", one).values() if isinstance(one, Mapping) else (one,):
+            if not callable(function):
+                raise ConfigError(
+                    f"{arg('transforms')} is {given!r}. Expected functions of a batch, as [function], or of "
+                    'fields, as [{"image": function}]'
+                )
+            _takes_keys(function)
+    return cast("tuple[Transform, ...]", found)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _takes_keys(function: Callable[..., Any]) -> bool:
+    """Return True if a function wants the keys of examples as its second argument.
+
+    Raises:
+        ConfigError: It takes no argument, or needs more than two.
+    """
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # compiled code may not say
+        return False
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in places)
+    if needed > 2 or not (places or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        raise ConfigError(
+            f"{arg('transforms')}: {_name(function)} takes {needed} arguments. Expected f(batch), or "
+            "f(batch, keys); give others their values with functools.partial"
+        )
+    return needed == 2 or (len(places) > 1 and places[1].name == "keys")
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+class TransformChain:
+    """The transforms of a loader, each called with what it takes.
+
+    Args:
+        transforms: From `as_transforms`.
+        structure: Of the dataset's items, which functions of batches are given; None: fields by name.
+        seed: Of the loader.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], structure: ItemStructure, seed: int) -> None:
+        self._steps = [_Step(transform, seed) for transform in transforms]
+        self._structure = structure
+
+    def __call__(
+        self, batch: Any, keys: Sequence[Tensor], position: tuple[int, int], *, first: int = 0
+    ) -> Any:
+        """Return the batch after the transforms from `first` on, each with its `keys`, in its structure."""
+        structure, flat = self._structure, True
+        index = batch["index"] if structure is not None else None
+        for place, (step, own) in enumerate(zip(self._steps[first:], keys, strict=True), first):
+            if structure is not None and step.by_field != flat:
+                batch, flat = (
+                    (structured(batch, structure), False)
+                    if flat
+                    else (_flat(batch, structure, index, position, step), True)
+                )
+            batch = step(batch, own, (*position, place))
+            if batch is None:
+                raise ConfigError(
+                    f"{arg('transforms')}: {step.name} returned None. Return the batch, changed"
+                )
+        return structured(batch, structure) if flat and structure is not None else batch
+
+
+def _flat(batch: Any, structure: ItemStructure, index: Any, position: tuple[int, int], step: _Step) -> Any:
+    try:
+        return fields_of(batch, structure, index, position)
+    except (LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{arg('transforms')}: {step.name} takes fields by name, and the transform before it returned "
+            f"{type(batch).__name__} of another structure than the dataset's items. Put {step.name} first"
+        ) from error
+
+
+class _Step:
+    """One transform."""
+
+    def __init__(self, transform: Transform, seed: int) -> None:
+        self._seed = seed
+        fields = cast("Mapping[Any, Any]", transform) if isinstance(transform, Mapping) else None
+        self._by_name = None if fields is None else {str(name): f for name, f in fields.items()}
+        self._function = cast("Any", transform)
+        functions = [self._function] if fields is None else [*fields.values()]
+        self._with_keys = [_takes_keys(function) for function in functions]
+        self.by_field = fields is not None or isinstance(transform, FieldTransform)
+        self.name = "a transform by field" if fields is not None else _name(transform)
+
+    def __call__(self, batch: Any, keys: Tensor, place: tuple[int, int, int]) -> Any:
+        """Return the batch changed; `place`: epoch, position, and place among the transforms."""
+        if all(self._with_keys):
+            return self._called(batch, keys)
+        with _global_random_state(f"{self._seed} {place}", keys.device):
+            return self._called(batch, keys)
+
+    def _called(self, batch: Any, keys: Tensor) -> Any:
+        if self._by_name is None:
+            return self._function(batch, keys) if self._with_keys[0] else self._function(batch)
+        if not isinstance(batch, RecordBatch):
+            raise ConfigError(
+                f"{arg('transforms')} names the fields {', '.join(self._by_name)}, and a batch is a "
+                f"{type(batch).__name__}. Give a function of the batch"
+            )
+        made = copy.copy(batch)
+        for (name, function), with_keys in zip(self._by_name.items(), self._with_keys, strict=True):
+            if name not in batch:
+                known = ", ".join(repr(known) for known in batch if known != "index")
+                raise ConfigError(f"{arg('transforms')} names the field {name!r}. The batch has {known}")
+            made[name] = function(batch[name], keys) if with_keys else function(batch[name])
+        return made
+
+
+@contextmanager
+def _global_random_state(text: str, device: torch.device) -> Generator[None]:
+    """Have torch's global random numbers follow from `text`, and restore their state afterwards."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+def run(transforms: Sequence[Function], batch: Any, keys: Tensor) -> Any:
     """Return the batch after all transforms. Each has its own keys: two of one kind draw other numbers."""
-    return _run(transforms, batch, [child_keys(keys, place) for place in range(len(transforms))])
-
-
-def _run(transforms: Sequence[Transform], batch: Any, keys: Sequence[Tensor]) -> Any:
-    for transform, own in zip(transforms, keys, strict=True):
-        batch = transform(batch, own)
-    return batch
+    own = [child_keys(keys, place) for place in range(len(transforms))]
+    return TransformChain(transforms, None, 0)(batch, own, (0, 0))
 
 
 class ColumnAdder:
@@ -93,7 +255,7 @@ class FixedBatch:
         """
         passed = {*map(_layout, _tensors(batch))}  # asked first: a transform may change the batch in place
         made = change(batch)
-        if not isinstance(made, RecordBatch | WindowBatch):
+        if not isinstance(made, RecordBatch | WindowBatch | TupleBatch):
             raise ConfigError(
                 f"the last of {arg('transforms')} returned {type(made).__name__}, whose tensors static=True "
                 "cannot keep at their addresses. Return the batch, changed, or a dict; or leave static out"
@@ -108,7 +270,7 @@ class FixedBatch:
                 "static out"
             )
         memory = iter(_written(self._memory, tensors))
-        return _each(made, lambda _: next(memory))
+        return map_tensors(made, lambda _: next(memory))
 
 
 def _memory_for(tensors: Sequence[Tensor], passed: set[_Layout]) -> list[Tensor]:
@@ -152,7 +314,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         found.append(tensor)
         return tensor
 
-    _each(batch, note)
+    map_tensors(batch, note)
     return iter(found)
 
 
@@ -166,6 +328,7 @@ class BatchFinisher:
         made_on: torch.device,
         columns: ColumnAdder | None = None,
         fixed: FixedBatch | None = None,
+        structure: ItemStructure = None,
     ) -> None:
         """Prepare to copy, pin and transform batches as the options ask.
 
@@ -174,83 +337,61 @@ class BatchFinisher:
             made_on: Where batches are made.
             columns: Columns of a table that batches are given before they are transformed.
             fixed: Keeps what transforms return at fixed addresses.
+            structure: Of the dataset's items, which batches get; None: they stay fields by name.
         """
+        self._chain = TransformChain(options.transforms, structure, options.seed)
+        self._structure = structure
+        self.position = (0, 0)
         self._options, self._columns, self._fixed = options, columns, fixed
         self._moves = options.device != made_on
         self._pins = options.pin_memory and options.device.type == "cpu" and torch.cuda.is_available()
 
     def __bool__(self) -> bool:
         """Return True if there is anything to do."""
-        return any((self._moves, self._pins, self._options.transforms, self._columns))
+        return any((self._moves, self._pins, self._options.transforms, self._columns, self._structure))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Finish the `batches` of a strip."""
-        options, meter = self._options, self._options.meter
-        transforms = options.transforms[strip.transformed :]
+        """Finish the `batches` of a strip. `position` is that of the batch that came last."""
+        options, meter, structure = self._options, self._options.meter, self._structure
+        count = len(options.transforms) - strip.transformed
         keys: list[tuple[Tensor, ...]] = []
         for number, gathered in enumerate(batches):
             batch, begin = gathered, perf_counter()
+            self.position = batch.position
             if self._pins:
-                batch = _each(batch, Tensor.pin_memory)
+                batch = map_tensors(batch, Tensor.pin_memory)
             if self._moves:
-                batch = _each(batch, partial(Tensor.to, device=options.device, non_blocking=True))
+                batch = map_tensors(batch, partial(Tensor.to, device=options.device, non_blocking=True))
             copied = perf_counter()
             if self._columns is not None:
                 batch = self._columns.added(batch)
-            if transforms:
+            if count:
                 keys = keys or self._keys(strip, epoch, _device_of(batch))
-                change = partial(_transformed, transforms, [own[number] for own in keys])
+                change = partial(
+                    self._transformed, [own[number] for own in keys], batch.position, strip.transformed
+                )
                 batch = change(batch) if self._fixed is None else self._fixed.transformed(change, batch)
+            elif structure is not None:
+                batch = structured(batch, structure)
             if meter is not None:
                 meter.spent("copy", copied - begin)
                 meter.spent("transform", perf_counter() - copied)
             yield batch
+
+    def _transformed(self, keys: Sequence[Tensor], position: tuple[int, int], first: int, batch: Any) -> Any:
+        """Return what transforms made of a batch; a plain dict as the `RecordBatch` at its position."""
+        made = self._chain(batch, keys, position, first=first)
+        if type(made) is dict:
+            made = RecordBatch(made)
+        if isinstance(made, RecordBatch):
+            made.position = position
+        return made
 
     def _keys(self, strip: Strip, epoch: int, device: torch.device) -> list[tuple[Tensor, ...]]:
         """Return per transform that is to be done the keys of each batch: some 40 launches, for a strip."""
         every = example_keys(self._options.seed, epoch, to_device(strip.examples, device))
         places = range(strip.transformed, len(self._options.transforms))
         return [cast("Any", child_keys(every, place)).split(strip.size) for place in places]
-
-
-def _transformed(transforms: Sequence[Transform], keys: Sequence[Tensor], batch: Any) -> Any:
-    return _placed(_run(transforms, batch, keys), batch.position)
-
-
-def _placed(made: Any, position: tuple[int, int]) -> Any:
-    """Return what transforms made of a batch, with the place at which a loader resumes after it.
-
-    Raises:
-        ConfigError: They made something that cannot carry it.
-    """
-    if getattr(made, "position", None) is not None:
-        return made
-    if not isinstance(made, dict):
-        raise ConfigError(
-            f"the last of {arg('transforms')} returned {type(made).__name__}, which cannot say where to go "
-            "on after it. Expected the batch, changed (`batch._replace(...)` for windows), or a dict"
-        )
-    batch = RecordBatch(cast("dict[str, Any]", made))
-    batch.position = position
-    return batch
-
-
-def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same batch with every tensor changed."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, RecordBatch):
-        changed = RecordBatch((name, _each(value, change)) for name, value in batch.items())
-        changed.position = batch.position
-        return changed
-    if isinstance(batch, WindowBatch | PointBatch):
-        return type(batch)(*(_each(value, change) for value in batch[:-1]), position=batch.position)
-    if isinstance(batch, dict):
-        conditions = cast("dict[str, Any]", batch)
-        return {name: _each(value, change) for name, value in conditions.items()}
-    if isinstance(batch, list):
-        return [_each(value, change) for value in cast("list[Any]", batch)]
-    return batch
 
 
 def _device_of(batch: Any) -> torch.device:
@@ -261,7 +402,7 @@ def _device_of(batch: Any) -> torch.device:
 # Transforms that only move values of images, done by the gather itself: a crop, a mirror, or both.
 #
 # A batch that is cropped after it was gathered goes through memory twice more. Where a kernel gathers, the
-# rows it reads are cut on the way; the values are the same, since cutting and normalising do not touch each
+# rows it reads are cut on the way; the values are the same, since cutting and normalizing do not touch each
 # other. Only what stands at the head of `transforms=` can be done before the batch is there.
 
 
@@ -352,7 +493,7 @@ def _follows(found: ImageCut, cuts: Sequence[ImageCut]) -> bool:
 
 
 def _gathered(name: str, outputs: Sequence[OutputSpec]) -> bool:
-    """Return True if a field is gathered as entire images, and normalised by one number for each plane."""
+    """Return True if a field is gathered as entire images, and normalized by one number for each plane."""
     (output,) = [output for output in outputs if output.name == name]
     if output.index != RECORD or output.parts or output.dtype not in EXACT:
         return False

@@ -287,7 +287,7 @@ class GpuSample:
     """One look at a GPU, all processes on it taken together."""
 
     name: str
-    utilisation: float | None
+    utilization: float | None
     """Part of the last sample period in which a kernel ran, 0..1; None: not reported (as on a MIG slice)."""
     used_bytes: int
     total_bytes: int
@@ -334,7 +334,7 @@ class GpuSampler:
             return MissingGpu(reason=str(error))
         return GpuSample(
             name=name if isinstance(name, str) else bytes(name).decode(),
-            utilisation=self._utilisation(),
+            utilization=self._utilisation(),
             used_bytes=int(memory.used),
             total_bytes=int(memory.total),
             power_w=self._power_w(),
@@ -426,7 +426,7 @@ class GpuWatch:
         self._ticket = Pool(1, "stoker-gpu-watch").submit(partial(self._watch, uuid, opening, every_s))
 
     def take(self) -> float | MissingGpu:
-        """Return mean utilisation since the last call, 0..1; or why it is not known."""
+        """Return mean utilization since the last call, 0..1; or why it is not known."""
         with self._lock:
             total, count = self._sum, self._count
             self._sum, self._count = 0.0, 0
@@ -454,8 +454,8 @@ class GpuWatch:
                     return
                 self._note(
                     MissingGpu(reason=f"{sample.name} does not report how busy it is")
-                    if sample.utilisation is None
-                    else sample.utilisation
+                    if sample.utilization is None
+                    else sample.utilization
                 )
                 self._over.wait(every_s)
         finally:

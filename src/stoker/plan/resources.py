@@ -226,15 +226,15 @@ _said: set[str] = set()
 
 
 def device_name(wanted: object) -> str:
-    """Return the name of a device: `auto`, `cpu`, `cuda` or `cuda:1`; a `torch.device` has one too.
+    """Return the name of a device: `auto`, `cpu`, `cuda` (or `gpu`), `cuda:1`; a `torch.device` has one too.
 
-    >>> device_name("cuda:1")
-    'cuda:1'
+    >>> device_name("cuda:1"), device_name("gpu")
+    ('cuda:1', 'cuda')
 
     Raises:
         ConfigError: It is neither the CPU nor a CUDA device.
     """
-    name = str(wanted)
+    name = re.sub(r"^gpu", "cuda", str(wanted))
     if name == "all":
         raise ConfigError(
             "device is 'all', and one device is expected: auto, cpu, cuda or cuda:0. To encode on all GPUs "

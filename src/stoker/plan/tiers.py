@@ -110,9 +110,9 @@ class RemoteDemand:
         )
         better = self.better()
         if better:
-            said += f", order={better} {self._times(self.fetched(better))}"
+            said += f", shuffle={better} {self._times(self.fetched(better))}"
         nodes = math.ceil(self.bytes / (self.room_bytes * NET_OF))
-        return f"{said}; with {nodes} nodes or more order=static fetches nothing after the first"
+        return f"{said}; with {nodes} nodes or more partition=static fetches nothing after the first"
 
     def _times(self, fetched: float) -> str:
         return f"{format_bytes(round(fetched * self.bytes))} ({fetched:.2f} of the set)"
@@ -902,6 +902,6 @@ def say_together(held: int, records: int) -> str:
     count = -(-records // held)
     return (
         f"one device holds {format_count(held)} of {format_count(records)} records, {count} of them hold all "
-        f"together: `torchrun --nproc-per-node {count} -m stoker train CONFIG training.order=static`, "
+        f"together: `torchrun --nproc-per-node {count} -m stoker train CONFIG training.partition=static`, "
         f"1/{count} of the examples each, shuffled separately"
     )

@@ -387,7 +387,7 @@ class SpotCheck:
         self._source, self._encoder, self._cache = source, copy.deepcopy(encoder), cache
         self._settings = replace(settings, device="cpu", workers=1, progress=None)
         count = min(count, len(cache))
-        chosen = np.random.default_rng(seed).choice(cache.numbers, count, replace=False)
+        chosen = np.random.default_rng(seed).choice(cache.indices, count, replace=False)
         self._numbers = np.sort(chosen).astype(np.int64)
         self._report = SpotReport(wanted=count)
         self._stop = threading.Event()

@@ -52,7 +52,7 @@ RANDOM_ENCODER = (
 
 TOLERANCE = 1e-4
 """Relative to the largest value: what another machine, library or order of summation may change. As much as
-`check_encoder` allows for a sample's neighbours."""
+`check_encoder` allows for a sample's neighbors."""
 
 
 def random_states(device: torch.device) -> tuple[object, ...]:

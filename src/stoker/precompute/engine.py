@@ -25,6 +25,7 @@ from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError
 from stoker.plan.resources import Resources, encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
 from stoker.precompute.encoder_processes import unpickled
+from stoker.precompute.inputs import as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import retry_hint
 from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
@@ -45,8 +46,7 @@ from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts, first_time
-from stoker.schema import Schema, columns_of
-from stoker.sources.arguments import check_source
+from stoker.schema import DtypeName, Schema, columns_of, dtype_names
 from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
@@ -60,6 +60,8 @@ from stoker.units import MIB, format_count, format_percent
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.utils.data import Dataset
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -237,12 +239,12 @@ class _RunCounts:
 
 
 def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
-    source: Source,
-    encoder: Encoder | None,
+    source: Source | Dataset[Any],
+    encoder: Encoder | nn.Module | None,
     cache_dir: str | Path,
     *,
     name: str,
-    dtype: str | Mapping[str, str] | None = None,
+    dtype: DtypeName | Mapping[str, DtypeName] | None = None,
     encode_batch: int | None = None,
     workers: int | None = None,
     device: str | torch.device | Sequence[str | torch.device] | None = None,
@@ -262,7 +264,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
 
     Args:
-        source, encoder: What to read, and what to apply; None stores samples as they are.
+        source: What to read: a source, or any map-style Dataset, see `TorchSource`.
+        encoder: What to apply: an encoder, or a frozen module, which takes the field `data`, the only field,
+            or the first of a tuple; see `ModuleEncoder`. None stores samples as they are.
         cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
         encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
@@ -295,12 +299,13 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
-    check_source(source)
+    source = as_source(source)
+    encoder = as_encoder(encoder, source)
     if device is None:
         device = "cpu" if encoder is None else str(weights_device(encoder))
     devices = encode_on(device)
     settings = PrecomputeSettings(
-        dtype=dtype,
+        dtype=dtype_names(dtype),
         encode_batch=encode_batch,
         workers=workers,
         device=devices[0],

@@ -117,6 +117,7 @@ class BenchJob:
         return Loader(
             self.cache,
             self.batch_size,
+            shuffle=True,
             windows=self.windows,
             tier=tier,
             device=self.device,
@@ -151,7 +152,7 @@ def job_of_cache(path: Path, batch_size: int) -> BenchJob:
 
 def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
     files = [cache.path / shard.file for shard in cache.index.shards]
-    numbers = list(cache.numbers)
+    numbers = list(cache.indices)
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / sum(file.stat().st_size for file in files))))
     return BenchJob(
         cache=cache,
@@ -355,7 +356,7 @@ def _advice(
     if job is None:
         said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
     else:
-        whole = Loader(job.cache, job.batch_size, windows=job.windows, device=job.device)
+        whole = Loader(job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device)
         said += _choice(whole.plan, tiers)
     busy = {name: figure.scatter for name, figure in {**figures, **tiers}.items() if figure.scatter > SCATTER}
     if busy:
@@ -385,7 +386,7 @@ def _choice(plan: Plan, tiers: Mapping[str, BenchFigure]) -> list[str]:
     if figure.fraction is not None and held == "disk" and figure.fraction < 0.5:
         said.append(
             f"That is {format_percent(figure.fraction)} of what the drive gives: larger records, whole ones, "
-            "or order=block make its reads longer."
+            "or shuffle=block make its reads longer."
         )
     return said
 
@@ -660,8 +661,9 @@ def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
     return Loader(
         cache,
         batch,
+        shuffle=True,
         windows=run.windows_for(schema),
-        indices=list(cache.numbers),
+        indices=list(cache.indices),
         device=run.device,
         tier=training.tier if training.tier != "encode" else "disk",
         seed=training.seed,

@@ -1,7 +1,7 @@
 """Turn settings into sources, an encoder and cache names.
 
 One configuration describes one cache per task and split. All splits share the encoder, and a
-normalisation's statistics come from the train split alone, so that nothing leaks from val or test.
+normalization's statistics come from the train split alone, so that nothing leaks from val or test.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Enco
     Args:
         run: `latent` and `encoder` of its settings decide; grid and channels come from the samples.
         schema: Fields of the samples.
-        fitted_on: The train split, where samples are normalised.
+        fitted_on: The train split, where samples are normalized.
     Raises:
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.

@@ -511,7 +511,7 @@ def _same_dtypes(config: Config, recipe: Recipe) -> bool:
 
 WRAPPERS = {
     KEEPING: ("kept", "raw fields are kept on one side only"),
-    "stoker.Normalized": ("normalised", "the encoder takes normalised values on one side only"),
+    "stoker.Normalized": ("normalized", "the encoder takes normalized values on one side only"),
 }
 """Classes in the identity of encoders around another one, outermost first; their entry and its meaning."""
 

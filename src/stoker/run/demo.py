@@ -128,7 +128,7 @@ def _advance(
 def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     """Simulate, and write a file in PDEBench's 1D layout.
 
-    `tensor` is `(trajectories, steps, points)` float32, `x-coordinate` holds cell centres, `t-coordinate`
+    `tensor` is `(trajectories, steps, points)` float32, `x-coordinate` holds cell centers, `t-coordinate`
     has one entry more than there are steps, as PDEBench's files do, and the attribute `Nu` is the viscosity.
     The file appears under its name complete, or not at all.
 

@@ -114,8 +114,8 @@ def check_beside(run: Run, schema: Schema) -> None:
     """
     training = run.config.training
     wants = {
-        f"training.order={training.order}": (
-            training.order.startswith("static"),
+        f"training.partition={training.partition}": (
+            training.partition != "global",
             "its parts are of all examples",
         ),
         "data.join": (
@@ -201,8 +201,8 @@ class StepShare:
 
     drop_last: bool
     """A last step too short for every rank to have its part is left out, also when one rank resumes alone."""
-    order: str
-    """Of examples; the parts of a static one are those that the run was begun with."""
+    partition: str
+    """As of the loader; a static one has the parts that the run was begun with."""
 
 
 def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
@@ -221,13 +221,13 @@ def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
             f"{ranks.world_size} cannot share evenly. Resume with a number of ranks that divides {size}, or "
             "begin again in another training.run_dir"
         )
-    world_size, order = begun or ranks.world_size, run.config.training.order
+    world_size, partition = begun or ranks.world_size, run.config.training.partition
     return StepShare(
         resume=begun is not None,
         begun=world_size,
         batch_size=size // ranks.world_size,
         drop_last=max(world_size, ranks.world_size) > 1,
-        order=f"static({world_size})" if order == "static" else order,
+        partition=f"static({world_size})" if partition == "static" else partition,
     )
 
 
@@ -236,7 +236,7 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
     if ranks.world_size == 1:
         return None
     # What is stored of a cache that is being filled says nothing about what it will hold.
-    numbers = cache.numbers if cache.filling is None else np.arange(cache.recipe.count)
+    numbers = cache.indices if cache.filling is None else np.arange(cache.recipe.count)
     count = len(numbers)
     return numbers[
         count * ranks.rank // ranks.world_size : count * (ranks.rank + 1) // ranks.world_size
@@ -371,7 +371,8 @@ def make_loader(
     return Loader(
         cache,
         windows=run.windows_for(schema),
-        order=training.order if shared is None else shared.order,
+        shuffle=training.shuffle,
+        partition=training.partition if shared is None else shared.partition,
         batch_size=batch_examples(run, schema) if shared is None else shared.batch_size,
         drop_last=None if shared is None else shared.drop_last,
         rank=run.ranks.rank,
@@ -408,7 +409,6 @@ def make_val_loader(
     return Loader(
         cache,
         windows=windows,
-        order="sequential",
         batch_size=batch_examples(run, cache.schema),
         indices=own,
         transforms=transforms_of(run.config, train_cache or cache, training=False),

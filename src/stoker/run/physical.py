@@ -231,7 +231,7 @@ class _Reconstruction:
             log.info("what the encoder loses was not measured: %s", error)
 
     def _measure(self) -> float | None:
-        numbers = self._cache.numbers
+        numbers = self._cache.indices
         chosen = numbers[np.linspace(0, len(numbers) - 1, min(SAMPLES, len(numbers))).round().astype(int)]
         wrong = size = 0.0
         for number in np.unique(chosen).tolist():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError, StokerError
 from stoker.loader import Loader, Windows
-from stoker.loader.order import parse_order
+from stoker.loader.order import order_text, parse_order
 from stoker.loader.prefetch import HANDOVER_S, describe_remote
 from stoker.loader.records import RecordTable, find_records
 from stoker.monitor import StallMeter
@@ -157,7 +157,7 @@ def _record_bytes(schema: Schema, lengths: Mapping[str, float]) -> float:
 
 def _chosen(cache: Cache) -> RecordTable:
     count = min(SAMPLES, len(cache))
-    numbers = cache.numbers[np.linspace(0, len(cache) - 1, count).round().astype(np.int64)]
+    numbers = cache.indices[np.linspace(0, len(cache) - 1, count).round().astype(np.int64)]
     return find_records(cache, numbers)
 
 
@@ -255,7 +255,7 @@ def served_loads(
     """
     found: dict[str, BatchLoad] = {}
     size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
-    numbers = list(cache.numbers)
+    numbers = list(cache.indices)
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
     for tier in tiers:
         with suppress(StokerError, OSError):
@@ -500,13 +500,15 @@ def demand_of(run: Run, located: CacheLocation) -> Demand:
 
 def _remote_demand(run: Run, cache: Cache, size: float) -> RemoteDemand | None:
     """Return where a remote cache is, and how training would read it; None: the cache is local."""
-    schema = cache.recipe.schema
+    schema, training = cache.recipe.schema, run.config.training
     windows = run.windows_for(schema)
     each = 1 if windows is None else windows.count(trajectory_steps(schema))
     example = example_bytes(run, schema, size)
     return describe_remote(
         cache,
-        parse_order(run.config.training.order, world_size=1, example_bytes=max(1, int(example))),
+        parse_order(
+            order_text(training.shuffle, training.partition), world_size=1, example_bytes=max(1, int(example))
+        ),
         examples=max(1, each * len(cache)),
         example_bytes=example,
         step_examples=batch_examples(run, schema),

@@ -114,7 +114,7 @@ def _opened_again(cache: Cache) -> Cache:
 
 def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
     # Of a cache that is being filled ranks see different parts, and wait for the same.
-    numbers = [np.arange(c.recipe.count) if c.filling is not None else c.numbers for c in caches]
+    numbers = [np.arange(c.recipe.count) if c.filling is not None else c.indices for c in caches]
     seen = [
         [c.name, c.fingerprint, len(own), xxhash.xxh3_64_hexdigest(own.tobytes())]
         for c, own in zip(caches, numbers, strict=True)

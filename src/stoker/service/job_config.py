@@ -202,12 +202,13 @@ SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
             "encoder.time", "precompute.encode_batch", "model.width", "model.depth", "model.heads",
             "data.normalize", "data.limit", "data.preset",
             "training.max_steps", "training.amp", "training.time_stride",
-            "training.rollout_horizon", "training.start_every", "training.order", "training.subset",
+            "training.rollout_horizon", "training.start_every", "training.shuffle", "training.partition",
+            "training.subset",
             "training.latent_cache_dtype", "training.checkpoint_every", "precompute.max_quarantined",
             "precompute.nan",
         ),
         "images": (
-            "data.images.size", "data.images.fit", "data.images.colour", "data.limit",
+            "data.images.size", "data.images.fit", "data.images.color", "data.limit",
             "precompute.max_quarantined",
         ),
     }

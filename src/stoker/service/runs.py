@@ -150,7 +150,7 @@ def train_records(
     with lock_run_folder(run.folder):
         caches = run.caches()
         train = _loader(run, caches[0], device, meter=meter)
-        val = _loader(run, caches[1], device, order="sequential") if len(caches) > 1 else None
+        val = _loader(run, caches[1], device, shuffle=False) if len(caches) > 1 else None
         torch.manual_seed(run.config.seed)
         learner, saved, told = make(run, caches)
         learner.model.to(device)
@@ -212,13 +212,13 @@ def _loader(
     result: CacheResult,
     device: torch.device,
     *,
-    order: str = "full",
+    shuffle: bool = True,
     meter: StallMeter | None = None,
 ) -> Loader:
     return Loader(
         result.cache,
         run.settings.training.batch_size,
-        order=order,
+        shuffle=shuffle,
         meter=meter,
         **loader_arguments(run.settings, device),
     )

@@ -172,7 +172,7 @@ def as_prometheus(services: Services) -> str:
     lines += [f"process_cpu_seconds_total {spent.user + spent.system:.2f}"]
     asked = {"jobs": jobs, "disk": disk, "gpus": driver}
     ages = {name: round(one.age_s, 3) for name, one in asked.items() if one.value is not None}
-    busy = {str(i): gpu["utilisation"] for i, gpu in enumerate(driver.value or ()) if gpu.get("utilisation")}
+    busy = {str(i): gpu["utilization"] for i, gpu in enumerate(driver.value or ()) if gpu.get("utilization")}
     lines += counts("stoker_figure_age_seconds", "gauge", "figure", ages)
     lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
     lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)

@@ -14,7 +14,6 @@ from typing import SupportsIndex, cast
 
 from stoker.errors import ConfigError, arg
 from stoker.sources.files import SUFFIXES
-from stoker.sources.protocol import Source
 
 _ADAPTERS = {
     ".zarr": "arrays.ArraySource",
@@ -39,20 +38,6 @@ def check_dataset(dataset: object) -> None:
         raise ConfigError(
             f"the dataset is {format_value(dataset)}. Expected items by number, from 0. For a dict of "
             "arrays of one length give torch.utils.data.StackDataset(**dataset)"
-        )
-
-
-def check_source(source: object) -> None:
-    """Refuse what is not a source.
-
-    Raises:
-        ConfigError: With a call that makes one of it, where there is one.
-    """
-    if isinstance(source, type) or not isinstance(source, Source):
-        check_dataset(source)
-        raise ConfigError(
-            f"the source is {format_value(source)}. Expected a source: for a Dataset "
-            "stoker.TorchSource(dataset)"
         )
 
 

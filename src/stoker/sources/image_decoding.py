@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError, features
 from PIL import __version__ as pillow_version
 
 from stoker.errors import DecodeError
-from stoker.sources.image_geometry import Colour, Fit, Rules, fit_image
+from stoker.sources.image_geometry import Color, Fit, Rules, fit_image
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 """Formats that are opened; others (some of which run programs) are taken as not an image."""
@@ -64,7 +64,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
         if rules.reduced:
             drafted = image.draft(None, (inner[1], inner[0]))
             box = None if drafted is None else drafted[1]
-        image = _plain(image, data, rules.colour, where)
+        image = _plain(image, data, rules.color, where)
         image = image.resize((inner[1], inner[0]), Image.Resampling[rules.filter.upper()], box=box)
     except (MemoryError, DecodeError):
         raise
@@ -81,12 +81,12 @@ def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
     """Return whole numbers `(H, W)` of a gray image (depths, classes), each taken from the nearest pixel.
 
     Raises:
-        DecodeError: Not an image, truncated, of several channels or of another size than its colour image.
+        DecodeError: Not an image, truncated, of several channels or of another size than its color image.
     """
     image, _ = _opened(data, None, where)
     if (image.height, image.width) != fit.before:
         raise DecodeError(
-            f"{where} is {image.height} x {image.width}, its colour image {fit.before[0]} x {fit.before[1]}. "
+            f"{where} is {image.height} x {image.width}, its color image {fit.before[0]} x {fit.before[1]}. "
             "Both must be of one size"
         )
     try:
@@ -134,8 +134,8 @@ def _too_large(where: str, what: str) -> str:
     return f"{where} is too large: {what}. Up to {MAX_PIXELS:,} pixels are decoded; make it smaller first"
 
 
-def _plain(image: Image.Image, data: bytes, colour: Colour, where: str) -> Image.Image:
-    """Return the image decoded, as 8 bits in `colour`."""
+def _plain(image: Image.Image, data: bytes, color: Color, where: str) -> Image.Image:
+    """Return the image decoded, as 8 bits in `color`."""
     transparent = image.info.get("transparency")
     if image.format == "PNG" and transparent is not None and image.mode in ("L", "RGB"):
         image.info["transparency"] = _in_8_bits(transparent, data[_PNG_DEPTH])
@@ -157,10 +157,10 @@ def _plain(image: Image.Image, data: bytes, colour: Colour, where: str) -> Image
         image = Image.new("RGBA", over.size, (0, 0, 0, 255))
         image.alpha_composite(over)
     image.load()
-    return image if image.mode == colour else image.convert(colour)  # which would copy what is right already
+    return image if image.mode == color else image.convert(color)  # which would copy what is right already
 
 
-def _in_8_bits(colour: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
+def _in_8_bits(color: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
     """Return the transparent color of a PNG in the 8 bits of Pillow's pixels.
 
     The file gives it in `depth` bits; Pillow widens or cuts pixels to 8, but leaves this color as it is.
@@ -169,9 +169,9 @@ def _in_8_bits(colour: int | tuple[int, ...], depth: int) -> int | tuple[int, ..
     >>> _in_8_bits(2, 4), _in_8_bits((0x1234, 0, 0xFFFF), 16)
     (34, (18, 0, 255))
     """
-    if isinstance(colour, tuple):
-        return tuple(value >> 8 for value in colour) if depth == 16 else colour
-    return colour * 255 // (2**depth - 1)
+    if isinstance(color, tuple):
+        return tuple(value >> 8 for value in color) if depth == 16 else color
+    return color * 255 // (2**depth - 1)
 
 
 def _on_canvas(image: Image.Image, fit: Fit) -> NDArray[np.uint8]:

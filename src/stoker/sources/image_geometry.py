@@ -81,11 +81,11 @@ def fit_image(before: tuple[int, int], size: tuple[int, int], rule: FitRule) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The rules by which every image of a source is brought to one size and colour.
+# The rules by which every image of a source is brought to one size and color.
 
 
 Filter: TypeAlias = Literal["nearest", "box", "bilinear", "bicubic", "lanczos"]
-Colour: TypeAlias = Literal["RGB", "L"]
+Color: TypeAlias = Literal["RGB", "L"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Rules:
     size: tuple[int, int]
     """(height, width) wanted."""
     fit: FitRule = "stretch"
-    colour: Colour = "RGB"
+    color: Color = "RGB"
     filter: Filter = "bilinear"
     """Pillow's filter, which looks at all pixels that fall together when an image shrinks."""
     reduced: bool = True
@@ -106,11 +106,13 @@ class Rules:
     @property
     def channels(self) -> int:
         """3, or 1 for gray."""
-        return 3 if self.colour == "RGB" else 1
+        return 3 if self.color == "RGB" else 1
 
     def to_json(self) -> dict[str, Json]:
-        """Return the rules as they go into a recipe."""
-        return {**asdict(self), "size": list(self.size)}
+        """Return the rules as they go into a recipe, where `color` has its first name."""
+        settings = asdict(self)
+        color = settings.pop("color")
+        return {**settings, "size": list(self.size), "colour": color}
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from stoker.sources.files import (
     open_regular,
     why_unreadable,
 )
-from stoker.sources.image_geometry import Colour, Filter, Fit, FitRule, ObjectRules, Rules
+from stoker.sources.image_geometry import Color, Filter, Fit, FitRule, ObjectRules, Rules
 from stoker.sources.protocol import FileRef, Part, SourceIdentity, check_index, even_runs
 from stoker.sources.splits import DEFAULT_SPLITS, SplitChoice, choose_split, split_numbers
 from stoker.units import MIB
@@ -391,7 +391,7 @@ class ImageSource:
         splits, seed: Fractions, where the data names no splits itself, and the seed of cuts and draws.
         max_samples: Draw so many images of the split, evenly; None: all.
         fit: `stretch`, `letterbox` or `short`, see `FitRule`; labels go where their pixels go.
-        colour: `RGB`, or `L` for gray.
+        color: `RGB`, or `L` for gray.
         store: `pixels`, or `encoded`: the file's own bytes, decoded when they are served.
         labels: How labels become fields, see `Labels`.
         filter, reduced, turned: See `Rules`.
@@ -416,7 +416,7 @@ class ImageSource:
         seed: int = 0,
         max_samples: int | None = None,
         fit: FitRule = "stretch",
-        colour: Colour = "RGB",
+        color: Color = "RGB",
         store: Store = "pixels",
         labels: Labels | Mapping[str, object] | None = None,
         filter: Filter = "bilinear",
@@ -426,7 +426,7 @@ class ImageSource:
         require_pillow()
         _check("annotations", annotations, (None, *get_args(Layout)))
         _check("fit", fit, get_args(FitRule))
-        _check("colour", colour, get_args(Colour))
+        _check("color", color, get_args(Color))
         _check("store", store, get_args(Store))
         _check("filter", filter, get_args(Filter))
         check_path("root", root)
@@ -434,7 +434,7 @@ class ImageSource:
         if max_samples is not None:
             check_int("max_samples", max_samples, least=1)
         self._rules = Rules(
-            size=_size(size, fit), fit=fit, colour=colour, filter=filter, reduced=reduced, turned=turned
+            size=_size(size, fit), fit=fit, color=color, filter=filter, reduced=reduced, turned=turned
         )
         self._root = require_folder(Path(os.path.abspath(Path(root).expanduser())), "a folder with images")  # noqa: PTH100 - resolve() would follow links
         self._layout: Layout | None = annotations

@@ -44,7 +44,16 @@ from stoker.sources.pickling import (
 )
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
 from stoker.sources.torch_identity import Description, describe, held_paths
-from stoker.sources.torch_items import Item, PlainItems, Rule, TextRules, flatten_item, narrowed_fields
+from stoker.sources.torch_items import (
+    Item,
+    ItemStructure,
+    PlainItems,
+    Rule,
+    TextRules,
+    flatten_item,
+    narrowed_fields,
+    structure_of,
+)
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
@@ -338,8 +347,8 @@ class TorchSource:
     """The items of a map-style Dataset, as samples.
 
     Args:
-        dataset: Anything with `__len__` and `__getitem__`: tensors, arrays, numbers, PIL images, and tuples
-            or (nested) dictionaries of these.
+        dataset: Anything with `__len__` and `__getitem__`: tensors, arrays, numbers, PIL images, and tuples,
+            dataclasses or (nested) dictionaries of these.
         version: Names the content in place of what can be seen of it; change it when the data changes.
         time: Fields whose axis 0 is time, so that windows may be cut from them.
         ragged: Fields whose length along axis 0 varies; also found by probing.
@@ -405,6 +414,7 @@ class TorchSource:
         self._ahead = False
         self._elsewhere: dict[int, dict[str, str] | str] | None = None
         self._narrowed: set[str] = set()
+        self._structure: ItemStructure = None
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
         self._holds = False
@@ -457,6 +467,11 @@ class TorchSource:
     def schema(self) -> Schema:
         """Return fields as found by probing."""
         return dict(self._probe().schema)
+
+    def structure(self) -> ItemStructure:
+        """Return how an item is built from its fields, as found by probing."""
+        self._probe()
+        return self._structure
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read item `index`, flattened; `start:stop` cuts the fields named in `time`.
@@ -593,6 +608,7 @@ class TorchSource:
         found = flatten_item(item, where=self.locate(index), text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
+            self._structure = structure_of(item, self._text)
         return found
 
     def _get(self, index: int, *, seeded: bool) -> Any:

@@ -1,23 +1,24 @@
 """Items of a Dataset as flat dictionaries of numpy arrays.
 
-Dictionaries are flattened with `.`, tuples give fields `0`, `1`, ... (or their names), a bare tensor or
-number is the field `data`. Numbers and lists of numbers keep all their digits, as `default_collate` does:
-floats are float64. Arrays and tensors of float64 with at least one axis become float32. complex gets a
-trailing axis of 2, bfloat16 travels as its bits in uint16. A store holds numbers: text is refused, unless a
-rule says what number it is.
+Dictionaries are flattened with `.`, tuples give fields `0`, `1`, ... (or their names), dataclasses the names
+of their fields; a bare tensor or number is the field `data`. Numbers and lists of numbers keep all their
+digits, as `default_collate` does: floats are float64. Arrays and tensors of float64 with at least one axis
+become float32. complex gets a trailing axis of 2, bfloat16 travels as its bits in uint16. A store holds
+numbers: text is refused, unless a rule says what number it is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, arg
-from stoker.schema import Json, Sample
+from stoker.schema import Json, Sample, Schema
 from stoker.sources.protocol import read_as
 
 Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
@@ -228,6 +229,52 @@ def _is_stored_as_it_is(value: Any, array: NDArray[Any], dtype: str) -> bool:
     return str(value.dtype) == f"torch.{dtype}" and tuple(value.shape) == array.shape
 
 
+def encoded_structure(
+    structure: ItemStructure, before: Iterable[str], after: Iterable[str]
+) -> ItemStructure | bool:
+    """Return the structure of items after an encoder; False if the encoder changed too much to keep it.
+
+    One field that the encoder replaces by one other keeps its place: of `(image, label)` comes
+    `(latent, label)`.
+
+    Args:
+        structure: Of the dataset's items.
+        before, after: Names of the fields of samples, and of records.
+
+    >>> item = Branch(tuple, ((0, "0"), (1, "1")))
+    >>> encoded_structure(item, ["0", "1"], ["latent", "1"]).parts
+    ((0, 'latent'), (1, '1'))
+    """
+    had, has = {*before}, {*after}
+    gone, new = had - has, has - had
+    if not gone and not new:
+        return structure
+    if len(gone) != 1 or len(new) != 1:
+        return False
+    return _renamed(structure, gone.pop(), new.pop())
+
+
+def _renamed(node: ItemStructure, old: str, new: str) -> ItemStructure:
+    if not isinstance(node, Branch):
+        return new if node == old else node
+    is_dict = issubclass(node.kind, Mapping)  # its keys are the names of fields
+    parts = ((new if is_dict and one == old else key, _renamed(one, old, new)) for key, one in node.parts)
+    return Branch(node.kind, tuple(parts))
+
+
+def first_array(structure: ItemStructure, schema: Schema) -> str | None:
+    """Return the first field of items that are tuples or lists which is not a single number; None: no such.
+
+    >>> fields = {"0": Field(shape=(), dtype="int64"), "1": Field(shape=(3,), dtype="float32")}
+    >>> first_array(Branch(tuple, ((0, "0"), (1, "1"))), fields)
+    '1'
+    """
+    if not isinstance(structure, Branch) or not issubclass(structure.kind, tuple | list):
+        return None
+    names = (part for _, part in structure.parts if isinstance(part, str))
+    return next((name for name in names if schema[name].shape), None)
+
+
 def narrowed_fields(item: Any) -> set[str]:
     """Return the fields that are arrays or tensors of more precision than is stored.
 
@@ -255,17 +302,52 @@ def _walk(value: Any, name: str, where: str, depth: int = 0) -> Iterator[tuple[s
             f"{where}, field {name[:40]!r}... is nested more than {DEEPEST} deep. Does it contain itself? "
             "Return arrays in a flat dictionary"
         )
-    if isinstance(value, Mapping):
-        items = [(str(key), inner) for key, inner in cast("Mapping[Any, Any]", value).items()]
-    else:
-        values = cast("Sequence[Any]", value) if isinstance(value, tuple | list) else ()
-        if not values or (name and _plain_numbers(values)):
-            yield name, value
-            return
-        names = getattr(values, "_fields", range(len(values)))
-        items = [(str(key), inner) for key, inner in zip(names, values, strict=True)]
+    if (items := _children(value, name)) is None:
+        yield name, value
+        return
     for key, inner in items:
-        yield from _walk(inner, f"{name}.{key}" if name else key, where, depth + 1)
+        yield from _walk(inner, f"{name}.{key}" if name else str(key), where, depth + 1)
+
+
+def _children(value: Any, name: str) -> list[tuple[Any, Any]] | None:
+    """Return the parts of a dictionary, tuple, list or dataclass by key; None for a leaf.
+
+    A list of plain numbers below the top is a leaf, and so is an empty list.
+    """
+    if isinstance(value, Mapping):
+        return [*cast("Mapping[Any, Any]", value).items()]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    values = cast("Sequence[Any]", value) if isinstance(value, tuple | list) else ()
+    if not values or (name and _plain_numbers(values)):
+        return None
+    return [*zip(getattr(values, "_fields", range(len(values))), values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A dictionary, tuple, list or dataclass of an item; `parts` are its keys and what is there."""
+
+    kind: type
+    parts: tuple[tuple[Any, ItemStructure], ...]
+
+
+ItemStructure: TypeAlias = "Branch | str | None"
+"""How an item is built from its fields: a branch, the name of a field, or None where text is dropped."""
+
+
+def structure_of(item: Any, text: TextRules, name: str = "") -> ItemStructure:
+    """Return how an item is built from the fields that `flatten_item` makes of it.
+
+    >>> structure_of((1.0, {"a": 2}), NO_RULES).parts[0]
+    (0, '0')
+    """
+    children = _children(item, name)
+    if children is None:
+        field = name or "data"
+        return None if text.dropped(field) else field
+    parts = tuple((key, structure_of(v, text, f"{name}.{key}" if name else str(key))) for key, v in children)
+    return Branch(type(item), parts)
 
 
 def _plain_numbers(values: Sequence[Any]) -> bool:

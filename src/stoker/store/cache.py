@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, SupportsIndex, overload
 
 import numpy as np
 import xxhash
@@ -32,6 +32,7 @@ from stoker.errors import (
 )
 from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
 from stoker.schema import JsonResult, Schema, unfolded
+from stoker.store.access import Column, Table, describe, preview, read_many, sample_index, selected
 from stoker.store.failures import Failure
 from stoker.store.format import INDEX_FILE, RECIPE_FILE, axis_length, is_shard_name
 from stoker.store.index import (
@@ -49,7 +50,7 @@ from stoker.store.index import (
     without_lost,
     write_index,
 )
-from stoker.store.recipe import Recipe
+from stoker.store.recipe import Difference, Recipe, diff_recipes
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
 from stoker.store.storage import UsageLock, display_path, lock_index, note_use, open_storage, resolve_local
 from stoker.store.values import read_field
@@ -213,11 +214,11 @@ class Cache:
         return segments_of(self.index.shards, self.recipe)
 
     @cached_property
-    def numbers(self) -> NDArray[np.int64]:
-        """Sample numbers of stored records, sorted, `(len(self),)`. Read-only."""
-        numbers = spread(self.segments.first, self.segments.count)
-        numbers.flags.writeable = False
-        return numbers
+    def indices(self) -> NDArray[np.int64]:
+        """Sample indices of stored records, sorted, `(len(self),)`. Read-only."""
+        indices = spread(self.segments.first, self.segments.count)
+        indices.flags.writeable = False
+        return indices
 
     def __len__(self) -> int:
         return self.index.stored
@@ -225,24 +226,70 @@ class Cache:
     def __contains__(self, number: object) -> bool:
         return isinstance(number, SupportsIndex) and self._find(operator.index(number)) is not None
 
-    def __getitem__(self, number: SupportsIndex) -> dict[str, Tensor]:
-        """Return a copy of the record of a sample, every byte checked.
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, key: str) -> Column: ...
+    @overload
+    def __getitem__(self, key: slice | Sequence[int] | NDArray[Any] | Tensor) -> dict[str, Any]: ...
+    def __getitem__(self, key: Any) -> Any:
+        """Return a copy of the record of a sample, of several samples, or a field of all; every byte checked.
 
-        Quantized fields come as float32, fields of particles and meshes whose steps and points vary as
-        `(T, N, *rest)`.
+        `cache[5]` is the record of sample 5 and `cache[-1]` that of the last sample, `{field: tensor}`.
+        `cache[10:20]` has those samples of the range that are stored, `cache[[3, 5]]` the ones named: fields
+        stacked to `(n, *shape)` (a list of tensors if the length varies), and `index`, their sample indices.
+        `cache["latent"]` is a `Column`. Quantized fields come as float32. Fields of particles and meshes
+        whose steps and points vary come as `(T, N, *rest)`.
 
         Raises:
-            MissingRecordError: It is not stored; says whether it was quarantined, and why.
-            CorruptError: It is damaged; names shard and field.
+            MissingRecordError: A sample is not stored; says whether it was quarantined, and why.
+            CorruptError: A record is damaged; names shard and field.
+            RecordError: There is no such field.
         """
-        number = operator.index(number)
-        place = self._find(number)
-        if place is None:
-            raise self._missing(number)
+        if isinstance(key, str):
+            if key not in served_schema(self):
+                raise RecordError(
+                    f"{self.name} has no field {key!r}. It has {', '.join(served_schema(self))}"
+                )
+            return Column(self, key)
+        if not isinstance(key, SupportsIndex) or (isinstance(key, Tensor | np.ndarray) and key.ndim):
+            return read_many(self, selected(self, key))
+        number = sample_index(key, self.index.count)
+        place = self.locate(number)
         shard = self.shard(place[0])
         joined = {} if self.joined is None else self.joined.record(number)
         record = {name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()}
         return unfolded(record, self.schema) | joined
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the stored records by sample index."""
+        for index in self.indices.tolist():
+            yield self[index]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files. What is read of it afterwards opens them again."""
+        self._shards.trim(0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path alone; what is not complete is opened as it is then."""
+        return _reopened, (self.path, self.joined)
+
+    def preview(self, records: int = 3) -> Table:
+        """Return the first values of the first records, a table to print or to show in a notebook."""
+        return preview(self, records)
+
+    def _repr_html_(self) -> str:
+        return describe(self).html()
+
+    def why(self, other: Cache) -> list[Difference]:
+        """Return what differs between the recipes of two caches: nothing, or they have other fingerprints."""
+        return diff_recipes(self.recipe, other.recipe)
 
     def __repr__(self) -> str:
         state = f"{format_count(len(self))} of {format_count(self.index.count)}"
@@ -300,6 +347,17 @@ class Cache:
         """
         return _verify(self, subset, seed)
 
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the place of a sample's record: its shard in the index, and its row there.
+
+        Raises:
+            MissingRecordError: It is not stored.
+        """
+        place = self._find(index)
+        if place is None:
+            raise self._missing(index)
+        return place
+
     def _find(self, number: int) -> tuple[int, int] | None:
         """Return shard and row of a sample."""
         segments = self.segments
@@ -320,7 +378,8 @@ class Cache:
             )
         if not 0 <= number < self.index.count:
             return MissingRecordError(
-                f"there is no sample {number}: {self.name} has {self.index.count}, from 0"
+                f"sample {number} does not exist: {self.name} has {self.index.count} samples, from 0. Use an "
+                "index below that"
             )
         return MissingRecordError(
             f"sample {number} is not encoded yet: {self!r}. Run precompute to fill the gaps"
@@ -512,7 +571,7 @@ def _verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
     bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
     if subset < 1:
         count = math.ceil(subset * len(cache))
-        numbers = np.sort(np.random.default_rng(seed).choice(cache.numbers, count, replace=False))
+        numbers = np.sort(np.random.default_rng(seed).choice(cache.indices, count, replace=False))
         bad += _bad_of_sample(cache, numbers.tolist())
         unchecked = [
             f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
@@ -644,7 +703,7 @@ class GrowingCache:
             self._index = build_index(self._storage, self._recipe, self._catalog.refresh(), self._index)
             self._cache = Cache(self._path, self._recipe, self._index)
             self._settled = np.zeros(self._recipe.count, np.bool_)
-            self._settled[self._cache.numbers] = True
+            self._settled[self._cache.indices] = True
             given_up = [n for n, why in self._index.quarantined.items() if self._again.get(n) != why]
             self._settled[given_up] = True
             self._seen = seen
@@ -717,6 +776,10 @@ class JointCache(Cache):
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
         return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the paths of the members alone."""
+        return JointCache, (self.members,)
+
     def owners(self, error: CorruptError) -> list[Cache]:
         """Return the members that serve the damaged shard: several, if a cache is given twice.
 
@@ -736,6 +799,12 @@ def reopen(cache: Cache) -> Cache:
     again = type(cache)(cache.path, cache.recipe, cache.index)
     again.filler, again.joined = cache.filler, cache.joined
     return again
+
+
+def _reopened(path: Path, joined: JoinedColumns | None) -> Cache:
+    cache = peek_cache(path, require_complete=False)
+    cache.joined = joined
+    return cache
 
 
 def same_fields(caches: Sequence[Cache]) -> bool:

@@ -464,7 +464,7 @@ def open_folder(
     storage = open_storage(path)
     try:
         with explain_disk_errors(path):
-            _make_folders(cache_dir, path)
+            _make_folders(cache_dir, path, ignored_by_git=storage.mirror is None)
             sweep(storage.path)
             _put_recipe(storage, recipe)
             _put_sources(storage, recipe.files)
@@ -478,12 +478,15 @@ def open_folder(
     return Folder(path, name, recipe)
 
 
-def _make_folders(cache_dir: Path, path: Path) -> None:
+def _make_folders(cache_dir: Path, path: Path, *, ignored_by_git: bool) -> None:
     if (path / RECIPE_FILE).exists():
         return  # written when the folders above it were durable
     made = [folder for folder in cache_dir.parents if not folder.exists()]
+    ignored_by_git &= not cache_dir.exists()
     for folder in (cache_dir, path.parent, path):
         make_folder(folder, 0o700)
+    if ignored_by_git:
+        (cache_dir / ".gitignore").write_text("*\n")
     for folder in (path.parent, cache_dir, cache_dir.parent, *(folder.parent for folder in made)):
         if os.access(folder, os.R_OK):  # one that we may not list cannot be opened to be synced
             sync_folder(folder)

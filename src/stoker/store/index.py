@@ -36,7 +36,7 @@ from stoker.store.recipe import Recipe, parse_recipe
 from stoker.store.remote import Expected, ReplacedError
 from stoker.store.shard import Shard, map_shards, repair_advice
 from stoker.store.storage import Storage, open_storage
-from stoker.store.values import Accumulator, read_field, summarise
+from stoker.store.values import Accumulator, read_field, summarize
 from stoker.units import MIB, format_bytes
 
 log = logging.getLogger("stoker")
@@ -714,7 +714,7 @@ def _statistics(storage: Storage, recipe: Recipe, serving: Sequence[ShardInfo]) 
         elif info.records:
             # Some of its rows are served from other shards: count only the rest.
             partials.append(_recount(storage, info, recipe))
-    return {name: summarise([partial[name] for partial in partials]) for name in recipe.schema}
+    return {name: summarize([partial[name] for partial in partials]) for name in recipe.schema}
 
 
 def _recount(storage: Storage, info: ShardInfo, recipe: Recipe) -> dict[str, Any]:

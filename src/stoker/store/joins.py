@@ -161,7 +161,7 @@ def join_columns(cache: Cache, join: Join) -> JoinedColumns:
     masked = "mask" in (join.missing, join.repeated)
     schema = _schema(cache, labels, masked=masked)
     keys = _keys(cache, join.on)
-    numbers = cache.numbers
+    numbers = cache.indices
     repeated, own = set(labels.repeated), [keys[int(number)] for number in numbers]
     state = np.array([_state(key, labels, repeated) for key in own], np.int8)
     where = f"{join.table}, joined to {cache.name}"
@@ -263,7 +263,7 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
             raise ConfigError(f"on has {len(on)} keys for {cache.index.count} samples of {cache.name}")
         return list(on)
     if on == "number":
-        return {int(number): str(number) for number in cache.numbers}
+        return {int(number): str(number) for number in cache.indices}
     spec = cache.schema.get(on)
     if spec is None or spec.shape or spec.floating:
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
@@ -295,7 +295,7 @@ def joint_columns(members: Sequence[Cache]) -> JoinedColumns:
     found = [member.joined for member in members if member.joined is not None]
     first = np.cumsum([0, *(member.recipe.count for member in members)])
     numbers = [
-        begin + (member.numbers if joined.numbers is None else joined.numbers)
+        begin + (member.indices if joined.numbers is None else joined.numbers)
         for begin, member, joined in zip(first, members, found, strict=False)
     ]
     reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]

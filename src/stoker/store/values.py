@@ -88,7 +88,7 @@ class Scratch:
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, good until the next one of this dtype is taken."""
+        """Return an uninitialized tensor, good until the next one of this dtype is taken."""
         count = math.prod(shape)
         buffer = self._buffers.get(dtype)
         if buffer is None or len(buffer) < count:
@@ -540,7 +540,7 @@ def widest_partial(field: Field) -> Partial:
     }
 
 
-def summarise(partials: Iterable[Partial]) -> dict[str, Any]:
+def summarize(partials: Iterable[Partial]) -> dict[str, Any]:
     """Merge partials of one field into readable statistics.
 
     Returns:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.loader.gather import ConvertingGather, view_for
-from stoker.loader.outputs import Conversion, Normalise, OutputSpec, find_conversion
+from stoker.loader.outputs import Conversion, Normalization, OutputSpec, find_conversion
 from stoker.loader.triton_gather import TritonGather
 from stoker.schema import Field
 
@@ -63,7 +63,7 @@ def normalised_and_cast() -> None:
         field = Field(shape=shape, dtype=str(dtype).removeprefix("torch."))
         many = {"mean": MEAN, "std": STD} if shape else {"mean": 0.5, "std": 0.3}
         rows, index = rows_of(dtype, 6, *shape), torch.tensor([5, 0, 2, 2, 4])
-        what = find_conversion(field, Normalise(axis=axis, divisor=2, **many), name)
+        what = find_conversion(field, Normalization(axis=axis, divisor=2, **many), name)
         assert what is not None
         compare(rows, what, index)
         if dtype.is_floating_point:
@@ -73,7 +73,7 @@ def normalised_and_cast() -> None:
 def windows() -> None:
     field = Field(shape=(9, 4, 6), dtype="float16", time=True)
     source = rows_of(torch.float16, 5, 9, 4, 6)
-    what = find_conversion(field, Normalise(mean=range(6), std=range(1, 7), axis=-1), "float32")  # type: ignore[arg-type]
+    what = find_conversion(field, Normalization(mean=range(6), std=range(1, 7), axis=-1), "float32")  # type: ignore[arg-type]
     assert what is not None
     for lag, count, every in [(0, None, 1), (2, None, 1), (1, 3, 2), (3, 1, 4)]:
         shape = (4, 6) if count is None else (count, 4, 6)
@@ -88,7 +88,7 @@ def crops_and_mirrors() -> None:
     rows, index = rows_of(torch.uint8, 6, 3, 12, 10), torch.tensor([5, 1, 1, 0])
     begins, flips = torch.tensor([[3, 2], [0, 1], [2, 2], [1, 0]]), torch.tensor([True, True, False, False])
     whole = find_conversion(
-        Field(shape=(3, 12, 10), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
+        Field(shape=(3, 12, 10), dtype="uint8"), Normalization(mean=MEAN, std=STD, divisor=255), None
     )
     assert whole is not None
     for crop, flip in [((9, 8), True), ((9, 8), False), (None, True)]:
@@ -103,7 +103,7 @@ def crops_and_mirrors() -> None:
 def static() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
     what = find_conversion(
-        Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
+        Field(shape=(3, 5, 5), dtype="uint8"), Normalization(mean=MEAN, std=STD, divisor=255), None
     )
     assert what is not None
     view = rows.to(DEVICE)
@@ -117,7 +117,7 @@ def static() -> None:
 def other_default_dtype() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
     what = find_conversion(
-        Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None
+        Field(shape=(3, 5, 5), dtype="uint8"), Normalization(mean=MEAN, std=STD, divisor=255), None
     )
     assert what is not None
     torch.set_default_dtype(torch.bfloat16)

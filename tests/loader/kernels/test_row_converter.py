@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.loader import Normalise
+from stoker.loader import Normalization
 from stoker.loader.gather import ConvertingGather, RowConverter, cut_images
 from stoker.loader.outputs import Conversion, find_conversion
 from stoker.runtime.threads import Pool
@@ -23,8 +23,8 @@ def stored(dtype: str, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator).mul(3).to(getattr(torch, dtype))
 
 
-def conversion(shape: tuple[int, ...], dtype: str, wanted: str | None, **normalise: Any) -> Conversion:
-    found = find_conversion(Field(shape=shape, dtype=dtype), Normalise(**normalise), wanted)
+def conversion(shape: tuple[int, ...], dtype: str, wanted: str | None, **normalize: Any) -> Conversion:
+    found = find_conversion(Field(shape=shape, dtype=dtype), Normalization(**normalize), wanted)
     assert found is not None
     return found
 
@@ -125,7 +125,7 @@ def test_crops_and_mirrors_are_those_of_slices(rows: Tensor) -> None:
 def test_cropped_images_are_normalised_by_their_own_channels() -> None:
     rows = stored("uint8", 6, 3, 12, 10)
     whole = conversion((3, 12, 10), "uint8", "bfloat16", mean=MEAN, std=STD, divisor=255)
-    cropped = Conversion(dtype=whole.dtype, crop=(9, 8), flip=True, **_normalising(whole))
+    cropped = Conversion(dtype=whole.dtype, crop=(9, 8), flip=True, **_normalizing(whole))
     begins, flips = torch.tensor([[3, 2], [0, 1], [2, 2], [1, 0]]), torch.tensor([True, True, False, False])
     index = torch.tensor([5, 1, 1, 0])
 
@@ -134,5 +134,5 @@ def test_cropped_images_are_normalised_by_their_own_channels() -> None:
     assert torch.equal(got, cut_images(by_rule(rows[index], whole), (9, 8), begins, flips))
 
 
-def _normalising(what: Conversion) -> dict[str, Any]:
+def _normalizing(what: Conversion) -> dict[str, Any]:
     return {"scale": what.scale, "shift": what.shift, "inner": what.inner}

@@ -148,7 +148,7 @@ def test_a_place_of_complete_caches_waits_for_those_that_are_being_filled(tmp_pa
 
 def test_a_cache_that_is_being_filled_may_stand_beside_a_complete_one(tmp_path: Path) -> None:
     own = steps_in(tmp_path)
-    list(Loader(own["b"].cache()))
+    list(Loader(own["b"].cache(), shuffle=True))
     caches = [own["a"].cache(), open_cache(tmp_path / "b" / "c"), own["c"].cache()]
     assert set(examples(mixture(caches, MODES[0]))) == all_examples()
 

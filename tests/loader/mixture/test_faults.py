@@ -52,7 +52,7 @@ def test_what_a_cache_lacks_is_encoded_once_beside_a_loader(tmp_path: Path, cach
     cache = filling.cache()
     cache.filling = None
 
-    mixture = Mixture([Loader(caches["b"], 4), cache], 4)
+    mixture = Mixture([Loader(caches["b"], 4, shuffle=True), cache], 4)
 
     assert filling.filled == [*range(13)]
     assert all(own.complete for own in mixture.dataset)
@@ -67,7 +67,7 @@ def test_caches_as_one_are_reopened_after_a_fork(alike: list[Cache]) -> None:
     assert again.fingerprint == joint.fingerprint
     assert torch.equal(again[13 + 2]["latent"], alike[1][2]["latent"])
     assert not {id(member) for member in again.members} & {id(member) for member in alike}
-    assert joint.numbers.tolist() == list(range(20))
+    assert joint.indices.tolist() == list(range(20))
 
 
 def test_quarantined_samples_keep_their_place_among_the_others(tmp_path: Path) -> None:

@@ -243,18 +243,18 @@ def test_several_ranks_leave_out_short_batches_and_nothing_else(abc: list[Cache]
 
 
 def test_evaluation_serves_cache_after_cache_in_order(abc: list[Cache]) -> None:
-    mixture = Mixture(abc, 16, windows=WINDOWS, order="sequential")
+    mixture = Mixture(abc, 16, windows=WINDOWS, shuffle=False)
     seen = [(task, *row) for batch in mixture
             for task, row in zip(batch.tasks.tolist(), batch.index.tolist(), strict=True)]  # fmt: skip
 
     assert seen == sorted(seen)
-    ranks = [Mixture(abc, 16, windows=WINDOWS, order="sequential", rank=r, world_size=3) for r in range(3)]
+    ranks = [Mixture(abc, 16, windows=WINDOWS, shuffle=False, rank=r, world_size=3) for r in range(3)]
     split = examples([batch for rank in ranks for batch in rank], mixture.names)
     assert split == Counter((mixture.names[task], *rest) for task, *rest in seen)
 
 
 def test_one_cache_alone_comes_as_it_does_in_the_mixture(abc: list[Cache]) -> None:
-    mixture = Mixture(abc, 16, windows=WINDOWS, order="sequential")
+    mixture = Mixture(abc, 16, windows=WINDOWS, shuffle=False)
 
     for name in mixture.names:
         assert all(map(same, mixture.only(name), [batch for batch in mixture if batch.task == name]))
@@ -266,8 +266,8 @@ def test_loaders_keep_their_own_settings(caches: dict[str, Cache], fields: Any) 
     def plus_one(batch: WindowBatch, keys: torch.Tensor) -> WindowBatch:
         return batch._replace(z0=batch.z0 + 1)
 
-    a = Loader(caches["a"], 8, windows=Windows(field="latent", stride=2), transforms=[plus_one])
-    mixture = Mixture([a, Loader(caches["b"], 3, windows=WINDOWS)], mode="round_robin")
+    a = Loader(caches["a"], 8, windows=Windows(field="latent", stride=2), transforms=[plus_one], shuffle=True)
+    mixture = Mixture([a, Loader(caches["b"], 3, windows=WINDOWS, shuffle=True)], mode="round_robin")
 
     batch = next(iter(mixture))
 

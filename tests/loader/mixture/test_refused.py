@@ -34,7 +34,7 @@ def test_a_state_of_other_caches_is_refused_and_named(
     with pytest.raises(StaleStateError, match="global_batch 4 there, 8 here"):
         Mixture(own, 8, **common).load_state_dict(state)
     with pytest.raises(StaleStateError, match="not the state of a mixture"):
-        Mixture(own, 4, **common).load_state_dict(Loader(own[0]).state_dict())
+        Mixture(own, 4, **common).load_state_dict(Loader(own[0], shuffle=True).state_dict())
 
 
 def test_a_state_of_another_mode_or_other_weights_is_refused(alike: list[Cache]) -> None:
@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "weighted", "weights": {"a": 1, "bb": 1, "c": 1}}, "names 'bb', .* Did you mean b"),
     ({"mode": "weighted", "weights": {"a": 1, "b": 1}}, "weights has nothing for c"),
     ({"mode": "weighted", "weights": [1, 1]}, "for each of a, b, c"),
-    ({"mode": "round_robin", "order": "sequential"}, "cache after cache"),
+    ({"mode": "round_robin", "shuffle": False}, "cache after cache"),
     ({"names": ["x", "x", "y"]}, "called 'x'"),
     ({"names": ["x"]}, "1 names for 3 caches"),
     ({"indices": [1]}, "indices= means nothing"),
@@ -75,10 +75,13 @@ def test_what_has_no_meaning_is_refused(abc: list[Cache], given: dict[str, Any],
 
 
 def test_members_that_do_not_go_together_are_refused(caches: dict[str, Cache]) -> None:
-    a = Loader(caches["a"], 4, windows=WINDOWS)
+    a = Loader(caches["a"], 4, windows=WINDOWS, shuffle=True)
     for other, words in (
-        (Loader(caches["b"], 4), "differ in windows"),
-        (Loader(caches["b"], 4, windows=WINDOWS, rank=1, world_size=2), "differ in rank: 0 and 1"),
+        (Loader(caches["b"], 4, shuffle=True), "differ in windows"),
+        (
+            Loader(caches["b"], 4, windows=WINDOWS, rank=1, world_size=2, shuffle=True),
+            "differ in rank: 0 and 1",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             Mixture([a, other])

@@ -35,4 +35,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def expected(cache: Cache) -> list[Any]:
-    return list(Loader(cache, tier="disk", batch_size=5, seed=2))
+    return list(Loader(cache, tier="disk", batch_size=5, seed=2, shuffle=True))

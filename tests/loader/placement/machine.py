@@ -44,7 +44,7 @@ class Running:
     """A loader over a made-up machine, moved by hand: every look is followed by its filling."""
 
     def __init__(self, cache: Cache, machine: Machine, ledger: MemoryLedger, **settings: Any) -> None:
-        self.loader = Loader(cache, **{"batch_size": 5, "seed": 2, **settings})
+        self.loader = Loader(cache, **{"shuffle": True, "batch_size": 5, "seed": 2, **settings})
         design = self.loader._serving.design
         device = "cuda:0" if machine.device else "cpu"
         design = replace(

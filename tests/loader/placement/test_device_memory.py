@@ -61,7 +61,7 @@ def test_what_the_model_wants_again_is_left_to_it(
 def test_the_device_is_filled_at_once_where_that_was_asked_for(cache: Cache, settings: dict) -> None:
     tier = {"tier": settings.get("tier", "auto")}
     running = Running.__new__(Running)
-    loader = Loader(cache, batch_size=5)
+    loader = Loader(cache, batch_size=5, shuffle=True)
     machine = Machine(device=10)
     design = loader._serving.design
     design = replace(
@@ -117,7 +117,7 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     meter: bool,
 ) -> None:
     monkeypatch.setattr(gather, "GPU_CALL_BYTES", 0)  # as large batches are made: one by one
-    settings: dict[str, Any] = {"windows": Windows(field="latent"), "seed": 2}
+    settings: dict[str, Any] = {"shuffle": True, "windows": Windows(field="latent"), "seed": 2}
     expected = list(Loader(cache, 5, tier="disk", **settings))
     machine = Machine(device=free)
     if meter:
@@ -206,7 +206,7 @@ def test_a_part_of_the_device_grows_when_there_is_more(cache: Cache, clock: Call
 
 def test_fixed_addresses_are_never_moved(cache: Cache, clock: Callable[[float], None]) -> None:
     machine = Machine()
-    loader = Loader(cache, batch_size=4, tier="device", static=True)
+    loader = Loader(cache, batch_size=4, tier="device", static=True, shuffle=True)
     loader._serving.design = replace(loader._serving.design, measure=machine.look)
     list(loader)
     machine.host = 0.0

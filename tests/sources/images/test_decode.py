@@ -13,8 +13,8 @@ from stoker.sources.image_geometry import Rules, fit_image
 from tests.sources.images.pictures import encoded, square
 
 RULES = Rules(size=(24, 32))
-GREY = Rules(size=(8, 8), colour="L", filter="nearest")
-COLOUR = Rules(size=(8, 8), filter="nearest")
+GREY = Rules(size=(8, 8), color="L", filter="nearest")
+COLOR = Rules(size=(8, 8), filter="nearest")
 
 
 def pixels_of(data: bytes, rules: Rules = RULES) -> np.ndarray:
@@ -38,13 +38,13 @@ def flat(mode: str, value: object) -> Image.Image:
     ],
 )
 def test_every_kind_becomes_rgb_by_its_rule(image: Image.Image, expected: tuple[int, ...]) -> None:
-    assert pixels_of(encoded(image), COLOUR)[:, 4, 4].tolist() == list(expected)
+    assert pixels_of(encoded(image), COLOR)[:, 4, 4].tolist() == list(expected)
 
 
 def test_cmyk_is_converted_not_read_as_four_channels() -> None:
     data = encoded(flat("CMYK", (0, 255, 255, 0)), "JPEG", quality=100)
 
-    assert np.abs(pixels_of(data, COLOUR)[:, 4, 4].astype(int) - [255, 0, 0]).max() < 6
+    assert np.abs(pixels_of(data, COLOR)[:, 4, 4].astype(int) - [255, 0, 0]).max() < 6
 
 
 def test_grey_has_one_channel() -> None:
@@ -111,18 +111,18 @@ def test_a_letterbox_is_black_beside_the_image() -> None:
     assert (pixels[0, 0] == [0] * 4 + [9] * 8 + [0] * 4).all()
 
 
-def png(size: tuple[int, int], depth: int, colour: int, **chunks: bytes) -> bytes:
+def png(size: tuple[int, int], depth: int, color: int, **chunks: bytes) -> bytes:
     """A PNG of one's own making, `size` as width and height."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    parts = {"IHDR": struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, 0), **chunks, "IEND": b""}
+    parts = {"IHDR": struct.pack(">IIBBBBB", *size, depth, color, 0, 0, 0), **chunks, "IEND": b""}
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind.encode(), body) for kind, body in parts.items())
 
 
 @pytest.mark.parametrize(
-    ("depth", "colour", "row", "transparent", "expected"),
+    ("depth", "color", "row", "transparent", "expected"),
     [
         pytest.param(16, 0, (0x4DFF, 0x4D00, 0xFFFF), (0x4DFF,), (0, 0x4D, 0xFF), id="grey of 16 bits"),
         pytest.param(8, 0, (10, 11, 255), (10,), (0, 11, 255), id="grey of 8 bits"),
@@ -134,12 +134,12 @@ def png(size: tuple[int, int], depth: int, colour: int, **chunks: bytes) -> byte
         ),
     ],
 )
-def test_the_transparent_colour_of_a_png_is_laid_over_black(
-    depth: int, colour: int, row: tuple[int, ...], transparent: tuple[int, ...], expected: tuple[int, ...]
+def test_the_transparent_color_of_a_png_is_laid_over_black(
+    depth: int, color: int, row: tuple[int, ...], transparent: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     line = b"\0" + struct.pack(f">{len(row)}{'H' if depth == 16 else 'B'}", *row)
     own = struct.pack(f">{len(transparent)}H", *transparent)
-    data = png((3, 2), depth, colour, tRNS=own, IDAT=zlib.compress(2 * line))
+    data = png((3, 2), depth, color, tRNS=own, IDAT=zlib.compress(2 * line))
 
     assert tuple(pixels_of(data, Rules(size=(2, 3), filter="nearest"))[0, 0].tolist()) == expected
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_decoded_is_an_error_that_names_the_file(data: bytes, say
 
 
 def test_the_content_counts_not_the_suffix() -> None:
-    assert pixels_of(encoded(flat("RGB", (1, 2, 3))), COLOUR)[:, 0, 0].tolist() == [1, 2, 3]
+    assert pixels_of(encoded(flat("RGB", (1, 2, 3))), COLOR)[:, 0, 0].tolist() == [1, 2, 3]
 
 
 def test_maps_keep_their_numbers() -> None:
@@ -185,5 +185,5 @@ def test_maps_keep_their_numbers() -> None:
 
 
 def test_a_map_of_another_size_is_refused() -> None:
-    with pytest.raises(DecodeError, match="8 x 8, its colour image 48 x 64"):
+    with pytest.raises(DecodeError, match="8 x 8, its color image 48 x 64"):
         decode_map(encoded(flat("L", 1)), fit_image((48, 64), (24, 32), "stretch"), where="d.png")

@@ -33,7 +33,7 @@ def test_edges_of_the_image_stay_its_edges_and_height_is_not_taken_for_width() -
 
 
 def test_a_point_stays_on_its_pixel() -> None:
-    """Halved, pixels 0 and 1 become pixel 0, whose centre lies at 0: their common edge was at 0.5."""
+    """Halved, pixels 0 and 1 become pixel 0, whose center lies at 0: their common edge was at 0.5."""
     fit = fit_image((4, 4), (2, 2), "stretch")
 
     assert fit.points(np.array([[0.5, 0.5], [2.5, 0.5]])).tolist() == [[0, 0], [1, 0]]

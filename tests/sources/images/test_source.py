@@ -42,7 +42,7 @@ def source(root: Path, *args: object, size: object = (24, 32), **more: object) -
         {"fit": "short", "size": 20},
         {"store": "encoded"},
         {"labels": {"ragged": True}},
-        {"colour": "L", "max_samples": 4},
+        {"color": "L", "max_samples": 4},
     ],
     ids=lambda more: " ".join(more) or "plain",
 )

@@ -35,7 +35,7 @@ COLUMNS: dict[str, Any] = {
         "standardize": ["@north", "@east"],
     },
     "target": {"columns": ["tx_lat", "tx_lon"], "metres_from": "receivers", "standardize": True},
-    "centre": {"centroid_of": "receivers"},
+    "center": {"centroid_of": "receivers"},
 }
 NAMES = ("id", "power", "count", "known", "site", "at", "trace", "gdop", "snr", "heard", "tx_lat", "tx_lon")
 SQLITE = (

@@ -329,7 +329,7 @@ def test_values_are_picked_by_the_database_as_they_would_be_here(
         "null",
         "7",
     ]
-    columns = {name: COLUMNS[name] for name in ("receivers", "centre")}
+    columns = {name: COLUMNS[name] for name in ("receivers", "center")}
     columns["receivers"] = {k: v for k, v in columns["receivers"].items() if k != "standardize"}
     connection.execute("DROP TABLE IF EXISTS nested")
     connection.execute("CREATE TABLE nested (id int, heard jsonb)")

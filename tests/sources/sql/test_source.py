@@ -56,17 +56,17 @@ def test_values_are_what_the_rules_say(database: Path) -> None:
     assert sample["gdop"] == 50.0
     assert sample["receivers"].shape == (4, 4)
     counted = [entry for entry in heard if entry["on"]]
-    centre = np.mean([[entry["lat"], entry["lon"]] for entry in counted], axis=0)
-    assert sample["centre"] == pytest.approx(centre, abs=1e-5)
+    center = np.mean([[entry["lat"], entry["lon"]] for entry in counted], axis=0)
+    assert sample["center"] == pytest.approx(center, abs=1e-5)
     for place, entry in enumerate(heard):
         assert sample["receivers"][place, 0] == pytest.approx((entry["snr"]["mean"] + 20) / 80, abs=1e-6)
         assert sample["absent"][place] == (not entry["on"])
-        north = (entry["lat"] - centre[0]) * 111_195 if entry["on"] else 0
+        north = (entry["lat"] - center[0]) * 111_195 if entry["on"] else 0
         assert sample["receivers"][place, 1] == pytest.approx(north, rel=1e-4, abs=0.1)
     assert sample["absent"][len(heard) :].all()
     assert not sample["receivers"][len(heard) :].any()
-    east = (row[11] - centre[1]) * 111_195 * np.cos(np.radians(centre[0]))
-    assert sample["target"] == pytest.approx([(row[10] - centre[0]) * 111_195, east], rel=1e-3)
+    east = (row[11] - center[1]) * 111_195 * np.cos(np.radians(center[0]))
+    assert sample["target"] == pytest.approx([(row[10] - center[0]) * 111_195, east], rel=1e-3)
 
 
 def test_what_is_standardised_has_mean_0_and_deviation_1_over_the_train_split(database: Path) -> None:
@@ -428,7 +428,7 @@ def test_places_on_both_sides_of_the_180th_meridian_are_near_each_other(tmp_path
     for number in range(4):
         for name in ("receivers", "target"):
             np.testing.assert_allclose(across.read(number)[name], away.read(number)[name], atol=1e-4)
-        assert abs(across.read(number)["centre"][1]) > 179
+        assert abs(across.read(number)["center"][1]) > 179
 
 
 def test_float64_is_served_with_every_digit(database: Path, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_float64_is_served_with_every_digit(database: Path, tmp_path: Path) -> N
     rows = source(database, query="SELECT *, gdop AS found FROM samples", table=None, columns=columns)
 
     (batch,) = stoker.cached(
-        rows, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"workers": 0}
+        rows, cache_dir=tmp_path, batch_size=40, shuffle=False, precompute={"workers": 0}
     )
 
     assert batch["found"].tolist() == times

@@ -23,7 +23,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.extras.compat.settings import device_or_cpu
 from stoker.loader import Loader
-from stoker.loader.outputs import Normalise
+from stoker.loader.outputs import Normalization
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -39,7 +39,7 @@ FOLDER_VARIABLE = "DEX_YCB_DIR"
 DINOV2 = "facebook/dinov2-large"
 """The model of the earlier system; taken from the local cache of Hugging Face, never downloaded."""
 IMAGE = "image"
-"""The field that is normalised and cast."""
+"""The field that is normalized and cast."""
 FEATURES = "dinov2_features"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, for bytes divided by 255, which the earlier system used."""
@@ -176,7 +176,7 @@ class GPUCachedDataset:
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} does not exist: this set has {len(self)}")
-        number = int(self.cache.numbers[index])
+        number = int(self.cache.indices[index])
         batch = next(iter(self.loader(1, shuffle=False, indices=[number], tier="disk")))
         return {name: values[0] for name, values in batch.items()}
 
@@ -188,14 +188,14 @@ class GPUCachedDataset:
     def loader(self, batch_size: int, shuffle: bool = True, drop_last: bool = False, **loader: Any) -> Loader:
         """Return batches of the set, from the device where it fits."""
         bytes_ = self.cache.schema[IMAGE].dtype == "uint8"
-        how = {IMAGE: Normalise(mean=MEAN if self.normalize else 0.0, std=STD if self.normalize else 1.0,
+        how = {IMAGE: Normalization(mean=MEAN if self.normalize else 0.0, std=STD if self.normalize else 1.0,
                                 divisor=255.0 if bytes_ else 1.0)}  # fmt: skip
         cast = [] if self.dtype == torch.float32 else [_ImageCast(self.dtype)]
         own: dict[str, Any] = {
             "device": str(self.device),
-            "order": "full" if shuffle else "sequential",
+            "shuffle": shuffle,
             "drop_last": drop_last,
-            "normalise": how if bytes_ or self.normalize else None,
+            "normalize": how if bytes_ or self.normalize else None,
             **loader,
             "transforms": [*cast, *loader.get("transforms", ())],
         }

@@ -172,7 +172,8 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
                 "collate_fn=latent_pair_collate"
             )
         pairs = max(1, self.windows.count(trajectory_steps(self.cache.schema)))
-        made = Loader(self.cache, batch_size=batch_size * pairs, windows=self.windows, **loader)
+        own: dict[str, Any] = {"shuffle": True, **loader}
+        made = Loader(self.cache, batch_size=batch_size * pairs, windows=self.windows, **own)
         return LatentPairLoader(made, {self.task_name: self.cache})
 
 
@@ -196,7 +197,7 @@ def _bytes_needed(stored: Cache | Mapping[int, Path]) -> int:
 def _in_memory(cache: Cache) -> dict[str, Any]:
     """Return every field of all records, stacked; of varying length: a list."""
     found: dict[str, list[Any]] = {name: [] for name in cache.schema}
-    for batch in Loader(cache, batch_size=256, order="sequential", tier="disk"):
+    for batch in Loader(cache, batch_size=256, shuffle=False, tier="disk"):
         for name, values in found.items():
             values.extend(batch[name]) if cache.schema[name].ragged else values.append(batch[name])
     return {
@@ -373,7 +374,7 @@ def build_parallel_latent_loader(  # noqa: PLR0913, PLR0917 - the earlier system
     )
     windows = Windows(stride=time_stride, horizon=rollout_horizon, start_every=time_stride)
     pairs = max(1, windows.count(trajectory_steps(cache.schema)))
-    own: dict[str, Any] = {"pin_memory": pin_memory, **loader}
+    own: dict[str, Any] = {"pin_memory": pin_memory, "shuffle": True, **loader}
     made = Loader(cache, batch_size=batch_size * pairs, windows=windows, device=device, **own)
     return LatentPairLoader(made, {task_of_name(name): cache})
 
@@ -422,7 +423,7 @@ def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) 
             **loader,
         }
         if "shuffle" not in loader:
-            settings.setdefault("order", own.training.order if split == "train" else "sequential")
+            settings.setdefault("shuffle", own.training.shuffle if split == "train" else False)
         size = batch_examples(part, cache.schema)
         loaders[part.task] = Loader(cache, batch_size=size, windows=part.windows, **settings)
     caches = {task: one.dataset for task, one in loaders.items()}

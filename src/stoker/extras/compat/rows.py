@@ -133,7 +133,7 @@ class GPUCachedRows:
         """Several rows at once, which is what a `DataLoader` asks for: one gather for each field."""
         fields = self._rows()
         if fields is None:
-            one_by_one = [self.cache[int(self.cache.numbers[index])] for index in indices]
+            one_by_one = [self.cache[int(self.cache.indices[index])] for index in indices]
             picked = {name: torch.stack([row[name] for row in one_by_one]) for name in self.cache.schema}
         else:
             at = torch.as_tensor(indices, device=next(iter(fields.values())).device)
@@ -162,7 +162,7 @@ class GPUCachedRows:
         """Return batches of the split under the names of the cache, gathered where they are."""
         own: dict[str, Any] = {
             "device": str(self.device),
-            "order": "full" if shuffle else "sequential",
+            "shuffle": shuffle,
             "tier": "auto" if self.preload_to_gpu else "host",
             "drop_last": drop_last,
             **loader,
@@ -175,7 +175,7 @@ class GPUCachedRows:
             size = record_bytes(self.cache.schema) * len(self)
             if not check_sufficient_ram(size / 2**20):
                 return None
-            batches = list(Loader(self.cache, batch_size=4096, order="sequential", device="cpu"))
+            batches = list(Loader(self.cache, batch_size=4096, device="cpu"))
             fields = {name: torch.cat([batch[name] for batch in batches]) for name in self.cache.schema}
             if self.preload_to_gpu and self.device.type == "cuda":
                 free, _ = torch.cuda.mem_get_info(self.device)

@@ -154,7 +154,7 @@ class DexYcb:
             fx, fy, x, y = (float(color[key]) for key in ("fx", "fy", "ppx", "ppy"))
         except (KeyError, TypeError, ValueError) as error:
             raise DecodeError(
-                f"{self._root / name} lacks fx, fy, ppx or ppy of the colour camera ({error!r}). Fix it"
+                f"{self._root / name} lacks fx, fy, ppx or ppy of the color camera ({error!r}). Fix it"
             ) from error
         return np.array([[fx, 0, x], [0, fy, y], [0, 0, 1]])
 

@@ -345,7 +345,7 @@ stop() {
   esac
 }
 """
-"""A job that a user canceled stays canceled; one that was preempted, or ran out of time, is queued again."""
+"""A job that a user cancelled stays so; one that was preempted, or ran out of time, is queued again."""
 
 STOP_NOTHING = """\
 stop() { :; }

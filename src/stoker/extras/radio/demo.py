@@ -255,7 +255,7 @@ class TriangulationShape:
 class TriangulationModel(nn.Module):
     """Receivers in, a place and a log variance out; neither the receivers' number nor their order matters.
 
-    Its target is metres north and east of a centroid, standardised: `mean` and `deviation` of the training
+    Its target is metres north and east of a centroid, standardized: `mean` and `deviation` of the training
     rows, `(2,)`, are kept among the weights, since without them a prediction is not a place.
     """
 
@@ -303,9 +303,9 @@ class TriangulationModel(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~mask[:, None, None, :])
         return self.mix(mixed.transpose(1, 2).reshape(rows, receivers, width))
 
-    def place(self, standardised: Tensor, centroid: Tensor) -> Tensor:
-        """Latitude and longitude in degrees, `(B, 2)` float64, of standardised metres from centroids."""
-        north, east = (standardised.double() * self.deviation + self.mean).unbind(-1)
+    def place(self, standardized: Tensor, centroid: Tensor) -> Tensor:
+        """Latitude and longitude in degrees, `(B, 2)` float64, of standardized metres from centroids."""
+        north, east = (standardized.double() * self.deviation + self.mean).unbind(-1)
         latitude, longitude = centroid.double().unbind(-1)
         along = METRES * torch.cos(torch.deg2rad(latitude))
         return torch.stack([latitude + north / METRES, longitude + east / along], -1)
@@ -732,7 +732,7 @@ def run_radio(
     plan = plan_located(run, CacheLocation(recipe=cache.recipe, folder=cache.path, cache=cache))
     source = _sql_source(build_source(run, "train"))
     meter = StallMeter()
-    train, val = _loader(run, cache, meter=meter), _loader(run, caches[1].cache, order="sequential")
+    train, val = _loader(run, cache, meter=meter), _loader(run, caches[1].cache, shuffle=False)
     torch.manual_seed(config.training.seed)
     model = TriangulationModel()
     model.set_statistics(source.statistics)
@@ -792,7 +792,7 @@ def radio_config(overrides: Sequence[str], database: str, spec: RadioSpec) -> Co
     return load_config(None, [*(f"{key}={v}" for key, v in own.items() if key not in given), *overrides])
 
 
-def _loader(run: Run, cache: Any, *, order: str = "full", meter: StallMeter | None = None) -> Loader:
+def _loader(run: Run, cache: Any, *, shuffle: bool = True, meter: StallMeter | None = None) -> Loader:
     training = run.config.training
     return Loader(
         cache,
@@ -800,7 +800,7 @@ def _loader(run: Run, cache: Any, *, order: str = "full", meter: StallMeter | No
         tier=training.tier,
         device=run.device,
         seed=training.seed,
-        order=order,
+        shuffle=shuffle,
         meter=meter,
     )
 

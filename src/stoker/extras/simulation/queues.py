@@ -313,7 +313,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
             beside_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
     fetched = disk * scenario.batch * scenario.fetched_bytes
-    asked = 1.0  # requests for one example; in block order one brings its neighbours along
+    asked = 1.0  # requests for one example; in block order one brings its neighbors along
     if scenario.order == "block":
         asked = min(1.0, scenario.record_bytes / scenario.fetch_bytes)
     requests = far * disk * scenario.batch * asked

@@ -462,8 +462,8 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     for place, way in enumerate(ways):
         left = 0.0
         later_s = way.total_s - way.encoding_s - way.first_epoch_s
-        for seconds, colour in ((way.encoding_s, ORANGE), (way.first_epoch_s, PALE), (later_s, BLUE)):
-            axes.barh(place, seconds, left=left, color=colour, height=0.62)
+        for seconds, color in ((way.encoding_s, ORANGE), (way.first_epoch_s, PALE), (later_s, BLUE)):
+            axes.barh(place, seconds, left=left, color=color, height=0.62)
             left += seconds
         cost = "" if way.cost is None else f", costs {way.cost:,.0f}"
         said = f"  {format_seconds(way.total_s)}, stall {format_percent(way.stall)}{cost}"
@@ -476,7 +476,7 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     names = {"precompute": ORANGE, "first epoch": PALE, "all others": BLUE}
-    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
+    handles = [axes.barh(0, 0, color=color, label=name) for name, color in names.items()]
     axes.legend(
         handles=handles, fontsize=8.5, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1)
     )

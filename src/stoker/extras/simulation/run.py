@@ -135,7 +135,7 @@ def hit_share(
     Args:
         fraction: Part of the set that fits.
         nodes: Among which each epoch is divided.
-        order: As of the loader; in block order neighbours are asked for together, so that `in_block` is 1.
+        order: As of the loader; in block order neighbors are asked for together, so that `in_block` is 1.
         in_block: Records that are fetched and given up together.
         seed: Of the orders.
 
@@ -335,7 +335,7 @@ def _say_blocks(scenario: Scenario) -> str:
     size, moved = format_bytes(scenario.taken_bytes), format_bytes(scenario.fetched_bytes)
     return (
         f", each read of {size} moves {moved} in blocks, {times:.1f} times as much: "
-        "order=block uses neighbours, fetch=1B is a mounted folder"
+        "order=block uses neighbors, fetch=1B is a mounted folder"
     )
 
 

@@ -222,7 +222,7 @@ class Scenario:
 
     @property
     def fetched_bytes(self) -> float:
-        """What the read of one example moves where its neighbours are of no use: blocks that it touches.
+        """What the read of one example moves where its neighbors are of no use: blocks that it touches.
 
         On average: in blocks of b bytes a record of r bytes at any place touches 1 + (r - 1) / b of them.
         """
