@@ -1,7 +1,7 @@
 """Question: what grows with the number of shards, to a hundred thousand, and with a thousand million examples?
 
 `index`: an index over shards of ten trajectories, of which each gives 1,000 windows; the files are there, and empty (an
-open looks at sizes alone). `open_s` is `open_cache`, `inspect_s` what `stoker inspect` does, `loader_s` a `Loader` on the
+open looks at sizes alone). `open_s` is `open_cache`, `inspect_s` what `stoker cache show` does, `loader_s` a `Loader` on the
 disk tier over windows in full order, made and its first batch located; `us_per_batch` what it does for a batch of 256 but
 reading it; `MiB` what the process grew by at its peak.
 `build`: the index made from real shards by one thread and by several, as `seconds` and from storage that takes 5 ms to

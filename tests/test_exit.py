@@ -125,7 +125,7 @@ from stoker.cli import command
 from stoker.cli.main import app
 command.EXIT_S = 0.3
 threading.Thread(target=time.sleep, args=(600,)).start()
-command.run(app, ["inspect", "none"])
+command.run(app, ["cache", "show", "none"])
 """
 
 

@@ -100,7 +100,7 @@ def test_the_example_adds_a_source_an_engine_an_exporter_a_command_and_a_tracker
     assert json.loads(figures.read_text().splitlines()[-1]) == {"status": "finished"}
 
     cache = "data/latent_cache/waves_train"
-    report = stoker("export", cache, "out", "--to", "npy", "--json", site=example, folder=waves)
+    report = stoker("cache", "export", cache, "out", "--to", "npy", "--json", site=example, folder=waves)
     records = json.loads(report.stdout)["records"]
     exported = np.load(waves / "out" / "latent.npy")
     assert exported.shape[0] == records > 0
@@ -189,7 +189,7 @@ def test_the_help_imports_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "import-pt" in done.stdout
+    assert "launch" in done.stdout
 
 
 @pytest.mark.parametrize("group", plugins.GROUPS)
@@ -211,7 +211,7 @@ def test_a_name_that_two_packages_give_is_refused_with_both(
 def test_a_command_of_the_core_is_not_replaced(tmp_path: Path) -> None:
     package(tmp_path, "late", "[stoker.commands]\nwhy = late:main\n", "def main(): print('not this')\n")
 
-    assert "two recipes" in stoker("why", "--help", site=tmp_path).stdout
+    assert "two recipes" in stoker("cache", "why", "--help", site=tmp_path).stdout
 
 
 def test_all_of_our_own_can_be_imported() -> None:

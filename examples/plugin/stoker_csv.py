@@ -117,7 +117,7 @@ def _write_npy(writer: Any, fields: Schema, settings: Any, lengths: Mapping[str,
 
 
 NPY = Exporter(tensors=_npy_tensors, write=_write_npy)
-"""A `.npy` file for each field, for `stoker export --to npy`."""
+"""A `.npy` file for each field, for `stoker cache export --to npy`."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ except inside a reader, where all are wrapped with path, sample and stage.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,12 +106,21 @@ class StokerError(Exception):
     """Root of the tree; `exit_code` is the command line's answer.
 
     Args:
-        args: The message first. Arguments in it are written with `arg`.
+        args: The message first: a fact with its values, and then what to do. Arguments in it are written with
+            `arg`.
+        hint: What to do, where the message is the fact alone.
+
+    >>> error = ConfigError("batch_size is 0", hint="Give at least 1")
+    >>> str(error), error.fact, error.hint
+    ('batch_size is 0. Give at least 1', 'batch_size is 0', 'Give at least 1')
     """
 
     exit_code: int = 1
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, hint: str = "") -> None:
+        self._given = (_as_python(str(args[0])), _as_python(hint)) if hint else None
+        if hint:
+            args = (f"{args[0]}. {hint}", *args[1:])
         self.parts = _parts(str(args[0])) if args else ()
         """The message: its text, and the arguments that it names."""
         super().__init__(*(_as_python(value) if isinstance(value, str) else value for value in args))
@@ -121,6 +131,16 @@ class StokerError(Exception):
         return tuple(part for part in self.parts if isinstance(part, Argument))
 
     @property
+    def fact(self) -> str:
+        """What is wrong, with values: where no hint was given, the first sentence of the message."""
+        return (self._given or split_hint(str(self)))[0]
+
+    @property
+    def hint(self) -> str:
+        """What to do about it: where no hint was given, the rest of the message; it may be empty."""
+        return (self._given or split_hint(str(self)))[1]
+
+    @property
     def marked(self) -> str:
         """The message with its arguments marked: for an error that is raised again with more text."""
         return "".join(part if isinstance(part, str) else part.marked for part in self.parts) or str(self)
@@ -128,6 +148,20 @@ class StokerError(Exception):
     def __str__(self) -> str:
         """Return the message alone; `KeyError` would quote it."""
         return str(self.args[0]) if self.args else type(self).__name__
+
+
+_SENTENCE_END = re.compile(r"(?<=[^\s.])\. (?=[A-Z`(])")
+"""Where a sentence ends and another begins. Messages are written so: a fact, then what to do."""
+
+
+def split_hint(message: str) -> tuple[str, str]:
+    """Return the fact of a message and the hint after it, either may be empty.
+
+    >>> split_hint("batch_size is 0. Expected at least 1")
+    ('batch_size is 0', 'Expected at least 1')
+    """
+    end = _SENTENCE_END.search(message)
+    return (message, "") if end is None else (message[: end.start()], message[end.end() :])
 
 
 def _as_python(text: str) -> str:
@@ -228,8 +262,7 @@ class CorruptError(FormatError):
     def __init__(
         self, fact: str = "", *, advice: str = "", shard: str = "", folder: Path | None = None
     ) -> None:
-        super().__init__(f"{fact}. {advice}" if advice else fact)
-        self.fact = fact
+        super().__init__(fact, hint=advice)
         self.shard = shard
         self.folder = folder
 

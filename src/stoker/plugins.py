@@ -3,14 +3,14 @@
 A package names what it adds in entry points of its `pyproject.toml`. Stoker's own are found in the same
 way, and they are the only way from the core to `stoker.extras` (docs/plugins.md).
 
-| group               | where a name is used           | what it names                                   |
-|---------------------|--------------------------------|-------------------------------------------------|
-| `stoker.sources`    | `data.kind: NAME`              | `make(data, task, split)`, returns a `Source`   |
-| `stoker.engines`    | `precompute.engine: NAME`      | `make(config)`, a context that yields an engine |
-| `stoker.exporters`  | `stoker export --to NAME`      | an `Exporter`                                   |
-| `stoker.commands`   | `stoker NAME`                  | a function for typer, or a `typer.Typer`        |
-| `stoker.trackers`   | `training.trackers: [NAME]`    | `make()`, returns a `Tracker`                   |
-| `stoker.extensions` | one place of the core for each | what that place calls; for Stoker's own extras  |
+| group               | where a name is used               | what it names                                   |
+|---------------------|------------------------------------|-------------------------------------------------|
+| `stoker.sources`    | `data.kind: NAME`                  | `make(data, task, split)`, returns a `Source`   |
+| `stoker.engines`    | `precompute.engine: NAME`          | `make(config)`, a context that yields an engine |
+| `stoker.exporters`  | `stoker cache export --to NAME`    | an `Exporter`                                   |
+| `stoker.commands`   | `stoker NAME`, `stoker GROUP NAME` | a function for typer, or a `typer.Typer`        |
+| `stoker.trackers`   | `training.trackers: [NAME]`        | `make()`, returns a `Tracker`                   |
+| `stoker.extensions` | one place of the core for each     | what that place calls; for Stoker's own extras  |
 
 Nothing of a package is imported before its name is used. A name that two packages give is refused when it
 is used, and so is a plugin that cannot be imported; everything else works.

@@ -128,9 +128,9 @@ COMMANDS = {
     ],
     "plan": lambda _, settings: ["plan", CONFIG, *settings],
     "precompute": lambda _, settings: ["precompute", CONFIG, *settings, "latent.dim=16"],
-    "verify": lambda mount, _: ["verify", mount.path / "c" / "burgers1d_train"],
-    "verify at a URL": lambda mount, _: ["verify", f"file://{mount.path}/c/burgers1d_train"],
-    "gc": lambda mount, _: ["gc", mount.path / "c", "--keep", "1"],
+    "verify": lambda mount, _: ["cache", "verify", mount.path / "c" / "burgers1d_train"],
+    "verify at a URL": lambda mount, _: ["cache", "verify", f"file://{mount.path}/c/burgers1d_train"],
+    "gc": lambda mount, _: ["cache", "gc", "--yes", mount.path / "c", "--keep", "1"],
     "serve, its folder": lambda mount, _: ["serve", "--port", "0", "--state-dir", mount.path / "state"],
     "serve, its data": lambda mount, _: ["serve", "--port", "0", "--state-dir", "s", "--root", mount.path],
 }  # fmt: skip

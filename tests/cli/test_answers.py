@@ -35,7 +35,7 @@ def test_a_wrong_name_is_one_line_with_the_nearest_one(project: Path) -> None:
 
 
 def test_a_failure_with_json_is_one_object_too(project: Path) -> None:
-    report = run_json("inspect", "nowhere", exit_code=4)
+    report = run_json("cache", "show", "nowhere", exit_code=4)
 
     assert report["exit_code"] == 4
     assert "nowhere" in report["error"]
@@ -60,7 +60,7 @@ def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
     [
         pytest.param(["plan", "--json"], "Missing argument 'CONFIG'", id="missing"),
         pytest.param(["train", "c.yaml", "--nosuch", "--json"], "No such option: --nosuch", id="option"),
-        pytest.param(["verify", "x", "--subset", "q", "--json"], "--subset", id="value"),
+        pytest.param(["cache", "verify", "x", "--subset", "q", "--json"], "--subset", id="value"),
         pytest.param(["nosuch", "--json"], "No such command 'nosuch'", id="command"),
     ],
 )
@@ -78,14 +78,14 @@ def test_a_command_typed_wrong_answers_in_json_too(
     assert said in shown.err
 
 
-def test_without_json_a_command_typed_wrong_shows_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_a_command_typed_wrong_names_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         run_app(app, ["plan"])
 
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out) == (2, "")
-    assert "Usage: stoker plan" in shown.err
-    assert "Usage:" in shown.err
+    assert shown.err.splitlines()[0] == "error: Missing argument 'CONFIG'"
+    assert "stoker plan --help" in shown.err
 
 
 def test_a_tier_that_cannot_hold_the_records_is_a_lack_of_resources(project: Path) -> None:
@@ -151,8 +151,8 @@ def test_sigterm_is_an_interrupt_from_the_first_moment(monkeypatch: pytest.Monke
 
 
 def test_debug_shows_where_an_error_came_from(project: Path) -> None:
-    _, brief = run("inspect", "nowhere", exit_code=4)
-    _, full = run("inspect", "nowhere", "--debug", exit_code=4)
+    _, brief = run("cache", "show", "nowhere", exit_code=4)
+    _, full = run("cache", "show", "nowhere", "--debug", exit_code=4)
 
     assert "Traceback" not in brief
     assert "Traceback" in full
@@ -201,7 +201,7 @@ def test_a_bound_that_a_dtype_does_not_keep_is_answered_with_the_settings(projec
 
     _, stderr = run("precompute", "c.yaml", *settings, exit_code=1)
 
-    assert "0.0001 is allowed. Store it wider, as with training.latent_cache_dtype=float16" in stderr
+    assert "0.0001 is allowed\nhint: Store it wider, as with training.latent_cache_dtype=float16" in stderr
     assert "or raise precompute.max_error" in stderr
 
 
@@ -213,7 +213,7 @@ def test_what_a_user_or_a_library_wrote_is_not_put_in_other_words(project: Path)
     (project / "own.yaml").write_text("{}")
     own = ("data.dataset=own.py:Own", "data.task=own", f'data.torch.arguments={{word: "{foreign}"}}')
 
-    _, of_a_path = run("inspect", foreign, exit_code=4)
+    _, of_a_path = run("cache", "show", foreign, exit_code=4)
     _, of_a_file = run("precompute", "own.yaml", f'data.files="{foreign}"', "data.task=own", exit_code=3)
     _, of_a_library = run("precompute", "own.yaml", *own, exit_code=3)
 

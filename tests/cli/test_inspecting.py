@@ -17,13 +17,13 @@ from tests.cli.commands import Screen, run, run_json, strip_ansi
 def test_inspect_shows_the_cache(project: Path) -> None:
     run("precompute", "c.yaml")
 
-    summary = run_json("inspect", "data/latent_cache/burgers1d_train")
+    summary = run_json("cache", "show", "data/latent_cache/burgers1d_train")
 
     assert {
         "fingerprint", "records", "fields", "shards", "bytes", "complete", "quarantined", "statistics",
     } <= summary.keys()  # fmt: skip
     assert (summary["records"], summary["complete"], summary["quarantined"]) == (12, True, [])
-    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+    text, _ = run("cache", "show", "data/latent_cache/burgers1d_train")
     assert summary["fingerprint"] in text
     assert "latent" in text
     assert "12 of 12 stored\n" in text
@@ -32,8 +32,8 @@ def test_inspect_shows_the_cache(project: Path) -> None:
 def test_inspect_lists_the_caches_of_a_folder(project: Path) -> None:
     run("precompute", "c.yaml")
 
-    listed = run_json("inspect", "data/latent_cache")
-    text, _ = run("inspect", "data/latent_cache")
+    listed = run_json("cache", "show", "data/latent_cache")
+    text, _ = run("cache", "show", "data/latent_cache")
 
     assert [(c["name"], c["records"]) for c in listed["caches"]] == [
         ("burgers1d_train", 12),
@@ -48,7 +48,7 @@ def test_inspect_names_a_cache_of_a_folder_that_cannot_be_opened(project: Path) 
     recipe = next((project / "data/latent_cache/burgers1d_val").glob("*/recipe.json"))
     recipe.write_text("{")
 
-    listed = run_json("inspect", "data/latent_cache", exit_code=4)
+    listed = run_json("cache", "show", "data/latent_cache", exit_code=4)
 
     assert [cache["name"] for cache in listed["caches"]] == ["burgers1d_train"]
     assert str(recipe.parent.name) in listed["unreadable"]["burgers1d_val"]
@@ -59,7 +59,7 @@ def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -
         file["tensor"][3, 0, 0] = np.nan
     run("precompute", "c.yaml", "--splits", "train", exit_code=4)
 
-    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+    text, _ = run("cache", "show", "data/latent_cache/burgers1d_train")
 
     assert "11 of 12 stored, 1 quarantined\n" in text
 
@@ -74,24 +74,24 @@ def flip_a_record_byte(project: Path) -> None:
 
 def test_verify_names_the_damaged_record(project: Path) -> None:
     run("precompute", "c.yaml")
-    assert run_json("verify", "data/latent_cache/burgers1d_train") == {
+    assert run_json("cache", "verify", "data/latent_cache/burgers1d_train") == {
         "records": 12, "ok": True, "bad": [], "unchecked": [],
     }  # fmt: skip
 
     flip_a_record_byte(project)
-    report = run_json("verify", "data/latent_cache/burgers1d_train", exit_code=4)
+    report = run_json("cache", "verify", "data/latent_cache/burgers1d_train", exit_code=4)
 
     assert report["ok"] is False
     assert {"index", "shard", "why"} == report["bad"][0].keys()
-    text, _ = run("verify", "data/latent_cache/burgers1d_train", exit_code=4)
+    text, _ = run("cache", "verify", "data/latent_cache/burgers1d_train", exit_code=4)
     assert f"sample {report['bad'][0]['index']}" in text
 
 
 def test_verify_of_a_subset_reads_fewer_records(project: Path) -> None:
     run("precompute", "c.yaml")
 
-    report = run_json("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
-    text, _ = run("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+    report = run_json("cache", "verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+    text, _ = run("cache", "verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
 
     assert (report["records"], report["unchecked"][0]) == (3, "9 of 12 records")
     assert "3 of 3 records match" in text
@@ -102,10 +102,10 @@ def test_why_takes_settings_as_the_other_commands_do(project: Path) -> None:
     run("precompute", "c.yaml", "--splits", "train")
     cache = "data/latent_cache/burgers1d_train"
 
-    alone = run_json("why", "c.yaml", "latent.dim=6")
-    beside = run_json("why", cache, "c.yaml", "latent.dim=6")
-    _, message = run("why", cache, "latent.dim=6", exit_code=3)
-    _, three = run("why", "c.yaml", cache, cache, exit_code=3)
+    alone = run_json("cache", "why", "c.yaml", "latent.dim=6")
+    beside = run_json("cache", "why", cache, "c.yaml", "latent.dim=6")
+    _, message = run("cache", "why", cache, "latent.dim=6", exit_code=3)
+    _, three = run("cache", "why", "c.yaml", cache, cache, exit_code=3)
 
     assert {d["entry"]: (d["a"], d["b"]) for d in alone["differences"]}["encoder.config.dim"] == (6, 8)
     assert {d["entry"]: (d["a"], d["b"]) for d in beside["differences"]}["encoder.config.dim"] == (8, 6)
@@ -115,17 +115,17 @@ def test_why_takes_settings_as_the_other_commands_do(project: Path) -> None:
 
 def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
     run("precompute", "c.yaml", "--splits", "train")
-    assert run_json("why", "c.yaml")["same"] is True
+    assert run_json("cache", "why", "c.yaml")["same"] is True
 
     text = (project / "c.yaml").read_text().replace("dim: 8", "dim: 6")
     (project / "other.yaml").write_text(text)
-    report = run_json("why", "other.yaml")
+    report = run_json("cache", "why", "other.yaml")
 
     assert report["same"] is False
     assert {"entry", "a", "b"} <= report["differences"][0].keys()
     entries = {d["entry"]: (d["a"], d["b"]) for d in report["differences"]}
     assert entries["encoder.config.dim"] == (6, 8)
-    shown, _ = run("why", "other.yaml", "c.yaml")
+    shown, _ = run("cache", "why", "other.yaml", "c.yaml")
     assert "encoder.config.dim" in shown
     assert "6  ->  8" in shown
 

@@ -32,7 +32,7 @@ def test_markdown_is_of_two_tables() -> None:
 def test_a_key_typed_wrong_is_one_line_and_exit_code_3() -> None:
     _, said = run("plan", "--simulate", *WORDS, "nods=2", exit_code=3)
 
-    assert said.strip() == "nods is not a key of a simulation (did you mean nodes?)"
+    assert said.strip() == "error: nods is not a key of a simulation (did you mean nodes?)"
 
 
 def test_flags_of_a_simulation_are_refused_without_it(project: Path) -> None:
@@ -79,7 +79,9 @@ def test_words_of_a_simulation_are_not_taken_for_settings(project: Path) -> None
     _, order = run("plan", "--simulate", *WORDS, "order=foo", exit_code=3)
     _, forgotten = run("plan", "nodes=8", "c.yaml", exit_code=3)
 
-    assert alone.startswith("a simulation needs records=, record_bytes=, batch=, step=, host_memory=. Give")
-    assert store.startswith("store=s3 is reached over the network, whose rate is not known")
-    assert order.startswith("order: 'foo' is unknown. Expected full")
-    assert forgotten.startswith("nodes=8 belongs to --simulate, which is not given")
+    assert alone.startswith(
+        "error: a simulation needs records=, record_bytes=, batch=, step=, host_memory=\nhint: Give"
+    )
+    assert store.startswith("error: store=s3 is reached over the network, whose rate is not known")
+    assert order.startswith("error: order: 'foo' is unknown\nhint: Expected full")
+    assert forgotten.startswith("error: nodes=8 belongs to --simulate, which is not given")

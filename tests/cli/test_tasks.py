@@ -21,7 +21,7 @@ def tasks(project: Path) -> Path:
 
 
 def test_each_task_is_encoded_and_found_again(tasks: Path) -> None:
-    first = run_json("precompute", "c.yaml", "--tasks", "burgers1d", "wide", TWO[0])
+    first = run_json("precompute", "c.yaml", *TWO)
     second = run_json("precompute", "c.yaml", *TWO)
 
     assert [cache["name"] for cache in first["caches"]] == [
@@ -52,7 +52,7 @@ def test_a_task_with_too_many_damaged_samples_is_named_and_the_others_are_served
         file["tensor"][3] = np.nan
 
     found = run_json("precompute", "c.yaml", *TWO, exit_code=4)
-    inspected = run_json("inspect", str(next((tasks / "data/latent_cache/burgers1d_train").iterdir())))
+    inspected = run_json("cache", "show", str(next((tasks / "data/latent_cache/burgers1d_train").iterdir())))
 
     assert [cache["name"] for cache in found["caches"]] == ["wide_train", "wide_val"]
     assert found["failed"][0]["task"] == "burgers1d"
@@ -94,7 +94,7 @@ def test_training_shows_each_task(tasks: Path) -> None:
 def test_why_compares_the_cache_of_the_task_that_is_named(tasks: Path) -> None:
     run_json("precompute", "c.yaml", *TWO)
 
-    explained = run_json("why", "c.yaml", "data.task=wide", TWO[0], "encoder.fourier=[1]")
+    explained = run_json("cache", "why", "c.yaml", "data.task=wide", TWO[0], "encoder.fourier=[1]")
 
     assert "wide_train" in explained["a"]
     assert any(difference["entry"].startswith("encoder") for difference in explained["differences"])

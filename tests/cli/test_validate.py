@@ -120,7 +120,7 @@ def test_validate_fails_for_what_precompute_or_train_refuse(
     refusing = "precompute" if check == "data" else "train"
     _, message = run(refusing, "c.yaml", *overrides, exit_code=3)
     assert said in message
-    assert len(message.splitlines()) == 1
+    assert message.startswith("error: ")
     # Digests of files that are older than two seconds are noted: on a busy machine these are.
     made = [path.name for path in (project / "data").rglob("*") if path.is_file()]
     assert set(made) <= {".digests"}, "refused only after something was encoded"
@@ -197,6 +197,6 @@ def test_state_fields_of_unequal_tokens_are_refused_as_training_refuses_them(pro
     (row,) = [row for row in report["rows"] if row["status"] == "fail"]
     assert row["check"] == "windows"
     assert "u (1, 16, 1), v (4, 8, 1)" in row["detail"]
-    assert row["detail"] in run("train", "c.yaml", *both, exit_code=3)[1]
+    assert row["detail"].split(". ")[0] in run("train", "c.yaml", *both, exit_code=3)[1]
     assert not (project / "data").exists(), "refused before anything is encoded"
     run_json("validate", "c.yaml", *two, "training.state_fields=[u]")

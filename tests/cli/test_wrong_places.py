@@ -22,7 +22,7 @@ def test_a_gpu_that_is_not_there_is_refused_where_the_caches_are_complete(
         assert "cuda:7 is not there" in said
 
 
-@pytest.mark.parametrize("command", ["gc", "verify", "compact", "inspect", "export", "why"])
+@pytest.mark.parametrize("command", ["gc", "verify", "compact", "show", "ls", "export", "why"])
 @pytest.mark.parametrize("folder", ["empty", "other", "missing"])
 def test_a_folder_without_caches_is_an_error_and_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, folder: str
@@ -34,9 +34,9 @@ def test_a_folder_without_caches_is_an_error_and_stays_as_it_is(
     Path("other/papers").mkdir(parents=True)
     Path("other/papers/a.txt").write_text("kept")
     before = sorted(tmp_path.rglob("*"))
-    more = {"export": ["out", "--to", "safetensors"], "why": [folder]}.get(command, [])
+    more = {"export": ["out", "--to", "safetensors"], "why": [folder], "gc": ["--yes"]}.get(command, [])
 
-    _, said = run(command, folder, *more, exit_code=FormatError.exit_code)
+    _, said = run("cache", command, folder, *more, exit_code=FormatError.exit_code)
 
     assert folder in said
     assert sorted(tmp_path.rglob("*")) == before
@@ -45,7 +45,7 @@ def test_a_folder_without_caches_is_an_error_and_stays_as_it_is(
 def test_a_folder_that_gc_has_emptied_is_no_error(project: Path) -> None:
     run("precompute", "c.yaml")
     for _ in range(2):
-        run("gc", "data/latent_cache", "--keep", "0", "--force")
+        run("cache", "gc", "--yes", "data/latent_cache", "--keep", "0", "--force")
         assert not [*Path("data/latent_cache").rglob("recipe.json")]
     Path("data/empty").mkdir()
-    run("gc", "data/empty")
+    run("cache", "gc", "--yes", "data/empty")

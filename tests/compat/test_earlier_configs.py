@@ -140,7 +140,9 @@ def test_an_imported_cache_trains_without_raw_data(raw: Path) -> None:
 
     _, before = run("compat", "train", "--config", config, *gone, exit_code=3)
     for split in ("train", "val"):
-        run("import-pt", f"cache/burgers1d_{split}", "--out", "cache", "--name", f"burgers1d_{split}")
+        run(
+            "cache", "import-pt", f"cache/burgers1d_{split}", "--out", "cache", "--name", f"burgers1d_{split}"
+        )
     stdout, said = run("compat", "train", "--config", config, *gone, "--json")
     _, wrong = run("compat", "train", "--config", config, *gone, "latent.dim=64", exit_code=3)
     today = run_json(
@@ -148,7 +150,7 @@ def test_an_imported_cache_trains_without_raw_data(raw: Path) -> None:
         "training.run_dir=new", "training.epochs=1", *gone,
     )  # fmt: skip
 
-    assert "stoker import-pt cache/burgers1d_train --out cache --name burgers1d_train" in before
+    assert "stoker cache import-pt cache/burgers1d_train --out cache --name burgers1d_train" in before
     assert json.loads(stdout)["steps"] == 4
     assert "cannot be checked" in said
     assert "latent.dim is 64, and it has 32" in wrong

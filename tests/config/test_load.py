@@ -454,7 +454,7 @@ def test_a_folder_of_caches_is_answered_with_the_command_for_it(tmp_path: Path) 
     (cache / "recipe.json").write_text("{}")
 
     for folder in (cache, cache.parent, cache.parent.parent):
-        with pytest.raises(ConfigError, match=rf"{folder} holds caches\. `stoker inspect {folder}`"):
+        with pytest.raises(ConfigError, match=rf"{folder} holds caches\. `stoker cache show {folder}`"):
             load_config(folder)
 
 

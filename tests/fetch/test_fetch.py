@@ -337,7 +337,7 @@ def test_killed_in_the_middle_it_goes_on_from_there(files: Files, tmp_path: Path
     manifest = tmp_path / "m.json"
     entry = {"from": f"{files.url}/a", "bytes": len(body), "sha256": sha256(body)}
     manifest.write_text(json.dumps({"files": {"a": entry}}))
-    words = [sys.executable, "-m", "stoker", "fetch", str(manifest), "--json"]
+    words = [sys.executable, "-m", "stoker", "data", "fetch", str(manifest), "--json"]
     first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     _, journal = paths_of(tmp_path / "a")

@@ -124,7 +124,7 @@ def test_a_source_is_asked_once_who_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, workers):
-    """Not until the garbage collector comes by: `stoker gc` would pass it over, and descriptors add up."""
+    """Not until the garbage collector comes by: `cache gc` would pass it over, and descriptors add up."""
     gc.collect()
     gc.disable()
     try:

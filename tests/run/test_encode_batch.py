@@ -67,10 +67,10 @@ def test_nothing_is_measured_to_look(configure: Configure, measured: list[str], 
     assert measured == []
 
 
-def test_the_earlier_flag_is_honored(configure: Configure, tmp_path: Path) -> None:
+def test_the_setting_is_honored(configure: Configure, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(configure("data.split=val").to_yaml())
 
-    (cache,) = run_json("precompute", "c.yaml", "--batch-size", "3")["caches"]
+    (cache,) = run_json("precompute", "c.yaml", "precompute.encode_batch=3")["caches"]
 
     recipe = json.loads((Path(cache["path"]) / "recipe.json").read_text())
     assert recipe["group"] == {"samples": 3, "steps": None}

@@ -138,7 +138,7 @@ def test_a_second_cache_of_a_name_is_said(tmp_path: Path, caplog: pytest.LogCapt
     (said,) = [text for text in caplog.messages if "another cache" in text]
     assert first.cache.fingerprint in said
     assert second.cache.fingerprint in said
-    assert f"stoker gc {tmp_path / 'new'} --keep 1" in said
+    assert f"stoker cache gc {tmp_path / 'new'} --keep 1" in said
 
 
 def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_record_damaged_after_the_import_is_imported_again(tmp_path: Path) -> 
     repaired = repair_cache(cache.path)
     again = import_pt(old, tmp_path / "new", name="x")
 
-    assert repaired.command == f"stoker import-pt DIR --out {tmp_path / 'new'} --name x"
+    assert repaired.command == f"stoker cache import-pt DIR --out {tmp_path / 'new'} --name x"
     assert (again.imported, again.reused) == (1, 4)
     assert again.cache.verify().ok
     assert torch.equal(again.cache[0]["latent"], sample(0)["latent"])

@@ -83,9 +83,9 @@ def test_the_commands_take_such_caches(example: ModuleType, tmp_path: Path) -> N
     assert first["caches"][0]["encoded"] > 0
     assert again["caches"][0]["encoded"] == 0
     path = again["caches"][0]["path"]
-    assert not run_json("verify", path)["bad"]
-    assert {"positions", "positions.shape", "latent"} <= run_json("inspect", path)["fields"].keys()
-    run_json("export", path, str(tmp_path / "out"), "--to", "safetensors", "--ragged", "nested")
+    assert not run_json("cache", "verify", path)["bad"]
+    assert {"positions", "positions.shape", "latent"} <= run_json("cache", "show", path)["fields"].keys()
+    run_json("cache", "export", path, str(tmp_path / "out"), "--to", "safetensors", "--ragged", "nested")
     record = stoker.open_cache(path)[int(stoker.open_cache(path).indices[0])]
     assert record["positions"].shape[:1] == record["latent"].shape[:1]
     assert record["positions"].shape[1:] == record["coords"].shape

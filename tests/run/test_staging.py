@@ -336,12 +336,14 @@ def test_the_command_prints_json(files: Path, tmp_path: Path) -> None:
     from stoker.cli.main import app
 
     (tmp_path / "c.yaml").write_text(settings(files, tmp_path, "data.stage=always").to_yaml())
-    result = CliRunner().invoke(app, ["stage", str(tmp_path / "c.yaml"), "--json"])
+    result = CliRunner().invoke(app, ["data", "stage", str(tmp_path / "c.yaml"), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["tasks"][0]
     assert found["staged"] is True
     assert found["files"] == 2
     (files / "burgers1d_val.h5").touch()
-    pruned = CliRunner().invoke(app, ["stage", str(tmp_path / "c.yaml"), "--prune", "--dry-run", "--json"])
+    pruned = CliRunner().invoke(
+        app, ["data", "stage", str(tmp_path / "c.yaml"), "--prune", "--dry-run", "--json"]
+    )
     assert [item["kind"] for item in json.loads(pruned.stdout)["kept"]] == ["view", "copy"]
-    assert CliRunner().invoke(app, ["stage", str(tmp_path / "c.yaml"), "--dry-run"]).exit_code == 2
+    assert CliRunner().invoke(app, ["data", "stage", str(tmp_path / "c.yaml"), "--dry-run"]).exit_code == 2

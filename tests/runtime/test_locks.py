@@ -74,7 +74,7 @@ def test_those_that_wait_are_told_who_has_it(tmp_path: Path) -> None:
     [("4711\n", "process 4711"), ("\x1b[2J rm -rf", "another process"), ("", "another process")],
 )
 def test_of_what_a_lock_file_says_only_a_process_is_shown(tmp_path: Path, text: str, said: str) -> None:
-    """The number alone is what `stoker fetch` wrote before locks were signed in one way."""
+    """The number alone is what `stoker data fetch` wrote before locks were signed in one way."""
     (tmp_path / "lock").write_text(text)
 
     assert FileLock(tmp_path / "lock").holder() == said

@@ -46,7 +46,7 @@ def test_a_job_is_submitted_looked_at_paused_and_cancelled(running: Running, at:
     assert job("cancel", made["id"], *at)["status"] == "cancelled"
     assert job("show", made["id"], *at)["job"]["status"] == "cancelled"
     assert job("logs", made["id"], *at)["lines"] == []
-    assert job("delete", made["id"], *at) == {"deleted": made["id"]}
+    assert job("delete", made["id"], "--yes", *at) == {"deleted": made["id"]}
     shown, _ = run(
         "job", "list", "--server", running.address, "--token-file", str(running.services.folder.token)
     )
@@ -85,20 +85,30 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
 
 
 @pytest.mark.parametrize(
+    "words", [["dance"], ["show"], ["continue", "x"], ["list", "surplus"], ["login", "a", "b"]]
+)
+def test_what_is_typed_wrong_is_a_usage_error(at: list[str], words: list[str]) -> None:
+    run("job", *words, *at[: 0 if words == ["dance"] else None], exit_code=2)
+
+
+def test_a_job_is_deleted_after_a_yes_alone(at: list[str]) -> None:
+    made = job("submit", SETTING, *at)
+    job("cancel", made["id"], *at)
+
+    assert "--yes" in job("delete", made["id"], *at, exit_code=3)["hint"]
+    assert job("show", made["id"], *at)["job"]["status"] == "cancelled"
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["dance"], "is not an action of a job"),
-        (["show"], "takes one job, found 0"),
         (["show", "00000000-0000-4000-8000-000000000000"], "000000000000' does not exist"),
         (["submit", SETTING, "batch_size=9999"], "config.batch_size"),
         (["submit", "dataset_ids=[nothing]"], "no data set is registered as nothing"),
         (["submit", "a.yaml", "b.yaml"], "expected one file"),
         (["submit", "nowhere.yaml"], "nowhere.yaml cannot be read"),
-        (["continue", "x"], "how many more epochs"),
         (["submit", "dataset_ids=["], "a setting cannot be read: while parsing"),
         (["submit", "odd.json"], "odd.json: config is 3. Expected an object with dataset_ids"),
-        (["list", "surplus"], "takes no 'surplus'"),
-        (["login", "more", "words"], "takes no 'more words'"),
         (["pause", "a/../b"], "job 'a/../b' does not exist"),
         (["list", "--status", "gone"], 'query.status: "gone"'),
     ],

@@ -79,8 +79,8 @@ def test_a_damaged_record_is_named_with_file_field_sample_and_what_to_do(
     shard = cache.shard(part)
     flip(cache.path / shard.name, (shard.columns["z"].offset + 40960) * 8)  # row 1 of b: sample 6
     advice = (
-        f"`stoker verify {cache.path} --repair` sets aside all that is damaged, and precompute then encodes "
-        "it again, and only that"
+        f"`stoker cache verify {cache.path} --repair` sets aside all that is damaged, and precompute then "
+        "encodes it again, and only that"
     )
 
     with pytest.raises(CorruptError) as read:

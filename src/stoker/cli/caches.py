@@ -1,4 +1,4 @@
-"""The commands that look after caches and copies: verify, compact, gc, stage."""
+"""The commands that look after caches and copies: `stoker cache ...` and `stoker data stage`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from stoker.cli.command import (
     ConfigArgument,
     Overrides,
     ProgressLine,
+    Yes,
     cli_command,
     duration,
     share,
     size,
+    tell_settings,
 )
 from stoker.errors import ConfigError, FormatError, IncompleteError
 from stoker.units import format_bytes, format_count, format_seconds
@@ -28,7 +30,106 @@ if TYPE_CHECKING:
 
 
 @cli_command
-def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+def cache_ls(
+    out: CommandOutput,
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="The folder that holds caches; default: .stoker, or the demo's."
+        ),
+    ] = None,
+) -> None:
+    """List the caches of a folder.
+
+    A line for each: records, size, when it was last used. From their indexes alone.
+
+    \b
+    Example:
+      stoker cache ls
+      stoker cache ls data/latent_cache
+    """
+    from stoker.cli import output
+    from stoker.run.caches import CacheSummary, inspect_path
+
+    found = inspect_path(_folder_of_caches() if path is None else path)
+    if isinstance(found, CacheSummary):
+        out.show(found, output.inspect)
+        return
+    code = FormatError.exit_code if found.unreadable else 0
+    out.show(found, output.inspect_folder, exit_code=code)
+
+
+DEFAULT_FOLDERS = (".stoker", "data/latent_cache", "data/demo/cache")
+"""Where `stoker.cached`, the commands and the demo put caches unless told otherwise."""
+
+
+def _folder_of_caches() -> str:
+    for folder in DEFAULT_FOLDERS:
+        if Path(folder).is_dir():
+            return folder
+    raise FormatError(
+        f"no caches found: none of {', '.join(DEFAULT_FOLDERS)} is here. Name the folder, as in `stoker "
+        "cache ls FOLDER`, or make a cache with `stoker demo`"
+    )
+
+
+@cli_command
+def cache_show(out: CommandOutput, path: CachePath) -> None:
+    """Show what a cache holds.
+
+    Records, fields, sizes, statistics and quarantined samples, from the index alone. Of a folder of
+    several caches, a line for each.
+
+    \b
+    Example:
+      stoker cache show data/latent_cache/burgers1d_train
+    """
+    from stoker.cli import output
+    from stoker.run.caches import CacheSummary, inspect_path
+
+    found = inspect_path(path)
+    if isinstance(found, CacheSummary):
+        out.show(found, output.inspect)
+        return
+    code = FormatError.exit_code if found.unreadable else 0
+    out.show(found, output.inspect_folder, exit_code=code)
+
+
+@cli_command
+def cache_why(
+    out: CommandOutput,
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="B | KEY=VALUE", help="The other one (else: the nearest cache of A's name), and settings."
+        ),
+    ] = None,
+) -> None:
+    """Name what differs between two recipes.
+
+    So that a cache that was not used explains itself.
+
+    \b
+    Example:
+      stoker cache why configs/train_burgers_32dim.yaml latent.dim=64
+      stoker cache why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
+    """
+    from stoker.cli import output
+    from stoker.run.caches import explain
+
+    _, overrides = tell_settings(words or [])
+    paths = [word for word in words or [] if word not in overrides]
+    if len(paths) > 1:
+        raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
+    out.show(explain(a, *paths, overrides=overrides), output.why)
+
+
+@cli_command
+def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     path: CachePath,
     repair: Annotated[
@@ -52,8 +153,8 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
     \b
     Example:
-      stoker verify data/latent_cache/burgers1d_train --subset 5%
-      stoker verify data/latent_cache/burgers1d_train --repair --config configs/train_burgers_32dim.yaml
+      stoker cache verify data/latent_cache/burgers1d_train --subset 5%
+      stoker cache verify data/latent_cache/burgers1d_train --repair --config configs/train_burgers_32dim.yaml
     """
     if repair and subset < 1:
         raise typer.BadParameter("--repair reads every record: leave --subset out")
@@ -83,7 +184,7 @@ def _repair(out: CommandOutput, path: str, config: Path | None, overrides: list[
 
 
 @cli_command
-def compact(
+def cache_compact(
     out: CommandOutput,
     path: CachePath,
     compression: Annotated[
@@ -95,23 +196,23 @@ def compact(
 ) -> None:
     """Merge short shards, or compress a cache.
 
-    Reads and checks every record that moves. The old shards stay until `stoker gc`, for processes that have
-    them open. Exit code 4 when a shard with a damaged record was left as it is.
+    Reads and checks every record that moves. The old shards stay until `stoker cache gc`, for processes that
+    have them open. Exit code 4 when a shard with a damaged record was left as it is.
 
     \b
     Example:
-      stoker compact data/latent_cache/burgers1d_train
-      stoker compact data/latent_cache/burgers1d_train --compression zstd
+      stoker cache compact data/latent_cache/burgers1d_train
+      stoker cache compact data/latent_cache/burgers1d_train --compression zstd
     """
     from stoker.cli import output
-    from stoker.store.maintain import compact as merge
+    from stoker.store.maintain import compact
 
-    report = merge(path, compression=compression)
+    report = compact(path, compression=compression)
     out.show(report, output.compact, exit_code=FormatError.exit_code if report.left else 0)
 
 
 @cli_command
-def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+def cache_gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     cache_dir: Annotated[
         str, typer.Argument(metavar="CACHE_DIR", help="The folder, or URL, that holds caches by name.")
@@ -137,17 +238,18 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     at_address: Annotated[
         bool, typer.Option("--at-address", help="Of an address: also shards there that serve nothing.")
     ] = False,
+    yes: Yes = False,
 ) -> None:
     """Remove what no cache needs any more.
 
     Superseded shards, temporaries of dead writers, weights that no recipe names; and recipes, as --keep,
     --max-size and --older-than say. What is in use stays. Of an address (s3://...), or of a folder
-    with copies of one, only copies go.
+    with copies of one, only copies go. Asks before it deletes, unless --yes is given.
 
     \b
     Example:
-      stoker gc data/latent_cache --older-than 30d --keep 1 --dry-run
-      stoker gc data/latent_cache --max-size 20GB
+      stoker cache gc data/latent_cache --older-than 30d --keep 1 --dry-run
+      stoker cache gc data/latent_cache --max-size 20GB --yes
     """
     from stoker.cli import output
     from stoker.store.gc import GcPolicy, clean, collect
@@ -157,19 +259,24 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
     # Mirrors of a URL may be kept anywhere, and be named by their folder.
     if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
-        report = clean(resolve_local(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+        run = partial(clean, resolve_local(cache_dir), policy, at_address=at_address)
     elif at_address:
         raise ConfigError(
             f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
             "what serves nothing always goes"
         )
     else:
-        report = collect(cache_dir, policy, dry_run=dry_run)
-    out.show(report, output.gc)
+        run = partial(collect, cache_dir, policy)
+    if not dry_run and not yes:
+        preview = run(dry_run=True)
+        if preview.removed:
+            output.gc(preview, out.notes)
+            out.confirm(f"Delete {format_count(len(preview.removed), 'entry')} of {cache_dir}?")
+    out.show(run(dry_run=dry_run), output.gc)
 
 
 @cli_command
-def stage(
+def data_stage(
     out: CommandOutput,
     config: ConfigArgument,
     overrides: Overrides = None,
@@ -190,8 +297,8 @@ def stage(
 
     \b
     Example:
-      stoker stage configs/train_burgers_32dim.yaml data.stage=auto data.stage_dir=/scratch/staged
-      stoker stage configs/train_burgers_32dim.yaml data.stage_dir=/scratch/staged --prune --dry-run
+      stoker data stage configs/train_burgers_32dim.yaml data.stage=auto data.stage_dir=/scratch/staged
+      stoker data stage configs/train_burgers_32dim.yaml data.stage_dir=/scratch/staged --prune --dry-run
     """
     if (dry_run or force) and not prune:
         raise typer.BadParameter("--dry-run and --force go with --prune")
@@ -215,7 +322,7 @@ Address = Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/cach
 
 
 @cli_command
-def push(out: CommandOutput, path: CachePath, url: Address) -> None:
+def cache_push(out: CommandOutput, path: CachePath, url: Address) -> None:
     """Bring a cache to an address.
 
     To URL/NAME/FINGERPRINT, on an object store or a shared folder. Each shard is checked, and a push
@@ -223,17 +330,17 @@ def push(out: CommandOutput, path: CachePath, url: Address) -> None:
 
     \b
     Example:
-      stoker push data/latent_cache/burgers1d_train s3://bucket/caches
+      stoker cache push data/latent_cache/burgers1d_train s3://bucket/caches
     """
-    from stoker.store.transfer import push as run
+    from stoker.store.transfer import push
 
     with ProgressLine(out) as progress:
-        report = run(path, url, listen=partial(_listen, progress))
+        report = push(path, url, listen=partial(_listen, progress))
     out.show(report, render_transfer)
 
 
 @cli_command
-def pull(
+def cache_pull(
     out: CommandOutput,
     url: Address,
     cache_dir: Annotated[
@@ -254,15 +361,14 @@ def pull(
 
     \b
     Example:
-      stoker pull s3://bucket/caches/burgers1d_train
-      stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world-size 8
+      stoker cache pull s3://bucket/caches/burgers1d_train
+      stoker cache pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world-size 8
     """
-    from stoker.store.transfer import RecordSelection
-    from stoker.store.transfer import pull as run
+    from stoker.store.transfer import RecordSelection, pull
 
     wanted = RecordSelection(rank=rank, world_size=world_size, records=_range(records))
     with ProgressLine(out) as progress:
-        report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, progress))
+        report = pull(url, cache_dir, wanted=wanted, listen=partial(_listen, progress))
     out.show(report, render_transfer)
 
 

@@ -43,10 +43,9 @@ from typing import (
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperCommand
 
 from stoker.distributed.ranks import RankEnvironment, find_rank_environment
-from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
+from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, split_hint
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.runtime.signals import EXIT_S, say_end, started_ns
 from stoker.runtime.threads import start_thread
@@ -81,6 +80,7 @@ CachePath = Annotated[
     typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),
 ]
 
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
 ]
@@ -93,113 +93,28 @@ Stage = Annotated[
 ]
 Epochs = Annotated[int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")]
 
-SEVERAL = ("--tasks", "--splits")
-"""Flags that take more than one value, each as its own word."""
-
-
-class EarlierFlags(TyperCommand):
-    """A command that reads `--splits train val` as the earlier script did: one flag, several words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the flag before each of its words, then parse as usual."""
-        return super().parse_args(ctx, repeat_flags(args))
-
-
-def repeat_flags(args: Sequence[str]) -> list[str]:
-    """Put the flag before each of its words; a setting, a YAML file or another flag ends them.
-
-    >>> repeat_flags(["--splits", "train", "val", "c.yaml", "latent.dim=8"])
-    ['--splits', 'train', '--splits', 'val', 'c.yaml', 'latent.dim=8']
-    """
-    out: list[str] = []
-    flag = ""
-    for place, arg in enumerate(args):
-        ends = arg.startswith("-") or "=" in arg or arg.endswith((".yaml", ".yml"))
-        if flag and not ends and args[place - 1] != flag:
-            out.append(flag)
-        if ends:
-            flag = arg if arg in SEVERAL else ""
-        out.append(arg)
-    return out
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierPrecomputeFlags:
-    """Flags of the earlier script that `precompute` still takes, as given; None where a flag is absent."""
+class PrecomputeFlags:
+    """Flags of `precompute` that are settings, as given; None where a flag is absent."""
 
     KEYS: ClassVar[Mapping[str, str]] = {
-        "tasks": "data.task", "root": "data.root", "limit": "data.limit",
-        "latent_dim": "latent.dim", "latent_len": "latent.tokens",
-        "cache_dir": "training.latent_cache_dir", "cache_dtype": "training.latent_cache_dtype",
-        "device": "training.device", "batch_size": "precompute.encode_batch",
-        "pin_memory": "training.pin_memory", "overwrite": "precompute.overwrite",
-        "dataloader_timeout": "precompute.timeouts.start",
-        "cache_write_timeout": "precompute.timeouts.write",
-        "watchdog_timeout": "precompute.timeouts.encode",
+        "workers": "training.num_workers", "device": "training.device",
+        "overwrite": "precompute.overwrite", "limit": "data.limit",
+        "compression": "precompute.compression", "named_devices": "precompute.devices",
+        "retry_quarantined": "precompute.retry_quarantined", "engine": "precompute.engine",
+        "address": "precompute.ray.address",
     }  # fmt: skip
-    """The setting of each flag that is one."""
+    """The setting of each flag."""
 
-    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None
-    root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None
-    cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None
-    cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype, as float16.")] = None
-    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None
-    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None
+    workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in this process.")] = None
     device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="precompute.encode_batch: samples in one call of the encoder.")
-    ] = None
-    num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None
-    parallel: Annotated[
-        bool | None, typer.Option("--parallel/--no-parallel", help="--no-parallel reads in this process.")
-    ] = None
-    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="training.pin_memory.")] = None
-    overwrite: Annotated[
-        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
-    ] = None
     limit: Annotated[int | None, typer.Option(help="data.limit: only the first samples of each split.")] = (
         None
     )
-    hdf5_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
     ] = None
-    dataloader_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
-    ] = None
-    cache_write_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.timeouts.write.")
-    ] = None
-    watchdog_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.timeouts.encode, the first call included.")
-    ] = None
-
-    def settings(self, overrides: Sequence[str]) -> list[str]:
-        """Return `overrides` with every given flag added as `key=value`.
-
-        Raises:
-            ConfigError: Two flags contradict each other.
-        """
-        workers = self.num_workers
-        if self.parallel is not None and workers is not None and self.parallel == (workers == 0):
-            raise ConfigError(
-                f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict. "
-                "Give one of them"
-            )
-        # Files may be given a time of their own; else a worker that does not answer has it for all it does.
-        file_s = self.dataloader_timeout if self.hdf5_timeout is None else self.hdf5_timeout
-        given = {
-            **{key: getattr(self, name) for name, key in self.KEYS.items()},
-            "training.num_workers": 0 if self.parallel is False else workers,
-            "precompute.timeouts.open": file_s,
-            "precompute.timeouts.read": file_s,
-        }
-        return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputeFlags(EarlierPrecomputeFlags):
-    """All flags of `precompute` that are settings."""
-
     compression: Annotated[
         str | None, typer.Option(metavar="none|zstd|lz4|auto", help="precompute.compression.")
     ] = None
@@ -211,23 +126,28 @@ class PrecomputeFlags(EarlierPrecomputeFlags):
     ] = None
     engine: Annotated[
         str | None,
-        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
+        typer.Option(
+            metavar="local|ray", help="precompute.engine: this machine, a Ray cluster, or a plugin's."
+        ),
     ] = None
     address: Annotated[
         str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
     ] = None
 
-    KEYS: ClassVar[Mapping[str, str]] = {
-        **EarlierPrecomputeFlags.KEYS,
-        "compression": "precompute.compression", "named_devices": "precompute.devices",
-        "retry_quarantined": "precompute.retry_quarantined", "engine": "precompute.engine",
-        "address": "precompute.ray.address",
-    }  # fmt: skip
-
     @property
     def named_devices(self) -> list[str] | None:
         """`devices`, which may be several in one word."""
         return None if self.devices is None else [self.devices]
+
+    def settings(self, overrides: Sequence[str]) -> list[str]:
+        """Return `overrides` with every given flag added as `key=value`."""
+        given = {key: getattr(self, name) for name, key in self.KEYS.items()}
+        return [*overrides, *settings_of(given)]
+
+
+def settings_of(given: Mapping[str, object]) -> list[str]:
+    """Return settings by name as `key=value`, without those that are None."""
+    return [f"{key}={_text(value)}" for key, value in given.items() if value is not None]
 
 
 def spread_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -522,20 +442,46 @@ class CommandOutput:
         """Write the one JSON object; NaN and infinities become null, since JSON has neither."""
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
+    def confirm(self, question: str) -> None:
+        """Ask before something is deleted, on a terminal; elsewhere refuse, since nobody could answer.
+
+        Raises:
+            ConfigError: There is no terminal.
+            typer.Exit: The answer is no.
+        """
+        if self.as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise ConfigError(f"{question} There is no terminal to answer on. Add --yes to delete")
+        if not typer.confirm(question, err=True):
+            self.note("nothing was deleted")
+            raise typer.Exit
+
     def fail(self, message: str, exit_code: int) -> typer.Exit:
-        """Report a failure; the caller raises what comes back."""
+        """Report a failure: its fact, and a hint what to do. The caller raises what comes back."""
+        fact, hint = split_hint(message.strip())
         if exit_code == Interrupted.exit_code:  # of all ranks at once
             self.note(message.strip())
         else:
-            self.warn(message.strip())
+            for line in error_lines(message.strip()):
+                self.warn(line)
         if self.as_json and not self._rank:
             try:
-                self.write_json({"error": message, "exit_code": exit_code})
+                self.write_json({"error": message, "fact": fact, "hint": hint, "exit_code": exit_code})
             except ResourceError as error:
                 self.note(str(error))
             except BrokenPipeError:
                 pass  # the reader has seen enough
         return typer.Exit(exit_code)
+
+
+def error_lines(message: str) -> list[str]:
+    """Return an error as people read it: its fact, then a hint what to do; in color on a terminal."""
+    fact, hint = split_hint(message)
+    plain = os.environ.get("NO_COLOR") or not sys.stderr.isatty()
+    names = ("error:", "hint:") if plain else (_RED.format("error:"), _CYAN.format("hint:"))
+    return [f"{name} {text}" for name, text in zip(names, (fact, hint), strict=True) if text]
+
+
+_RED, _CYAN = "\x1b[1;31m{}\x1b[0m", "\x1b[1;36m{}\x1b[0m"
 
 
 class ProgressLine:
@@ -708,9 +654,11 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except UsageError as raised:
         error: Any = raised
         code = error.exit_code
-        if out.as_json:
-            out.fail(error.format_message(), code)
-        else:
+        path = error.ctx.command_path if error.ctx is not None else "stoker"
+        said = error.format_message().rstrip(".")
+        if not said.startswith("Usage:"):
+            out.fail(said if said.endswith("?") else f"{said}. `{path} --help` shows what it takes", code)
+        else:  # a group without a command, whose help it is
             with contextlib.suppress(OSError):
                 error.show()
     except typer.Abort:  # what the parser makes of a Ctrl-C that came outside a command
@@ -718,8 +666,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except BrokenPipeError:
         code = 1
     except ResourceError as error:
-        out.note(str(error))
-        code = error.exit_code
+        code = out.fail(str(error), error.exit_code).exit_code
     say_end(code or 0)
     _end_in_time(code or 0)
     sys.exit(code)

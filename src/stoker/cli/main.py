@@ -18,11 +18,9 @@ from typer.core import TyperGroup
 
 from stoker.cli.command import (
     INTERRUPTED,
-    CachePath,
     CommandOutput,
     ConfigArgument,
     ConfigFlag,
-    EarlierFlags,
     Epochs,
     Manifest,
     Overrides,
@@ -42,57 +40,118 @@ from stoker.cli.command import (
     stop_on_sigterm,
     tell_settings,
 )
-from stoker.errors import ConfigError, FormatError, Interrupted
+from stoker.errors import ConfigError, Interrupted
 from stoker.plugins import PACKAGE, Plugin, load_extension, plugins_of
 from stoker.runtime.signals import GUARD_VARIABLE, Lifeline, attach
 
-ORDER = (
-    *("demo", "fetch", "precompute", "plan", "train", "inspect", "verify", "compact", "gc", "export"),
-    *("import-pt", "stage", "push", "pull", "bench", "profile", "launch", "serve", "job", "validate", "why"),
-    "compat",
-)
-"""How the help lists commands, whichever module they are from."""
-MODULES = {
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Start": ("demo", "init", "validate"),
+    "Work": ("precompute", "train", "plan", "profile", "bench"),
+    "Data and caches": ("cache", "data"),
+    "Remote": ("launch", "serve", "job"),
+    "": ("compat",),
+}
+"""How the help lists commands, whichever module they are from; others come last."""
+GROUPS: Mapping[str, str] = {
+    "cache": "List, check, clean up and share caches.",
+    "data": "Fetch, stage and look at raw data.",
+    "job": "Control the jobs of a running service.",
+}
+"""Commands that are groups of others, and their help."""
+MODULES: Mapping[str, tuple[str, ...]] = {
     "stoker.cli.training": ("demo", "bench", "profile"),
-    "stoker.cli.caches": ("verify", "compact", "gc", "stage", "push", "pull"),
-    "stoker.cli.serving": ("serve", "job"),
+    "stoker.cli.caches": (
+        *("cache.ls", "cache.show", "cache.why", "cache.verify", "cache.compact", "cache.gc"),
+        *("cache.push", "cache.pull", "data.stage"),
+    ),
+    "stoker.cli.serving": (
+        "serve",
+        *("job.submit", "job.list", "job.show", "job.logs", "job.cancel", "job.pause", "job.resume"),
+        *("job.continue", "job.delete", "job.login"),
+    ),
 }
 """Commands of the core that are in other modules, each imported when one of its commands is used."""
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
-class PluginGroup(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands of the core, then those of plugins, imported when they or the help are used.
 
-    A command of the core stays what it is whatever plugins are called.
+    Commands of a group are named with a dot, `cache.ls`. A command of the core stays what it is whatever
+    plugins are called.
     """
+
+    prefix = ""
+    """Of the names of its commands: `cache.`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, those of other packages last."""
-        names = dict.fromkeys((*super().list_commands(ctx), *_commands()))
-        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+        inside = (name.removeprefix(self.prefix) for name in _commands() if name.startswith(self.prefix))
+        names = dict.fromkeys((*super().list_commands(ctx), *(name.partition(".")[0] for name in inside)))
+        order = [name for names in SECTIONS.values() for name in names] if not self.prefix else [*names]
+        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of a name; one that cannot be used says why when it is run."""
-        plugin = _commands().get(cmd_name)
-        if cmd_name in self.commands or plugin is None:
+        plugin = _commands().get(self.prefix + cmd_name)
+        if cmd_name in self.commands or (plugin is None and cmd_name not in GROUPS):
             return super().get_command(ctx, cmd_name)
+        if plugin is None:
+            return _group_of(cmd_name)
         try:
-            return _as_command(plugin.name, plugin.load())
+            return _as_command(cmd_name, plugin.load())
         except ConfigError as error:
             return _refusal(plugin, error)
         except Exception as error:  # noqa: BLE001  typer has many errors for a function that it cannot read
             wrong = f"{plugin.target} of the package {plugin.package} is not a command: {error}. Correct it"
             return _refusal(plugin, ConfigError(wrong))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the words name; of an unknown one say in which group it is."""
+        name = args[0] if args else ""
+        if name and self.get_command(ctx, name) is None:
+            inside = [known for known in _commands() if known.endswith(f".{name}")]
+            if inside:
+                ctx.fail(f"No such command '{name}'. Did you mean 'stoker {inside[0].replace('.', ' ')}'?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in sections."""
+        rows = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        lines = {name: one.get_short_help_str(70) for name, one in rows.items() if one and not one.hidden}
+        known = {name for names in SECTIONS.values() for name in names}
+        sections = {**SECTIONS, "Of other packages": tuple(n for n in lines if n not in known)}
+        for title, names in ({"Commands": tuple(lines)} if self.prefix else sections).items():
+            if found := [(name, lines[name]) for name in names if name in lines]:
+                with formatter.section(title or "Earlier systems"):
+                    formatter.write_dl(found)
+
 
 def _commands() -> Mapping[str, Plugin]:
     """Return the commands that are imported on use, by name; those of the core win over those of plugins."""
     own = {
-        name: Plugin("stoker.commands", name, f"{module}:{name}", PACKAGE)
+        name: Plugin("stoker.commands", name, f"{module}:{_function_of(name)}", PACKAGE)
         for module, names in MODULES.items()
         for name in names
     }
-    return {**plugins_of("stoker.commands"), **own}
+    return {**own, **{name: one for name, one in plugins_of("stoker.commands").items() if name not in own}}
+
+
+def _function_of(name: str) -> str:
+    """Return the function of a command: `job_list` of `job.list`, whose names would hide Python's own."""
+    return name.replace(".", "_").replace("-", "_")
+
+
+def _group_of(name: str) -> Any:
+    """Return the group of commands whose names begin with `name` and a dot."""
+    kind = type("CommandGroup", (CommandGroup,), {"prefix": f"{name}."})
+    group = typer.Typer(name=name, cls=kind, help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None)
+    group.callback(help=GROUPS[name])(_nothing)
+    return typer.main.get_group(group)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _as_command(name: str, made: Any, **settings: bool) -> Any:
@@ -113,15 +172,16 @@ def _refusal(plugin: Plugin, error: ConfigError) -> Any:
             raise error
 
     refuse.__doc__ = f"Cannot be used (package {', '.join((plugin.package, *plugin.others))})."
-    return _as_command(plugin.name, refuse, allow_extra_args=True, ignore_unknown_options=True)
+    name = plugin.name.rpartition(".")[2]
+    return _as_command(name, refuse, allow_extra_args=True, ignore_unknown_options=True)
 
 
 app = typer.Typer(
     name="stoker",
-    cls=PluginGroup,
+    cls=CommandGroup,
     help="Encode once, keep it verified, and feed the GPU from the fastest place that fits.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=_HELP,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -162,7 +222,7 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-@app.command(cls=EarlierFlags)
+@app.command()
 @spread_flags
 @cli_command
 def precompute(
@@ -284,30 +344,6 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 @app.command()
 @cli_command
-def inspect(out: CommandOutput, path: CachePath) -> None:
-    """Show what a cache holds.
-
-    Records, fields, sizes, statistics and quarantined samples, from the index alone. Of a folder of
-    several caches, a line for each.
-
-    \b
-    Example:
-      stoker inspect data/latent_cache/burgers1d_train
-      stoker inspect data/latent_cache
-    """
-    from stoker.cli import output
-    from stoker.run.caches import CacheSummary, inspect_path
-
-    found = inspect_path(path)
-    if isinstance(found, CacheSummary):
-        out.show(found, output.inspect)
-        return
-    code = FormatError.exit_code if found.unreadable else 0
-    out.show(found, output.inspect_folder, exit_code=code)
-
-
-@app.command()
-@cli_command
 def validate(
     out: CommandOutput,
     config: ConfigArgument,
@@ -342,40 +378,6 @@ def validate(
         rows = [replace(failed("launch settings", error), status="warn")]
     result = result.and_these(rows)
     out.show(result, output.validate, exit_code=result.exit_code)
-
-
-@app.command()
-@cli_command
-def why(
-    out: CommandOutput,
-    a: Annotated[
-        str,
-        typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),
-    ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="B | KEY=VALUE", help="The other one (else: the nearest cache of A's name), and settings."
-        ),
-    ] = None,
-) -> None:
-    """Name what differs between two recipes.
-
-    So that a cache that was not used explains itself.
-
-    \b
-    Example:
-      stoker why configs/train_burgers_32dim.yaml latent.dim=64
-      stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
-    """
-    from stoker.cli import output
-    from stoker.run.caches import explain
-
-    _, overrides = tell_settings(words or [])
-    paths = [word for word in words or [] if word not in overrides]
-    if len(paths) > 1:
-        raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
-    out.show(explain(a, *paths, overrides=overrides), output.why)
 
 
 def _refuse_words(words: list[str]) -> None:

@@ -59,9 +59,8 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
         failures = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in cache.failures]
         some(console, failures, f"{cache.name}: {len(failures)} quarantined")
         if failures:
-            line = (
-                f"  stoker inspect {cache.address or cache.path} lists them; --retry-quarantined tries again"
-            )
+            place = cache.address or cache.path
+            line = f"  stoker cache show {place} lists them; --retry-quarantined tries again"
             console.print(escape(line))
     for failure in result.failed:
         console.print(escape(f"task {failure.task} failed: {failure.error}"))
@@ -387,7 +386,9 @@ def verify(result: VerifyReport, console: Console) -> None:
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
     some(console, _by_shard(result.bad), title)
     if result.bad:
-        console.print("stoker verify PATH --repair sets them aside, and says how they are encoded again")
+        console.print(
+            "stoker cache verify PATH --repair sets them aside, and says how they are encoded again"
+        )
     if result.unchecked:
         console.print(f"not looked at: {'; '.join(result.unchecked)}")
 
@@ -451,15 +452,15 @@ def compact(result: CompactReport, console: Console) -> None:
     left = [f"  {one.shard}: {_fact(one.shard, one.why)}" for one in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:
-        console.print("stoker verify PATH --repair sets the records aside")
+        console.print("stoker cache verify PATH --repair sets the records aside")
 
 
 def _cleaner(result: CompactReport) -> str:
     """Return the command that removes what a compaction left."""
     if result.address is None:
-        return "stoker gc"
+        return "stoker cache gc"
     folder = result.address.rsplit("/", 2)[0]
-    return escape(f"stoker gc {folder} --at-address")
+    return escape(f"stoker cache gc {folder} --at-address")
 
 
 def gc(result: GcReport, console: Console) -> None:

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.command import INTERRUPTED, keep_standard_streams, name_of_rank, printing
-from stoker.errors import ConfigError, Interrupted, ResourceError
+from stoker.cli.command import INTERRUPTED, error_lines, keep_standard_streams, name_of_rank, printing
+from stoker.errors import ConfigError, Interrupted, ResourceError, split_hint
 from stoker.runtime.processes.child import SpawnedProcess, oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
 from stoker.runtime.signals import GUARD_VARIABLE, TOGETHER_S, Lifeline, started_ns
@@ -131,9 +131,10 @@ GUARDED = frozenset({
     "demo", "precompute", "train", "compat precompute", "compat precompute_latent_cache", "compat train",
 })  # fmt: skip
 """Commands that may encode."""
-WATCHED = frozenset(
-    "compact export gc import-pt inspect plan pull push stage validate verify why".split()  # noqa: SIM905
-) | {"compat validate", "compat validate_config"}
+WATCHED = frozenset({
+    *(f"cache {name}" for name in "compact export gc import-pt ls pull push show verify why".split()),  # noqa: SIM905
+    "data inspect", "data stage", "init", "plan", "validate", "compat validate", "compat validate_config",
+})  # fmt: skip
 """Others that wait for storage."""
 STORAGE_S = 600.0
 """How long one call on a file may get no answer, as long as `runtime.threads` waits for one item."""
@@ -209,8 +210,8 @@ def main() -> None:
     words = sys.argv[1:]
     linux = sys.platform.startswith("linux")
     guarded = GUARDED | WATCHED if linux else GUARDED
-    name = " ".join(words[: 1 + (words[:1] == ["compat"])])
-    if name not in guarded or "--help" in words or GUARD_VARIABLE in os.environ:
+    name = " ".join(words[: 1 + (words[:1] in (["cache"], ["data"], ["compat"]))])
+    if name not in guarded or {"-h", "--help"} & {*words} or GUARD_VARIABLE in os.environ:
         from stoker.cli.main import main as command
 
         command()
@@ -281,8 +282,13 @@ def _say(text: str) -> None:
 
 
 def _fail(message: str, code: int, words: Sequence[str]) -> int:
-    _say(message)
-    report = json.dumps({"error": message, "exit_code": code}) + "\n"
+    if code == Interrupted.exit_code:
+        _say(message)
+    else:
+        for line in error_lines(message):
+            _say(line)
+    fact, hint = split_hint(message)
+    report = json.dumps({"error": message, "fact": fact, "hint": hint, "exit_code": code}) + "\n"
     return _answer(report if "--json" in words else "", code)
 
 

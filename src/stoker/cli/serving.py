@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, cli_command, duration, size
+from stoker.cli.command import CommandOutput, Yes, cli_command, duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
@@ -23,7 +23,7 @@ from stoker.runtime.threads import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:
-    from stoker.service.client import Act, ServiceClient
+    from stoker.service.client import ServiceClient
     from stoker.service.executor import RayTarget
     from stoker.service.server import ServiceInfo
 
@@ -32,7 +32,6 @@ NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 """Packages of the extra `service`."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""
-VERBS = ("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "delete", "login")
 TRIES = 4
 """How often a job is submitted when the service does not answer; its key keeps it one job."""
 Dir = Annotated[
@@ -171,86 +170,211 @@ def render_started(started: ServiceInfo, console: Console) -> None:
         console.print(escape(line))
 
 
+Server = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help=f"The service; default: ${SERVER}, else its folder's."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", readable=False, help=f"Default: ${TOKEN}, else that of the folder."),
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job; `stoker job list` shows them.")]
+
+
 @cli_command
-def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
-    verb: Annotated[str, typer.Argument(metavar="|".join(VERBS), help="What to do.")],
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ID | FILE] [KEY=VALUE]",
-            help="The job; for submit a JSON or YAML file with its settings, and what wins over it.",
+            metavar="[FILE] [KEY=VALUE]",
+            help="JSON or YAML with its settings (-: standard input), and what wins.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="submit: what to call it.")] = None,
-    key: Annotated[str | None, typer.Option(help="submit: the same key again is the same job.")] = None,
-    status: Annotated[str | None, typer.Option(help="list: only jobs that are this.")] = None,
-    lines: Annotated[int, typer.Option(min=1, max=5000, help="logs: from the end; list: jobs.")] = 50,
-    epochs: Annotated[int | None, typer.Option(min=1, help="continue: how many more.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="submit, logs: show the log as it grows, until the job ends.")
-    ] = False,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help=f"The service; default: ${SERVER}, else its folder's.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
+    key: Annotated[str | None, typer.Option(help="The same key again is the same job.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends.")] = False,
+    server: Server = None,
     state_dir: Dir = STATE_DIR,
-    token_file: Annotated[
-        Path | None, typer.Option(readable=False, help=f"Default: ${TOKEN}, else that of the folder.")
-    ] = None,
+    token_file: TokenFile = None,
 ) -> None:
-    """Speak to a running service about jobs.
+    """Submit a job.
 
     \b
     Example:
+      stoker job submit dataset_ids=[burgers] --name night-run
       stoker job submit job.yaml batch_size=256 epochs=50 --follow
-      stoker job submit dataset_ids=[radio] --name night-run
+    """
+    client = _client(server, state_dir, token_file)
+    made = _submit(client, list(words or []), name, key)
+    out.show(made, _render_jobs)
+    if follow:
+        _follow(out, client, made["id"])
+
+
+@cli_command
+def job_list(
+    out: CommandOutput,
+    status: Annotated[str | None, typer.Option(help="Only jobs that are this, as running.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="The newest so many.")] = 50,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """List jobs, the newest first.
+
+    \b
+    Example:
       stoker job list --status running
+    """
+    out.show(_client(server, state_dir, token_file).jobs(status=status, limit=limit), _render_jobs)
+
+
+@cli_command
+def job_show(
+    out: CommandOutput,
+    id: JobId,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Show a job and its last epochs.
+
+    \b
+    Example:
+      stoker job show 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+    """
+    out.show(_client(server, state_dir, token_file).job(id), _render_job)
+
+
+@cli_command
+def job_logs(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: CommandOutput,
+    id: JobId,
+    lines: Annotated[int, typer.Option(min=1, max=5000, help="How many, from the end.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Show the log of a job.
+
+    \b
+    Example:
+      stoker job logs 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --follow
+    """
+    client = _client(server, state_dir, token_file)
+    out.show(client.log(id, tail=lines), _render_log)
+    if follow:
+        _follow(out, client, id)
+
+
+@cli_command
+def job_cancel(
+    out: CommandOutput,
+    id: JobId,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Cancel a job; what it has trained stays.
+
+    \b
+    Example:
+      stoker job cancel 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+    """
+    out.show(_client(server, state_dir, token_file).act(id, "cancel"), _render_jobs)
+
+
+@cli_command
+def job_pause(
+    out: CommandOutput,
+    id: JobId,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Pause a job at its next checkpoint.
+
+    \b
+    Example:
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    given = list(words or [])
-    if verb not in VERBS:
-        raise ConfigError(f"{verb!r} is not an action of a job. Expected {', '.join(VERBS)}")
+    out.show(_client(server, state_dir, token_file).act(id, "pause"), _render_jobs)
+
+
+@cli_command
+def job_resume(
+    out: CommandOutput,
+    id: JobId,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Resume a job from its newest checkpoint.
+
+    One that is paused, cancelled or failed.
+
+    \b
+    Example:
+      stoker job resume 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+    """
+    out.show(_client(server, state_dir, token_file).act(id, "resume"), _render_jobs)
+
+
+@cli_command
+def job_continue(
+    out: CommandOutput,
+    id: JobId,
+    epochs: Annotated[int, typer.Option(min=1, help="How many more.")],
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Train a completed job for more epochs.
+
+    \b
+    Example:
+      stoker job continue 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --epochs 10
+    """
+    out.show(_client(server, state_dir, token_file).more(id, epochs), _render_jobs)
+
+
+@cli_command
+def job_delete(
+    out: CommandOutput,
+    id: JobId,
+    yes: Yes = False,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Delete a job that has ended, with its checkpoints.
+
+    \b
+    Example:
+      stoker job delete 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --yes
+    """
     client = _client(server, state_dir, token_file)
-    if verb in ("list", "login") and given:
-        raise ConfigError(f"stoker job {verb} takes no {' '.join(given)!r}. Leave that out")
-    if verb == "submit":
-        made = _submit(client, given, name, key)
-        out.show(made, _render_jobs)
-        if follow:
-            _follow(out, client, made["id"])
-    elif verb == "list":
-        out.show(client.jobs(status=status, limit=min(lines, 500)), _render_jobs)
-    elif verb == "login":
-        out.show({"login": client.address + client.login_path()}, _render_values)
-    elif verb == "logs":
-        out.show(client.log(id := _one(verb, given), tail=lines), _render_log)
-        if follow:
-            _follow(out, client, id)
-    else:
-        _do(out, client, verb, _one(verb, given), epochs)
+    found = client.job(id)["job"]
+    if not yes:
+        out.confirm(f"Delete job {found['job_name']} ({id}) and its checkpoints?")
+    client.delete(id)
+    out.show({"deleted": id}, _render_values)
 
 
-def _one(verb: str, words: list[str]) -> str:
-    """Return the one job that a verb is about."""
-    if len(words) != 1:
-        raise ConfigError(
-            f"stoker job {verb} takes one job, found {len(words)}. `stoker job list` shows them"
-        )
-    return words[0]
+@cli_command
+def job_login(
+    out: CommandOutput, server: Server = None, state_dir: Dir = STATE_DIR, token_file: TokenFile = None
+) -> None:
+    """Print a link that logs a browser in, once.
 
-
-def _do(out: CommandOutput, client: ServiceClient, verb: str, id: str, epochs: int | None) -> None:
-    if verb == "show":
-        out.show(client.job(id), _render_job)
-    elif verb == "delete":
-        client.delete(id)
-        out.show({"deleted": id}, _render_values)
-    elif verb == "continue":
-        if epochs is None:
-            raise ConfigError("how many more epochs? Give --epochs N")
-        out.show(client.more(id, epochs), _render_jobs)
-    else:
-        out.show(client.act(id, cast("Act", verb)), _render_jobs)
+    \b
+    Example:
+      stoker job login
+    """
+    client = _client(server, state_dir, token_file)
+    out.show({"login": client.address + client.login_path()}, _render_values)
 
 
 def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
@@ -328,7 +452,7 @@ def _render_jobs(found: Mapping[str, Any], console: Console) -> None:
     """Print a row for each job."""
     jobs = found.get("jobs", [found])
     if not jobs:
-        console.print("no jobs. `stoker job submit` makes one")
+        console.print("no jobs yet. `stoker job submit` makes one")
         return
     rows = [bold("id", "name", "status", "epoch", "val loss", "stall", "")]
     rows += [tuple(map(escape, _row(one))) for one in jobs]

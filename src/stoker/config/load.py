@@ -539,8 +539,8 @@ def _require_file(path: Path) -> None:
     with suppress(OSError):  # a folder that may not be looked into
         if holds_caches(path):
             raise ConfigError(
-                f"{path} holds caches. `stoker inspect {path}` says which; this takes the settings that they "
-                "are made with: a YAML file, as configs/NAME.yaml"
+                f"{path} holds caches. `stoker cache show {path}` says which; this takes the settings "
+                "that they are made with: a YAML file, as configs/NAME.yaml"
             )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())

@@ -171,7 +171,7 @@ def beside_engine(engine: str, given: Mapping[str, object]) -> Iterator[tuple[st
 
 
 class FetchConfig(SettingsSection):
-    """Files that `stoker fetch` brings here (docs/fetch.md)."""
+    """Files that `stoker data fetch` brings here (docs/fetch.md)."""
 
     files: dict[str, dict[str, JsonValue]] | None = None
     """By the name they get, as `{a.h5: {from: "b2:bucket/a.h5", sha256: "..."}}`; `a/` is a whole folder."""

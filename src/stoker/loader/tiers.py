@@ -358,7 +358,7 @@ def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Mapp
     if len(by_size) * len(shards) > MAX_MAPS:
         log.warning(
             "%s: %d shards of %d fields are more than the %d that one process can map, so each process holds "
-            "a copy. `stoker compact` makes fewer shards",
+            "a copy. `stoker cache compact` makes fewer shards",
             cache.path, len(shards), len(by_size), MAX_MAPS,
         )  # fmt: skip
         return None

@@ -485,7 +485,7 @@ class SpotCheck:
                     log.warning(
                         "spot check of %s: field %r of sample %d differs from what its source and encoder "
                         "give now by %.2g of its largest value; %.2g is rounding. Look at what changed "
-                        "(stoker why), and make the cache again with precompute.overwrite=true",
+                        "(stoker cache why), and make the cache again with precompute.overwrite=true",
                         self._cache.name,
                         name,
                         number,

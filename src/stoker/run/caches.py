@@ -117,7 +117,7 @@ def job_recipe(run: Run, job: CacheJob) -> Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSummary(JsonResult):
-    """One cache, as `stoker inspect` shows it."""
+    """One cache, as `stoker cache show` shows it."""
 
     name: str
     path: str
@@ -146,7 +146,7 @@ class CacheSummary(JsonResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFolder(JsonResult):
-    """The caches of one folder, as `stoker inspect` lists them."""
+    """The caches of one folder, as `stoker cache show` lists them."""
 
     path: str
     caches: tuple[CacheSummary, ...]
@@ -238,7 +238,7 @@ def worst_error(cache: Cache) -> float | None:
 # the settings say: split rule, file names, declared layout, encoder with its weights, storage dtype. What
 # only the data could tell (its bytes, its grid) is taken from the recipe.
 #
-# A cache that `stoker import-pt` made never had raw data or a recorded encoder. It is taken by its
+# A cache that `stoker cache import-pt` made never had raw data or a recorded encoder. It is taken by its
 # name, if the latents have the size that the settings give, and a line says what cannot be checked.
 
 
@@ -263,15 +263,15 @@ def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | N
         note_use(cache.path)
         if is_imported(cache.recipe):
             log.warning(
-                "%s was imported with `stoker import-pt`: which data, encoder, normalization and split made "
-                "it is recorded nowhere and cannot be checked",
+                "%s was imported with `stoker cache import-pt`: which data, encoder, normalization and split "
+                "made it is recorded nowhere and cannot be checked",
                 cache.path,
             )
     return found
 
 
 def is_imported(recipe: Recipe) -> bool:
-    """Return True for a cache that `stoker import-pt` made of earlier files."""
+    """Return True for a cache that `stoker cache import-pt` made of earlier files."""
     return str(recipe.entries["source"]["kind"]).startswith(IMPORTED)
 
 
@@ -296,8 +296,8 @@ def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None
             log.warning("the imported cache %s is not used: %s", cache.path, why)
     if not complete and next(folder.glob("sample_*.pt"), None) is not None:
         log.warning(
-            "%s holds sample_*.pt files of the earlier cache. `stoker import-pt %s --out %s --name %s` makes "
-            "a cache of them, which is used where the raw data is gone",
+            "%s holds sample_*.pt files of the earlier cache. `stoker cache import-pt %s --out %s --name %s` "
+            "makes a cache of them, which is used where the raw data is gone",
             folder,
             folder,
             folder.parent,

@@ -550,9 +550,9 @@ class RepairResult(JsonResult):
             return ""
         if not self.imported:
             place = shlex.quote(display_path(Path(self.report.path)))
-            return f"stoker verify {place} --repair --config CONFIG [KEY=VALUE...]"
+            return f"stoker cache verify {place} --repair --config CONFIG [KEY=VALUE...]"
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
-        return f"stoker import-pt DIR --out {cache_dir} --name {name}"
+        return f"stoker cache import-pt DIR --out {cache_dir} --name {name}"
 
     @property
     def encode_again(self) -> str:
@@ -649,6 +649,6 @@ def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
     if made != folder.resolve().name:
         raise ConfigError(
             f"the settings make the cache {made} of {name}, {folder} is another one. "
-            f"`stoker why {folder} CONFIG` says what differs"
+            f"`stoker cache why {folder} CONFIG` says what differs"
         )
     return part, job

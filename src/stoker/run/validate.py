@@ -518,7 +518,7 @@ def _why_not(found: CacheLocation) -> str:
     if nearest is None:
         return ""
     folder, differences = nearest
-    more = "" if len(differences) <= SHOWN else f", and {len(differences) - SHOWN} more (`stoker why`)"
+    more = "" if len(differences) <= SHOWN else f", and {len(differences) - SHOWN} more (`stoker cache why`)"
     return f". {folder.name} is of another recipe: {', '.join(map(_say, differences[:SHOWN]))}{more}"
 
 

@@ -233,7 +233,7 @@ class FileLock:
         """Return who holds the lock, as `process 17 on host`; `another process` where that is not known."""
         _poll(lambda: bool(self.note()) or not self.path.exists(), _SIGN_S)  # it signs after it has locked
         note = self.note()
-        if re.fullmatch(r"\d+", note):  # as `stoker fetch` once signed
+        if re.fullmatch(r"\d+", note):  # as `stoker data fetch` once signed
             return f"process {note}"
         return note if re.fullmatch(r"process \d+ on \S+", note) else "another process"
 

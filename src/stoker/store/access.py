@@ -26,7 +26,7 @@ PREVIEW_VALUES = 4
 
 
 def sample_index(key: SupportsIndex, count: int) -> int:
-    """Return the index of a sample; negative ones count from the end of the dataset, as far as it has samples.
+    """Return the index of a sample; negative ones count from the end of the dataset, if it is that long.
 
     >>> sample_index(-1, 10), sample_index(-11, 10)
     (9, -11)

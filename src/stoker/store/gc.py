@@ -308,7 +308,7 @@ def _still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
             if number in lacking:
                 needed[entry.file] = (
                     f"it may hold the last good copy of sample {number} ({lacking[number]}). "
-                    "Run stoker verify --repair"
+                    "Run stoker cache verify --repair"
                 )
                 break
     return needed
@@ -474,7 +474,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
         raise FormatError(f"there is no folder {cache_dir}. Name the folder that holds caches by name")
     if (cache_dir / MARKER).exists():
         raise FormatError(
-            f"{cache_dir} holds copies of an address, which go by another rule. Use stoker gc, or from "
+            f"{cache_dir} holds copies of an address, which go by another rule. Use stoker cache gc, or from "
             "Python stoker.store.gc.clean"
         )
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]

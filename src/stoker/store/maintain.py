@@ -56,7 +56,7 @@ from stoker.units import MIB
 
 
 log = logging.getLogger("stoker")
-REPAIR_ADVICE = ". `stoker verify"
+REPAIR_ADVICE = ". `stoker cache verify"
 """Where errors of damaged records begin to say what a repair need not."""
 
 

@@ -117,7 +117,7 @@ class MirrorRoot:
         if not (self.path / MARKER).exists():
             raise ResourceError(
                 f"{self.path} was removed while it was in use. What it stood for is at {self.url}: open the "
-                "cache again. `stoker gc` gives room back without harm to who reads"
+                "cache again. `stoker cache gc` gives room back without harm to who reads"
             )
 
     @cached_property

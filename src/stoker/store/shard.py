@@ -314,7 +314,7 @@ class FieldReader:
 def repair_advice(folder: Path) -> str:
     """Return what to do about damaged records. Precompute reads none, so a repair has to tell it."""
     return (
-        f"`stoker verify {folder} --repair` sets aside all that is damaged, and precompute "
+        f"`stoker cache verify {folder} --repair` sets aside all that is damaged, and precompute "
         "then encodes it again, and only that"
     )
 

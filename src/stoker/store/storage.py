@@ -465,7 +465,7 @@ def _shared(folder: Path) -> RegularFile:
 def _lock_shared(file: RegularFile, folder: Path) -> str | None:
     """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
     if not try_lock(file.fileno(), shared=True):
-        return "a clean-up holds it. See whether `stoker gc` hangs"
+        return "a clean-up holds it. See whether `stoker cache gc` hangs"
     # The lock counts only if it is on the file that others will open (see `exclusive_use`).
     if _is_current(file, folder):
         return None

@@ -206,7 +206,8 @@ def pull(
     report.seconds = time.monotonic() - began
     if wanted.all and not report.complete:
         raise CorruptError(
-            f"{report.path} is not complete after all of {report.url} came. Run stoker verify {report.path}"
+            f"{report.path} is not complete after all of {report.url} came. Run `stoker cache verify "
+            f"{report.path}`"
         )
     with lock_folder(coming, "pull") as last:  # another pull may be using the same mirror
         if last:

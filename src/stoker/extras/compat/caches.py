@@ -151,7 +151,7 @@ def save_cache_metadata(cache_dir: str | Path, cfg: Any, config_hash: str | None
 def check_cache_valid(cache_dir: str | Path, cfg: Any) -> bool:
     """Return whether the folder's metadata is of these settings and of this data; a line says why.
 
-    A cache of Stoker checks itself when it is opened, and `stoker verify` reads it. This compares
+    A cache of Stoker checks itself when it is opened, and `stoker cache verify` reads it. This compares
     `.cache_metadata.json`: its hash, or where the raw data is gone the part that is of settings.
 
     Args:
@@ -331,7 +331,7 @@ class EarlierReader:
             except RefusedFileError as refused:
                 raise SourceError(
                     f"{path} is not a sample of the earlier cache: {refused}. Remove it and encode again, "
-                    "or import the others with `stoker import-pt FOLDER --out CACHE_DIR --name NAME`"
+                    "or import the others with `stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`"
                 ) from refused
         return found
 

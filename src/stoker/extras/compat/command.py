@@ -8,20 +8,20 @@ Everything below the settings is what `stoker precompute`, `train` and `validate
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from stoker.cli.command import (
     CommandOutput,
     ConfigFlag,
     Debug,
-    EarlierFlags,
-    EarlierPrecomputeFlags,
     Epochs,
     Json,
     Manifest,
@@ -33,6 +33,7 @@ from stoker.cli.command import (
     joined,
     load_settings,
     run_training,
+    settings_of,
     split_words,
     spread_flags,
 )
@@ -57,6 +58,109 @@ group = typer.Typer(
 )
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")]
+
+
+SEVERAL = ("--tasks", "--splits")
+"""Flags that take more than one value, each as its own word."""
+
+
+class EarlierFlags(TyperCommand):
+    """A command that reads `--splits train val` as the earlier script did: one flag, several words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flag before each of its words, then parse as usual."""
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(args: Sequence[str]) -> list[str]:
+    """Put the flag before each of its words; a setting, a YAML file or another flag ends them.
+
+    >>> repeat_flags(["--splits", "train", "val", "c.yaml", "latent.dim=8"])
+    ['--splits', 'train', '--splits', 'val', 'c.yaml', 'latent.dim=8']
+    """
+    out: list[str] = []
+    flag = ""
+    for place, arg in enumerate(args):
+        ends = arg.startswith("-") or "=" in arg or arg.endswith((".yaml", ".yml"))
+        if flag and not ends and args[place - 1] != flag:
+            out.append(flag)
+        if ends:
+            flag = arg if arg in SEVERAL else ""
+        out.append(arg)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierPrecomputeFlags:
+    """Flags of the earlier script, as given; None where a flag is absent."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "tasks": "data.task", "root": "data.root", "limit": "data.limit",
+        "latent_dim": "latent.dim", "latent_len": "latent.tokens",
+        "cache_dir": "training.latent_cache_dir", "cache_dtype": "training.latent_cache_dtype",
+        "device": "training.device", "batch_size": "precompute.encode_batch",
+        "pin_memory": "training.pin_memory", "overwrite": "precompute.overwrite",
+        "dataloader_timeout": "precompute.timeouts.start",
+        "cache_write_timeout": "precompute.timeouts.write",
+        "watchdog_timeout": "precompute.timeouts.encode",
+    }  # fmt: skip
+    """The setting of each flag that is one."""
+
+    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None
+    root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None
+    cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None
+    cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype, as float16.")] = None
+    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None
+    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None
+    device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="precompute.encode_batch: samples in one call of the encoder.")
+    ] = None
+    num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None
+    parallel: Annotated[
+        bool | None, typer.Option("--parallel/--no-parallel", help="--no-parallel reads in this process.")
+    ] = None
+    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="training.pin_memory.")] = None
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="data.limit: only the first samples of each split.")] = (
+        None
+    )
+    hdf5_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
+    ] = None
+    dataloader_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
+    ] = None
+    cache_write_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.timeouts.write.")
+    ] = None
+    watchdog_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.timeouts.encode, the first call included.")
+    ] = None
+
+    def settings(self, overrides: Sequence[str]) -> list[str]:
+        """Return `overrides` with every given flag added as `key=value`.
+
+        Raises:
+            ConfigError: Two flags contradict each other.
+        """
+        workers = self.num_workers
+        if self.parallel is not None and workers is not None and self.parallel == (workers == 0):
+            raise ConfigError(
+                f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict. "
+                "Give one of them"
+            )
+        # Files may be given a time of their own; else a worker that does not answer has it for all it does.
+        file_s = self.dataloader_timeout if self.hdf5_timeout is None else self.hdf5_timeout
+        given = {
+            **{key: getattr(self, name) for name, key in self.KEYS.items()},
+            "training.num_workers": 0 if self.parallel is False else workers,
+            "precompute.timeouts.open": file_s,
+            "precompute.timeouts.read": file_s,
+        }
+        return [*overrides, *settings_of(given)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         if self.cache is None:
             raise ConfigError(
                 "a loader reads caches, and this folder holds sample_*.pt files. Import them with "
-                "`stoker import-pt FOLDER --out CACHE_DIR --name NAME`, or use a torch DataLoader with "
+                "`stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`, or use a torch DataLoader with "
                 "collate_fn=latent_pair_collate"
             )
         pairs = max(1, self.windows.count(trajectory_steps(self.cache.schema)))

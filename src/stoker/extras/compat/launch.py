@@ -228,7 +228,9 @@ def setup_vast_data(
     with command_output(as_json=as_json, debug=debug) as out:
         environment = _environment(env_file)
         if environment.get("CACHE_VERSION"):
-            raise ConfigError(f"CACHE_VERSION is not taken: {_REFUSED['--cache-version']}, `stoker pull` one")
+            raise ConfigError(
+                f"CACHE_VERSION is not taken: {_REFUSED['--cache-version']}, `stoker cache pull` one"
+            )
         if environment.get("CHECKSUM"):
             out.note("CHECKSUM has no effect: digests that the bucket keeps are always compared")
         with _remotes(environment):
@@ -496,7 +498,7 @@ def bucket_of(environment: Mapping[str, str]) -> str:
     if missing:
         raise ConfigError(
             f"not set: {', '.join(missing)}. Export them or put them into .env; or name files in fetch.files "
-            "of CONFIG and use `stoker fetch CONFIG`"
+            "of CONFIG and use `stoker data fetch CONFIG`"
         )
     return f"{REMOTES[1]}:{variable(environment, 'B2_BUCKET')}"
 

@@ -1,1 +1,1 @@
-"""A cache as files of other libraries, behind `stoker.export`, and `stoker export`."""
+"""A cache as files of other libraries, behind `stoker.export`, and `stoker cache export`."""

@@ -60,8 +60,8 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
     \b
     Example:
-      stoker export data/latent_cache/burgers1d_train burgers --to safetensors
-      stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
+      stoker cache export data/latent_cache/burgers1d_train burgers --to safetensors
+      stoker cache export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
     """
     from stoker.extras.export.run import ExportSettings, export_cache
 

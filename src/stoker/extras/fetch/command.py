@@ -1,4 +1,4 @@
-"""The command `stoker fetch`."""
+"""The command `stoker data fetch`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def fetch(
 
     \b
     Example:
-      stoker fetch configs/train_burgers_32dim.yaml
-      stoker fetch files.json --to data/pdebench
+      stoker data fetch configs/train_burgers_32dim.yaml
+      stoker data fetch files.json --to data/pdebench
     """
     with command_output(as_json=as_json, debug=debug) as out:
         from stoker.extras.fetch.run import fetch as fetch_all

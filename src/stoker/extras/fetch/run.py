@@ -460,7 +460,8 @@ def fetch_files(
     with FileLock(folder / LOCK, mode=0o666) as lock:
         if not lock.acquire():
             raise ResourceError(
-                f"{folder}: another stoker fetch ({lock.holder()}) is running. Wait for it, then run again"
+                f"{folder}: another `stoker data fetch` ({lock.holder()}) is running. Wait for it, then run "
+                "again"
             )
         _check_room(jobs, folder)
         _FetchLoop(jobs, FetchRecord(folder), settings, redact, listen_redacted).run()

@@ -1,1 +1,1 @@
-"""Import a folder of `.pt` files, `stoker import-pt`."""
+"""Import a folder of `.pt` files, `stoker cache import-pt`."""

@@ -42,7 +42,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
     \b
     Example:
-      stoker import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
+      stoker cache import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
     """
     from stoker.extras.import_pt.run import ImportSettings
     from stoker.extras.import_pt.run import import_pt as run_import

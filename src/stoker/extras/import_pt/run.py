@@ -548,7 +548,7 @@ def _say_others(folder: Folder) -> None:
     if others and not folder.stored_count():
         log.info(
             "files or options are not those of %s (%s), so all is imported into another cache, %s. "
-            "`stoker gc %s --keep 1` removes the older ones once they are unused for a day",
+            "`stoker cache gc %s --keep 1` removes the older ones once they are unused for a day",
             folder.path.parent,
             ", ".join(others),
             folder.path.name,
