@@ -42,7 +42,7 @@ HELP = DOCS.with_name("cli-help.md")
 
 def test_these_are_the_commands() -> None:
     assert list(TOP) == [
-        *("demo", "validate"),
+        *("demo", "init", "validate"),
         *("precompute", "train", "plan", "profile", "bench"),
         *("cache", "data"),
         *("launch", "serve", "job"),
@@ -53,7 +53,7 @@ def test_these_are_the_commands() -> None:
     }
     assert inside == {
         "cache": ["ls", "show", "why", "verify", "compact", "gc", "push", "pull", "export", "import-pt"],
-        "data": ["stage", "fetch"],
+        "data": ["inspect", "stage", "fetch"],
         "job": [
             *("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "delete", "login"),
         ],

@@ -59,6 +59,7 @@ GROUPS: Mapping[str, str] = {
 }
 """Commands that are groups of others, and their help."""
 MODULES: Mapping[str, tuple[str, ...]] = {
+    "stoker.cli.start": ("init", "data.inspect"),
     "stoker.cli.training": ("demo", "bench", "profile"),
     "stoker.cli.caches": (
         *("cache.ls", "cache.show", "cache.why", "cache.verify", "cache.compact", "cache.gc"),

@@ -509,8 +509,8 @@ def read_settings(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
     except (UnicodeDecodeError, ReaderError) as error:
         raise ConfigError(
-            f"{path} is not a text file. Expected a YAML file with settings. If it holds data, name it in "
-            f"one, as data.files={path}"
+            f"{path} is not a text file. Expected a YAML file with settings. If it holds data, `stoker init "
+            f"{path}` writes one that reads it"
         ) from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
@@ -545,6 +545,8 @@ def _require_file(path: Path) -> None:
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
     there = f" There are: {', '.join(others)}" if others else ""
+    found = path.exists() and not others
+    there = f" `stoker init {path}` writes one, if it holds data" if found else there
     raise ConfigError(f"{path}{fact}. Expected a YAML file with settings.{there}")
 
 

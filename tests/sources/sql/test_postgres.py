@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, SourceError, StalledError
+from stoker.run.look import look
 from stoker.runtime import threads
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
@@ -373,3 +374,11 @@ def test_radio_rows_are_the_same_in_both(server: Server, tmp_path: Path) -> None
     assert here.keys() == there.keys()
     assert here.statistics == there.statistics
     assert all(same(here.read(n), there.read(n)) for n in range(len(here)))
+
+
+def test_init_finds_table_key_and_numbers(server: Server, connection: Any) -> None:
+    found = look(server.url())
+
+    assert found.settings["data.sql.key"] == "id"
+    assert {"power", "count"} <= {*found.settings["data.sql.columns"]}
+    assert found.samples > 0

@@ -1,0 +1,117 @@
+"""The commands that begin a project: `stoker init`, and `stoker data inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.command import CommandOutput, cli_command
+from stoker.cli.output import bold, table
+from stoker.errors import ConfigError
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.run.look import Finding
+
+What = Annotated[
+    str,
+    typer.Argument(metavar="FILE|FOLDER|URL|MODULE:NAME", help="Raw data, a database, or a torch Dataset."),
+]
+
+
+@cli_command
+def init(
+    out: CommandOutput,
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE|FOLDER|URL|MODULE:NAME", help="Raw data, a database, or a torch Dataset."
+        ),
+    ] = None,
+    path: Annotated[Path, typer.Option("--out", readable=False, help="The file to write.")] = Path(
+        "stoker.yaml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON schema of settings, for editors, and write nothing."),
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every setting as commented YAML, and write nothing.")
+    ] = False,
+) -> None:
+    """Look at data and write its settings.
+
+    Says what it found, writes a configuration in which each line is explained, and names the next command.
+    What does not follow from the data is marked as a guess.
+
+    \b
+    Example:
+      stoker init data.h5
+      stoker init images/ --out images.yaml
+      stoker init sqlite:///measurements.db
+      stoker init mymodule:MyDataset
+      stoker init --schema > stoker.schema.json
+    """
+    if schema:
+        from stoker.config.models import Config
+
+        out.write(json.dumps(Config.model_json_schema(), indent=1) + "\n")
+        return
+    if every:
+        from stoker.run.look import all_settings_yaml
+
+        out.write(all_settings_yaml())
+        return
+    if what is None:
+        raise ConfigError(
+            "no data was named. Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`"
+        )
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists. Add --force to write over it, or name another file with --out")
+    from stoker.run.look import look
+    from stoker.runtime.files import replace_atomically
+
+    found = look(what)
+    with replace_atomically(path) as temporary:
+        temporary.write_text(found.to_yaml())
+    out.show(found, show_finding)
+    if found.trains:
+        out.note(f"wrote {path}. Next: stoker train {path}")
+    else:
+        out.note(
+            f"wrote {path}. Next: stoker precompute {path}, and then train in Python on "
+            "stoker.Loader(CACHE, batch_size=64, shuffle=True)"
+        )
+
+
+@cli_command
+def data_inspect(out: CommandOutput, what: What) -> None:
+    """Show what raw data holds.
+
+    Layout, samples, fields, and the settings that `stoker init` would write. Nothing is written.
+
+    \b
+    Example:
+      stoker data inspect data.h5
+    """
+    from stoker.run.look import look
+
+    out.show(look(what), show_finding)
+
+
+def show_finding(found: Finding, console: Console) -> None:
+    """Print what was found, then the settings."""
+    console.print(escape(f"{found.path}: {found.what}, {format_count(found.samples, 'sample')}"))
+    rows = [bold("field", "dtype and shape")]
+    rows += [(escape(name), escape(text)) for name, text in found.fields.items()]
+    table(console, rows, fixed=2, gap=2)
+    for fact in found.facts:
+        console.print(escape(fact))
+    for question in found.questions:
+        console.print(escape(f"please check: {question}"))

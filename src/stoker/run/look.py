@@ -1,0 +1,593 @@
+"""Look at raw data: what it is, and a configuration that reads it, each setting with a reason."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from stoker.config import Config, make_config
+from stoker.config.load import holds_caches
+from stoker.errors import ConfigError, EncoderError, SourceError, SplitError
+from stoker.schema import JsonResult, Schema
+from stoker.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from stoker.sources.protocol import Source
+
+TOKENS, DIM = 16, 32
+"""Tokens of a step, and numbers in each, that are proposed; fewer tokens where the grid has fewer points."""
+SMALL_SET = 20
+"""With fewer samples the usual 10 % for validation may be none."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+SQL_NUMBER = re.compile(r"INT|REAL|FLOA|DOUB|NUMERIC|DECIMAL|BOOL", re.IGNORECASE)
+MOST_FILES = 10_000
+"""Names of a folder that are looked at to see what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposedSetting:
+    """One line of a configuration."""
+
+    name: str
+    value: Any
+    """As JSON has it."""
+    why: str
+    guessed: bool = False
+    """It does not follow from the data: somebody who knows the data should check it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(JsonResult):
+    """What was found, and the settings that read it."""
+
+    json_keys = ("path", "what", "samples", "fields", "facts", "settings", "questions", "trains")
+
+    path: str
+    what: str
+    """In words, as `HDF5, in the layout of PDEBench`."""
+    proposed: tuple[ProposedSetting, ...]
+    samples: int = 0
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Fields of a sample: dtype, shape and the meaning of axis 0."""
+    facts: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()
+    """What only somebody who knows the data can answer."""
+    trains: bool = False
+    """`stoker train` trains on it; else its cache is for a training loop of one's own."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {one.name: one.value for one in self.proposed}
+
+    def to_yaml(self) -> str:
+        """Return the configuration, each line explained."""
+        tree: dict[str, Any] = {}
+        for one in self.proposed:
+            *above, last = one.name.split(".")
+            at = tree
+            for name in above:
+                at = at.setdefault(name, {})
+            at[last] = one
+        head = [
+            f"{self.what}: {self.path}",
+            "Written by `stoker init`. docs/config.md explains every setting.",
+        ]
+        head += [f"Please check: {one}" for one in self.questions]
+        return "\n".join((*(f"# {_one_line(text)}" for text in head), *_lines(tree))) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], depth: int = 0) -> list[str]:
+    lines: list[str] = []
+    for name, one in tree.items():
+        indent = "  " * depth
+        if isinstance(one, ProposedSetting):
+            mark = "GUESSED: " if one.guessed else ""
+            lines.append(f"{indent}{name}: {_flow(one.value)}  # {mark}{_one_line(one.why)}")
+        else:
+            lines += [*([] if depth else [""]), f"{indent}{name}:", *_lines(one, depth + 1)]
+    return lines
+
+
+def _one_line(text: str) -> str:
+    """Return text without line ends: what follows one in a comment would be a setting."""
+    return " ".join(text.split())
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()
+
+
+def look(what: str) -> Finding:
+    """Return what is at a path, URL or import path, and settings that read it.
+
+    Raises:
+        ConfigError: It is not data that Stoker reads, or several kinds of it.
+        SourceError: It cannot be read.
+    """
+    if re.match(r"(sqlite|postgres(ql)?)://", what):
+        return _rows(what)
+    path = Path(what).expanduser()
+    if not path.exists():
+        if re.fullmatch(r"[\w./-]+:\w+", what):
+            return _dataset(what)
+        raise ConfigError(
+            f"{what} does not exist. Expected a file or folder, a database URL as sqlite:///FILE, or a "
+            "Dataset by its import path, as module:Name"
+        )
+    if path.is_dir() and holds_caches(path):
+        raise ConfigError(
+            f"{path} holds caches, which are encoded already. `stoker cache show {path}` shows them; train "
+            f"on one with stoker.Loader({str(path)!r}, batch_size=64, shuffle=True)"
+        )
+    kind = _kind_of(path)
+    return kind(path)
+
+
+def _kind_of(path: Path) -> Callable[[Path], Finding]:
+    """Return what looks at a file, or at the files of a folder.
+
+    Raises:
+        ConfigError: No file is of a known kind.
+    """
+    if path.is_dir() and path.suffix == ".zarr":
+        return _arrays
+    names = [path.name] if path.is_file() else [one.name for one in _some_files(path)]
+    kinds = Counter(filter(None, map(_looker, names)))
+    if not kinds:
+        seen = ", ".join(sorted({Path(name).suffix or name for name in names})[:8]) or "nothing"
+        raise ConfigError(
+            f"{path} is not data that Stoker reads: found {seen}. Expected HDF5, images, Parquet, tar, Zarr, "
+            ".npy, or a SQLite file. Read anything else with a torch Dataset, and give its "
+            "import path, as module:Name"
+        )
+    return max(kinds, key=lambda kind: kinds[kind])
+
+
+def _some_files(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for one in folder.rglob("*"):
+        if one.is_file() and not one.name.startswith("."):
+            found.append(one)
+        if len(found) >= MOST_FILES:
+            break
+    return found
+
+
+def _looker(name: str) -> Callable[[Path], Finding] | None:
+    suffix = Path(name).suffix.lower()
+    kinds: Mapping[str, Callable[[Path], Finding]] = {
+        **dict.fromkeys((".h5", ".hdf5", ".hdf", ".he5"), _simulations),
+        **dict.fromkeys(IMAGE_SUFFIXES, _images),
+        **dict.fromkeys(SQL_SUFFIXES, lambda path: _rows(f"sqlite:///{path}")),
+        ".parquet": _parquet,
+        ".tar": _tar,
+        ".npy": _arrays,
+        ".zarr": _arrays,
+    }
+    return kinds.get(suffix)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Each kind of data.
+
+
+def _simulations(path: Path) -> Finding:
+    from stoker.sources.hdf5 import HDF5Source
+
+    proposed = [
+        ProposedSetting(name="data.task", value=_name_of(path), why="names the caches"),
+        ProposedSetting(name="data.files", value=str(path), why="the file, a folder, a list or a glob"),
+    ]
+    questions: list[str] = []
+    try:
+        source = HDF5Source(str(path))
+        schema, what = source.schema(), "HDF5 of simulations"
+        preset = _preset_of(path)
+        what = f"HDF5 in the layout of {preset[1]}" if preset else what
+        if preset:
+            proposed.append(
+                ProposedSetting(name="data.preset", value=preset[0], why="the layout, as recognized")
+            )
+    except SourceError as error:
+        fields = _guessed_fields(path)
+        if not fields:
+            raise
+        source = HDF5Source(str(path), fields=fields)
+        schema, what = source.schema(), "HDF5 in a layout that is not known"
+        why = "datasets and their axes: n samples, t time, x y z space, c channels"
+        proposed.append(ProposedSetting(name="data.fields", value=dict(fields), why=why, guessed=True))
+        questions += [f"the axes of {name} are taken for {axes!r}" for name, axes in fields.items() if axes]
+        questions.append(f"why it was not recognized: {error.fact}")
+    proposed += _of_splits(len(source))
+    proposed += _of_grid(schema, source)
+    return _found(str(path), what, source, proposed, questions)
+
+
+def _preset_of(path: Path) -> tuple[str, str] | None:
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
+
+    from stoker.sources.hdf5_formats import is_pdebench, is_well
+
+    first = path if path.is_file() else next((one for one in _some_files(path) if _looker(one.name)), path)
+    with h5py.File(first, "r") as file:
+        if is_well(file):
+            return "well", "The Well"
+        if is_pdebench(file):
+            return "pdebench", "PDEBench"
+    return None
+
+
+def _guessed_fields(path: Path) -> dict[str, str]:
+    """Return datasets with as many samples as most others, and a guess of their axes."""
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    first = path if path.is_file() else next((one for one in _some_files(path) if _looker(one.name)), path)
+    with h5py.File(first, "r") as file:
+
+        def note(name: str, item: Any) -> None:
+            if isinstance(item, h5py.Dataset) and item.dtype.kind in "iufb" and item.ndim:
+                shapes[name] = tuple(item.shape)
+
+        file.visititems(note)
+    large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    if not large:
+        return {}
+    samples = Counter(shape[0] for shape in large.values()).most_common(1)[0][0]
+    found = {name: _axes(shape) for name, shape in shapes.items() if shape[0] == samples}
+    evolving = [name for name, axes in found.items() if " t " in axes]
+    if len(evolving) == 1 and "data" not in found:  # the name of what the grid encoder takes
+        (name,) = evolving
+        found = {"data": f"{name}: {found.pop(name)}", **found}
+    return found
+
+
+def _axes(shape: Sequence[int]) -> str:
+    """Return the most usual axes of a dataset of samples.
+
+    >>> _axes((100, 50, 64)), _axes((100, 50, 64, 64)), _axes((100, 50, 64, 64, 2)), _axes((100,))
+    ('n t x', 'n t y x', 'n t y x c', 'n')
+    """
+    return {1: "n", 2: "n x", 3: "n t x", 4: "n t x c" if shape[-1] <= 8 else "n t y x", 5: "n t y x c"}.get(
+        len(shape), "n t z y x c"
+    )
+
+
+def _images(path: Path) -> Finding:
+    from PIL import Image
+
+    files = (
+        [one for one in _some_files(path) if one.suffix.lower() in IMAGE_SUFFIXES]
+        if path.is_dir()
+        else [path]
+    )
+    root = path if path.is_dir() else path.parent
+    classes = sorted(
+        {one.relative_to(root).parts[0] for one in files if len(one.relative_to(root).parts) > 1}
+    )
+    voc, coco = (root / "Annotations").is_dir(), any(root.glob("annotations/*.json"))
+    labels = "voc" if voc else "coco" if coco else "folder" if len(classes) > 1 else None
+    sizes: Counter[tuple[int, int]] = Counter()
+    for one in files[:: max(1, len(files) // 50)]:
+        with Image.open(one) as image:
+            sizes[image.height, image.width] += 1
+    size = next(iter(sizes)) if len(sizes) == 1 and max(next(iter(sizes))) <= 256 else (224, 224)
+    usual, _ = sizes.most_common(1)[0]
+    share = "all" if len(sizes) == 1 else "most"
+    facts = (f"{format_count(len(files))} images, {share} of {usual[0]} x {usual[1]}",)
+    why = {
+        "voc": "Pascal VOC: Annotations/*.xml",
+        "coco": "COCO: annotations/*.json",
+        "folder": f"a folder for each class: {', '.join(classes[:5])}",
+        None: "no labels were found",
+    }
+    proposed = [
+        ProposedSetting(name="data.kind", value="images", why="images and their labels (docs/images.md)"),
+        ProposedSetting(name="data.task", value=_name_of(path), why="names the caches"),
+        ProposedSetting(name="data.root", value=str(root), why="the folder with the images"),
+        ProposedSetting(name="data.images.annotations", value=labels, why=why[labels]),
+        ProposedSetting(name="data.images.size", value=[*size], why="[height, width] of stored images"),
+        *_of_splits(len(files)),
+        ProposedSetting(
+            name="encoder.kind", value="identity", why="store decoded pixels; `features` runs a vision model"
+        ),
+    ]
+    return _from_settings(str(path), "images", proposed, facts=facts)
+
+
+def _rows(url: str) -> Finding:
+    table, columns, keys = _table_of(url)
+    numbers = [name for name, kind in columns.items() if SQL_NUMBER.search(kind) and name not in keys]
+    others = [name for name in columns if name not in numbers and name not in keys]
+    if not keys or not numbers:
+        raise ConfigError(
+            f"{url}: table {table!r} has {'no column of numbers' if keys else 'no primary key'}; its columns "
+            f"are {', '.join(columns)}. Write data.sql.key and data.sql.columns yourself (docs/sql.md)"
+        )
+    proposed = [
+        ProposedSetting(name="data.kind", value="sql", why="rows of a database (docs/sql.md)"),
+        ProposedSetting(name="data.task", value=table.rpartition(".")[2], why="names the caches"),
+        ProposedSetting(name="data.sql.url", value=url, why="a password belongs in ~/.pgpass"),
+        ProposedSetting(name="data.sql.table", value=table, why="the table, NAME or SCHEMA.NAME"),
+        ProposedSetting(
+            name="data.sql.key",
+            value=keys if len(keys) > 1 else keys[0],
+            why="tells rows apart, decides the splits",
+        ),
+        ProposedSetting(name="data.sql.columns", value=numbers, why="columns of numbers, each a field"),
+        *_of_splits(SMALL_SET),
+        ProposedSetting(name="encoder.kind", value="identity", why="store the numbers as they are"),
+    ]
+    questions = (
+        (f"columns that are left out, since they are not numbers: {', '.join(others)}",) if others else ()
+    )
+    return _from_settings(url, "rows of a database", proposed, questions=questions)
+
+
+def _table_of(url: str) -> tuple[str, dict[str, str], list[str]]:
+    """Return the largest table of a database, its columns with their types, and its primary key.
+
+    Raises:
+        SourceError: There is no table, or the database does not answer.
+    """
+    if not url.startswith("sqlite"):
+        return _postgres_table_of(url)
+    path = Path(url.removeprefix("sqlite:///"))
+    if not path.is_file():
+        raise SourceError(f"{url}: {path} is not a file. Expected sqlite:///FILE")
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as connection:
+            names = [
+                row[0]
+                for row in connection.execute(
+                    "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+                )
+            ]
+            if not names:
+                raise SourceError(f"{url} has no table. Check the path")
+            quoted = {name: '"' + name.replace('"', '""') + '"' for name in names}
+            rows = {
+                name: connection.execute(f"SELECT count(*) FROM {text}").fetchone()[0]  # noqa: S608 - quoted
+                for name, text in quoted.items()
+            }
+            table = max(rows, key=lambda name: rows[name])
+            found = connection.execute(f"PRAGMA table_info({quoted[table]})").fetchall()
+    except sqlite3.Error as error:
+        raise SourceError(f"{url} cannot be read as SQLite: {error}. Check the path") from error
+    return table, {row[1]: row[2] for row in found}, [row[1] for row in found if row[5]]
+
+
+_POSTGRES_TABLES = """
+SELECT n.nspname || '.' || c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+ORDER BY c.reltuples DESC, 1 LIMIT 1
+"""
+_POSTGRES_COLUMNS = """
+SELECT a.attname, format_type(a.atttypid, a.atttypmod), COALESCE(i.indisprimary, false)
+FROM pg_attribute a
+LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary AND a.attnum = ANY (i.indkey)
+WHERE a.attrelid = %s::regclass AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum
+"""
+
+
+def _postgres_table_of(url: str) -> tuple[str, dict[str, str], list[str]]:
+    try:
+        import psycopg
+    except ImportError as error:
+        raise ConfigError(f"{url} needs psycopg. Install it: pip install 'stoker[sql]'") from error
+    try:
+        with psycopg.connect(url, connect_timeout=10) as connection:
+            first = connection.execute(_POSTGRES_TABLES).fetchone()
+            if first is None:
+                raise SourceError(f"{url} has no table. Check the database")
+            rows = connection.execute(_POSTGRES_COLUMNS, (first[0],)).fetchall()
+    except psycopg.Error as error:
+        raise SourceError(
+            f"{url} cannot be read: {str(error).strip()}. Check host, database and user"
+        ) from error
+    return (
+        first[0].removeprefix("public."),
+        {row[0]: row[1] for row in rows},
+        [row[0] for row in rows if row[2]],
+    )
+
+
+def _dataset(name: str) -> Finding:
+    proposed = [
+        ProposedSetting(name="data.dataset", value=name, why="a torch Dataset, or what makes it"),
+        ProposedSetting(name="data.task", value=name.rpartition(":")[2].lower(), why="names the caches"),
+        ProposedSetting(name="encoder.kind", value="identity", why="store items as they are; or `module`"),
+        *_of_splits(SMALL_SET),
+    ]
+    return _from_settings(name, "a torch Dataset", proposed)
+
+
+def _parquet(path: Path) -> Finding:
+    return _from_files(path, "parquet", "rows of Parquet files", "docs/sources.md")
+
+
+def _tar(path: Path) -> Finding:
+    return _from_files(path, "tar", "tar archives in the WebDataset layout", "docs/sources.md")
+
+
+def _arrays(path: Path) -> Finding:
+    return _from_files(path, "arrays", "arrays in Zarr or .npy", "docs/meshes.md")
+
+
+def _from_files(path: Path, kind: str, what: str, page: str) -> Finding:
+    proposed = [
+        ProposedSetting(name="data.kind", value=kind, why=f"{what} ({page})"),
+        ProposedSetting(name="data.task", value=_name_of(path), why="names the caches"),
+        ProposedSetting(name="data.files", value=str(path), why="a path, a list or a glob"),
+        *_of_splits(SMALL_SET),
+        ProposedSetting(name="encoder.kind", value="identity", why="store samples as they are; or `module`"),
+    ]
+    return _from_settings(str(path), what, proposed)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What all kinds share.
+
+
+def _of_splits(samples: int) -> list[ProposedSetting]:
+    shares = {"train": 0.8, "val": 0.1, "test": 0.1}
+    why = "shares of the splits, drawn by data.seed"
+    if samples < SMALL_SET:
+        shares, why = (
+            {"train": 0.6, "val": 0.4},
+            f"{samples} samples are few, so validation gets more of them",
+        )
+    return [ProposedSetting(name="data.splits", value=shares, why=why)]
+
+
+def _of_grid(schema: Schema, source: Source) -> list[ProposedSetting]:
+    """Return settings of the encoder and of training, for fields on a grid."""
+    from stoker.encoders.grid import GridEncoder
+
+    data = schema.get("data")
+    if data is None or (not data.time and len(schema) > 1 and not _steady_input(schema)):
+        return [ProposedSetting(name="encoder.kind", value="identity", why="store fields as they are")]
+    points = int(np.prod(data.shape[data.time : -1]))
+    try:
+        encoder = GridEncoder.for_source(source, tokens=min(TOKENS, points), dim=DIM)
+    except EncoderError:
+        return [ProposedSetting(name="encoder.kind", value="identity", why="store fields as they are")]
+    steady = _steady_input(schema)
+    given = (
+        [ProposedSetting(name="data.input", value=steady, why="the field that data follows from")]
+        if steady
+        else []
+    )
+    return [
+        *given,
+        ProposedSetting(name="latent.dim", value=encoder.dim, why="numbers in a token"),
+        ProposedSetting(name="latent.tokens", value=encoder.tokens, why="tokens of one time step"),
+        ProposedSetting(
+            name="encoder.patch_size",
+            value=[*encoder.patch],
+            why=f"points of a patch on the grid {encoder.grid}",
+        ),
+        ProposedSetting(name="training.batch_size", value=64, why="windows in a batch"),
+        ProposedSetting(name="training.epochs", value=20, why="passes over the training split"),
+        ProposedSetting(name="training.lr", value=1e-3, why="learning rate"),
+    ]
+
+
+def _steady_input(schema: Schema) -> str | None:
+    """Return the field that a steady solution follows from: the only other one on its grid."""
+    data = schema["data"]
+    same = [name for name, one in schema.items() if name != "data" and one.shape[:-1] == data.shape[:-1]]
+    return same[0] if not data.time and len(same) == 1 and len(data.shape) > 2 else None
+
+
+def _from_settings(
+    path: str,
+    what: str,
+    proposed: Sequence[ProposedSetting],
+    *,
+    facts: Sequence[str] = (),
+    questions: Sequence[str] = (),
+) -> Finding:
+    """Return what a source that is built from settings says of the data."""
+    without = [one for one in proposed if one.name != "data.splits"]
+    for given in (proposed, [*without, *_of_splits(1)]):
+        with suppress(SplitError, ConfigError):  # too few for so many splits, or data that is divided already
+            return _built(path, what, given, facts, questions)
+    return _built(path, what, without, facts, questions)
+
+
+def _built(
+    path: str,
+    what: str,
+    proposed: Sequence[ProposedSetting],
+    facts: Sequence[str],
+    questions: Sequence[str],
+) -> Finding:
+    from stoker.run.build import build_sources
+    from stoker.run.context import Run
+
+    config = _config_of(proposed)
+    sources = build_sources(Run(config), [*(config.data.splits or ("train",))])
+    count = sum(len(source) for source in sources.values())
+    return _found(path, what, sources["train"], proposed, questions, facts=facts, samples=count)
+
+
+def _config_of(proposed: Sequence[ProposedSetting]) -> Config:
+    nested: dict[str, Any] = {}
+    for one in proposed:
+        *above, last = one.name.split(".")
+        at = nested
+        for name in above:
+            at = at.setdefault(name, {})
+        at[last] = one.value
+    return make_config(nested, where="stoker init")
+
+
+def _found(  # noqa: PLR0913 - what was found, by name
+    path: str,
+    what: str,
+    source: Source,
+    proposed: Sequence[ProposedSetting],
+    questions: Sequence[str],
+    *,
+    facts: Sequence[str] = (),
+    samples: int = 0,
+) -> Finding:
+    schema = source.schema()
+    config = _config_of(proposed)
+    own = (
+        ProposedSetting(name="training.latent_cache_dir", value=".stoker", why="where caches go"),
+        ProposedSetting(
+            name="training.run_dir", value=f"runs/{config.data.tasks[0]}", why="where results go"
+        ),
+    )
+    size = sum(one.size_bytes() for one in schema.values() if not one.ragged)
+    return Finding(
+        path=path,
+        what=what,
+        proposed=(*proposed, *own),
+        samples=samples or len(source),
+        fields={name: _described(schema, name) for name in schema},
+        facts=(*facts, f"a sample is {format_bytes(size)} decoded") if size else tuple(facts),
+        questions=tuple(questions),
+        trains=config.encoder.kind == "grid",
+    )
+
+
+def _described(schema: Schema, name: str) -> str:
+    one = schema[name]
+    axes = "time along axis 0" if one.time else "length varies" if one.ragged else ""
+    return f"{one.dtype} {one.shape}{', ' * bool(axes)}{axes}"
+
+
+def _name_of(path: Path) -> str:
+    """Return a name for the caches: that of the file, in letters that a cache's name may have."""
+    return re.sub(r"[^\w.+=-]+", "-", path.resolve().stem).strip("-.") or "data"
+
+
+def all_settings_yaml() -> str:
+    """Return every setting with its default and its meaning, all commented out."""
+    from stoker.config.names import Setting, every_node
+
+    lines = ["# Every setting with its default. Remove the # of those that you change."]
+    for node in every_node():
+        text = " ".join(node.text.split())
+        depth = "  " * node.name.count(".")
+        key = node.name.rpartition(".")[2]
+        if isinstance(node, Setting):
+            lines.append(f"{depth}# {key}: {_flow(node.default)}  # {text}")
+        else:
+            lines.append(f"{'' if depth else chr(10)}{depth}# {key}:  # {text}")
+    return "\n".join(lines).lstrip("\n") + "\n"

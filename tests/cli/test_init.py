@@ -1,0 +1,250 @@
+"""`stoker init`: from data to a configuration that runs as it was written."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from PIL import Image
+
+from stoker.config import load_config
+from stoker.errors import ConfigError
+from stoker.run.look import look
+from tests.cli.commands import run, run_json
+from tests.conftest import write_burgers
+
+FAST = (
+    "training.epochs=1", "training.num_workers=0", "training.device=cpu", "model.width=16", "model.depth=1",
+    "model.heads=2",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pdebench(folder: Path) -> str:
+    return str(write_burgers(folder / "burgers.h5", samples=24))
+
+
+def unknown(folder: Path) -> str:
+    with h5py.File(folder / "mine.h5", "w") as file:
+        file["velocity"] = np.random.default_rng(0).normal(size=(24, 9, 32)).astype("f4")
+        file["nu"] = np.linspace(0, 1, 24, dtype="f4")
+    return "mine.h5"
+
+
+def images(folder: Path, *, classes: bool = True) -> str:
+    for number in range(20):
+        place = folder / "images" / ("cat" if number % 2 else "dog" if classes else "cat")
+        place = place if classes else folder / "images"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(place / f"{number}.jpg")
+    return "images"
+
+
+def rows(folder: Path) -> str:
+    with sqlite3.connect(folder / "rows.db") as connection:
+        connection.execute("CREATE TABLE few (id INTEGER PRIMARY KEY)")
+        connection.execute("CREATE TABLE many (id INTEGER PRIMARY KEY, power REAL, name TEXT, kind INT)")
+        connection.executemany(
+            "INSERT INTO many VALUES (?, ?, ?, ?)", [(i, i / 2, "x", i % 3) for i in range(60)]
+        )
+    return "sqlite:///rows.db"
+
+
+def dataset(folder: Path) -> str:
+    (folder / "mine_of_init.py").write_text(
+        "import torch\n"
+        "class Items(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 40\n"
+        "    def __getitem__(self, i):\n        return {'x': torch.full((3,), float(i)), 'y': i % 2}\n"
+    )
+    return "mine_of_init:Items"
+
+
+def parquet(folder: Path) -> str:
+    pq.write_table(pa.table({"a": np.arange(40.0), "b": np.arange(40)}), folder / "rows.parquet")
+    return "rows.parquet"
+
+
+def tar(folder: Path) -> str:
+    with tarfile.open(folder / "set.tar", "w") as archive:
+        for number in range(24):
+            path = folder / f"{number:03}.npy"
+            np.save(path, np.full(4, number, "f4"))
+            archive.add(path, path.name)
+            path.unlink()
+    return "set.tar"
+
+
+def arrays(folder: Path) -> str:
+    np.save(folder / "grid.npy", np.zeros((24, 8), "f4"))
+    return "grid.npy"
+
+
+OTHERS = [images, rows, dataset, parquet, tar, arrays]
+
+
+def explained(path: Path) -> dict[str, Any]:
+    """The settings of a file in which every setting has a comment."""
+    text = path.read_text()
+    for line in text.splitlines():
+        assert not line or line.lstrip().startswith("#") or line.endswith(":") or "  # " in line, line
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("make", [pdebench, unknown])
+def test_train_runs_on_what_init_wrote_for_simulations(folder: Path, make: Any) -> None:
+    found = run_json("init", make(folder))
+    explained(folder / "stoker.yaml")
+
+    report = run_json("train", "stoker.yaml", *FAST)
+
+    assert found["trains"] is True
+    assert found["samples"] == 24
+    assert report["epochs"] == 1
+    assert Path(".stoker").is_dir()
+
+
+@pytest.mark.parametrize("make", OTHERS)
+def test_precompute_runs_on_what_init_wrote_for_other_data(
+    folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    found = run_json("init", make(folder))
+    explained(folder / "stoker.yaml")
+
+    caches = run_json("precompute", "stoker.yaml", "training.num_workers=0")["caches"]
+
+    assert found["trains"] is False
+    assert {cache["name"].rpartition("_")[2] for cache in caches} == {"train", "val"}
+    assert all(cache["records"] > 0 for cache in caches)
+    sys.modules.pop("mine_of_init", None)
+
+
+def test_the_next_command_is_named(folder: Path) -> None:
+    assert "stoker train stoker.yaml" in run("init", pdebench(folder))[1]
+    assert "stoker precompute other.yaml" in run("init", rows(folder), "--out", "other.yaml")[1]
+
+
+def test_what_does_not_follow_from_the_data_is_marked_as_a_guess(folder: Path) -> None:
+    found = run_json("init", unknown(folder))
+    text = (folder / "stoker.yaml").read_text()
+
+    assert "GUESSED" in next(line for line in text.splitlines() if line.lstrip().startswith("fields:"))
+    assert any("velocity: n t x" in question for question in found["questions"])
+    run("init", pdebench(folder), "--force")
+    assert "GUESSED" not in (folder / "stoker.yaml").read_text()
+
+
+def test_labels_are_seen(folder: Path) -> None:
+    images(folder / "plain", classes=False)
+
+    assert look(images(folder)).settings["data.images.annotations"] == "folder"
+    assert look("plain/images").settings["data.images.annotations"] is None
+
+
+def test_the_largest_table_is_taken_and_what_is_left_out_is_said(folder: Path) -> None:
+    found = look(rows(folder))
+
+    assert found.settings["data.sql.table"] == "many"
+    assert found.settings["data.sql.columns"] == ["power", "kind"]
+    assert "name" in found.questions[0]
+
+
+def test_few_samples_are_split_so_that_some_are_left_to_validate(folder: Path) -> None:
+    run("init", str(write_burgers(folder / "few.h5", samples=5)))
+
+    assert run_json("precompute", "stoker.yaml", *FAST)["caches"][1]["records"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nowhere.h5", "does not exist"),
+        ("notes.txt", "found .txt"),
+        ("empty", "found nothing"),
+        ("sqlite:///nowhere.db", "nowhere.db is not a file"),
+        ("sqlite:///notes.txt", "cannot be read as SQLite"),
+        ("nowhere_of_init:Items", "nowhere_of_init"),
+    ],
+)
+def test_what_is_no_data_is_said(folder: Path, what: str, said: str) -> None:
+    Path("empty").mkdir()
+    Path("notes.txt").write_text("some text, long enough to be no database at all" * 20)
+
+    told = run_json("init", what, exit_code=3)
+
+    assert said in told["error"]
+    assert told["hint"]
+    assert not Path("stoker.yaml").exists()
+
+
+def test_a_cache_is_told_from_data(folder: Path) -> None:
+    run("init", pdebench(folder))
+    run("precompute", "stoker.yaml", *FAST)
+
+    with pytest.raises(ConfigError, match="encoded already") as raised:
+        look(".stoker")
+    assert "stoker cache show .stoker" in raised.value.hint
+
+
+def test_a_file_that_is_there_stays_unless_forced(folder: Path) -> None:
+    Path("stoker.yaml").write_text("mine")
+
+    assert "--force" in run_json("init", pdebench(folder), exit_code=3)["hint"]
+    assert Path("stoker.yaml").read_text() == "mine"
+    run("init", "burgers.h5", "--force")
+    assert "burgers" in Path("stoker.yaml").read_text()
+
+
+def test_a_path_with_a_line_end_adds_no_setting(folder: Path) -> None:
+    place = folder / "a\ntraining: {epochs: 7}\n"
+    place.mkdir()
+    write_burgers(place / "x.h5", samples=24)
+
+    run("init", str(place))
+
+    assert load_config("stoker.yaml").training.epochs == 20
+
+
+def test_inspect_says_the_same_and_writes_nothing(folder: Path) -> None:
+    path = pdebench(folder)
+    before = sorted(folder.iterdir())
+
+    assert run_json("data", "inspect", path)["fields"] == {
+        "data": "float32 (9, 1, 32, 1), time along axis 0",
+        "Nu": "float32 ()",
+    }
+    assert sorted(folder.iterdir()) == before
+
+
+def test_train_on_data_says_how_to_begin(folder: Path) -> None:
+    path = pdebench(folder)
+
+    assert f"stoker init {path}" in run_json("train", path, exit_code=3)["hint"]
+
+
+def test_the_schema_and_all_settings_are_printed(folder: Path) -> None:
+    schema = json.loads(run("init", "--schema")[0])
+    every = run("init", "--all")[0]
+
+    assert {"data", "training", "latent"} <= schema["properties"].keys()
+    assert yaml.safe_load(every) is None, "all of it is commented"
+    uncommented = "\n".join(line.replace("# ", "", 1) for line in every.splitlines()[1:])
+    Path("all.yaml").write_text(uncommented)
+    assert load_config("all.yaml").to_dict() == load_config(None).to_dict()
+    assert not Path("stoker.yaml").exists()
