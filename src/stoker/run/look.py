@@ -309,6 +309,8 @@ def _images(path: Path) -> Finding:
 
 def _rows(url: str) -> Finding:
     table, columns, keys = _table_of(url)
+    declared = bool(keys)
+    keys = keys or [name for name in columns if name.lower() in ("id", "key", "uuid", "rowid", "number")][:1]
     numbers = [name for name, kind in columns.items() if SQL_NUMBER.search(kind) and name not in keys]
     others = [name for name in columns if name not in numbers and name not in keys]
     if not keys or not numbers:
@@ -325,14 +327,17 @@ def _rows(url: str) -> Finding:
             name="data.sql.key",
             value=keys if len(keys) > 1 else keys[0],
             why="tells rows apart, decides the splits",
+            guessed=not declared,
         ),
         ProposedSetting(name="data.sql.columns", value=numbers, why="columns of numbers, each a field"),
         *_of_splits(SMALL_SET),
         ProposedSetting(name="encoder.kind", value="identity", why="store the numbers as they are"),
     ]
-    questions = (
-        (f"columns that are left out, since they are not numbers: {', '.join(others)}",) if others else ()
-    )
+    questions: list[str] = []
+    if not declared:
+        questions.append(f"the table has no primary key; {keys[0]} is taken for one")
+    if others:
+        questions.append(f"columns that are left out, since they are not numbers: {', '.join(others)}")
     return _from_settings(url, "rows of a database", proposed, questions=questions)
 
 

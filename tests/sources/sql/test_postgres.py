@@ -382,3 +382,4 @@ def test_init_finds_table_key_and_numbers(server: Server, connection: Any) -> No
     assert found.settings["data.sql.key"] == "id"
     assert {"power", "count"} <= {*found.settings["data.sql.columns"]}
     assert found.samples > 0
+    assert any("no primary key" in question for question in found.questions)
