@@ -377,7 +377,13 @@ def test_radio_rows_are_the_same_in_both(server: Server, tmp_path: Path) -> None
 
 
 def test_init_finds_table_key_and_numbers(server: Server, connection: Any) -> None:
-    found = look(server.url())
+    connection.execute("CREATE DATABASE looked_at")
+    try:
+        with server.connect("looked_at") as opened:
+            write_postgres(opened, made())
+        found = look(server.url("looked_at"))
+    finally:
+        connection.execute("DROP DATABASE looked_at WITH (FORCE)")
 
     assert found.settings["data.sql.key"] == "id"
     assert {"power", "count"} <= {*found.settings["data.sql.columns"]}
