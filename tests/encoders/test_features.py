@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -224,3 +227,97 @@ def edit(folder: Path, name: str, **entries: object) -> None:
 def test_samples_that_do_not_fit_are_refused_with_the_cure(folder: Path, samples, says: str) -> None:
     with pytest.raises(EncoderError, match=says):
         FeatureEncoder(folder).schema(samples)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face Hub as a download asks for."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        self.asked.append(self.path)
+        name = self.path.rpartition("/")[2]
+        path = self.folder / name
+        if self.path.startswith("/api/models/me/tiny/tree/"):
+            data = json.dumps(
+                [
+                    {"type": "file", "path": one.name, "oid": one.name, "size": one.stat().st_size}
+                    for one in self.folder.iterdir()
+                ]
+            ).encode()
+        elif self.path.startswith("/api/models/me/tiny"):
+            files = [{"rfilename": one.name} for one in self.folder.iterdir()]
+            data = json.dumps({"id": "me/tiny", "sha": COMMIT, "siblings": files}).encode()
+        elif "/me/tiny/resolve/" in self.path and path.is_file():
+            data = path.read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{name}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_downloaded_when_asked_for_and_then_found_offline(
+    folder: Path, tmp_path: Path
+) -> None:
+    Hub.folder, Hub.asked = folder, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+
+    def ask(call: str, **more: str) -> str:
+        code = (
+            "import stoker, sys\n"
+            f"try: print(stoker.{call}.identity()['weights'])\n"
+            "except stoker.errors.EncoderError as error: print(error)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    try:
+        assert "download=True" in ask("FeatureEncoder('me/tiny')")
+        assert Hub.asked == [], "nothing is asked for unless told to"
+        downloaded = ask("FeatureEncoder('me/tiny', download=True)")
+        assert any("/resolve/" in path for path in Hub.asked)
+        Hub.asked.clear()
+        offline = ask("FeatureEncoder('me/tiny')", HF_HUB_OFFLINE="1")
+        pinned = ask(f"FeatureEncoder('me/tiny', revision={COMMIT!r})")
+        assert "at revision other" in ask("FeatureEncoder('me/tiny', revision='other')")
+        assert Hub.asked == []
+    finally:
+        server.shutdown()
+        server.server_close()
+
+    assert downloaded == offline == pinned == FeatureEncoder(folder).identity()["weights"]
