@@ -92,7 +92,8 @@ class Box:
         found: list[list[str]] = []
         for call in self.calls():
             if "stoker" in call:
-                found.append(call[call.index("stoker") + 1 :])
+                words = call[call.index("stoker") + 1 :]
+                found.append(words[1:] if words[:1] == ["data"] else words)
             elif "stoker.extras.launch.ranks" in call:
                 found.append(call[call.index("stoker.extras.launch.ranks") + 3 :])
         return found

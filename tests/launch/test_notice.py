@@ -98,7 +98,7 @@ def test_nothing_is_removed_elsewhere_before_it_has_come_here(box: Box) -> None:
     script = model(box).render()
     (box.workdir / "code/runs/a").mkdir(parents=True)
 
-    box.run(script, fail="stoker?fetch:exit${IFS}3")
+    box.run(script, fail="stoker?data?fetch:exit${IFS}3")
     assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]
     box.run(script, fail="copy?-uv:exit${IFS}3")
     assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]

@@ -55,7 +55,7 @@ def test_a_dry_run_shows_script_and_request_and_sends_nothing(project: Path, vas
     assert found["onstart"].startswith("#!/usr/bin/env bash\n")
     assert "A=(configs/c.yaml training.epochs=3)" in found["onstart"]
     assert f"COMMIT={git(project, 'rev-parse', 'HEAD').strip()}" in found["onstart"]
-    assert "run fetch" in found["onstart"]
+    assert "run fetch data fetch" in found["onstart"]
     request = found["request"]
     assert request["onstart"] == found["onstart"]
     assert request["env"] == dict.fromkeys(
@@ -71,7 +71,7 @@ def test_a_dry_run_shows_script_and_request_and_sends_nothing(project: Path, vas
     ("override", "fact"),
     [
         ("launch.workdir=here", "launch.workdir: .here. is not absolute"),
-        ("launch.gpus=65", "launch.gpus: 65 is given. Expected a whole number from 1 to 64"),
+        ("launch.gpus=65", r"launch.gpus: 65 is given\nhint: Expected a whole number from 1 to 64"),
     ],
 )
 def test_what_no_script_can_hold_is_refused_by_its_setting(project: Path, override: str, fact: str) -> None:

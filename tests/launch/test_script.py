@@ -40,7 +40,7 @@ def test_every_step_runs_in_order_and_the_machine_is_stopped(box: Box) -> None:
         pytest.param("", "code", 128, id="code"),
         pytest.param("-m?pip:exit${IFS}7", "dependencies", 7, id="dependencies"),
         pytest.param("venv:exit${IFS}9", "dependencies", 9, id="venv"),
-        pytest.param("stoker?fetch:exit${IFS}3", "fetch", 3, id="fetch"),
+        pytest.param("stoker?data?fetch:exit${IFS}3", "fetch", 3, id="fetch"),
         pytest.param("rclone?mkdir:exit${IFS}4", "cache", 4, id="cache"),
         pytest.param("up/run/run:exit${IFS}4", "resume", 4, id="resume"),
         pytest.param("stoker?validate:exit${IFS}6", "validate", 6, id="validate"),

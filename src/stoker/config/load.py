@@ -545,8 +545,8 @@ def _require_file(path: Path) -> None:
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
     there = f" There are: {', '.join(others)}" if others else ""
-    found = path.exists() and not others
-    there = f" `stoker init {path}` writes one, if it holds data" if found else there
+    if not others and fact.startswith(" is a folder"):
+        there = f" `stoker init {path}` writes one, if the folder holds data"
     raise ConfigError(f"{path}{fact}. Expected a YAML file with settings.{there}")
 
 

@@ -309,8 +309,11 @@ class GridEncoder:
             EncoderError: The source has no such field, or it is not on a grid.
 
         Example:
-            >>> import stoker  # doctest: +SKIP
-            >>> encoder = stoker.GridEncoder.for_source(stoker.HDF5Source("burgers.h5"), tokens=16)
+            >>> from stoker.sources.torch_dataset import TorchSource
+            >>> steps = torch.zeros(20, 9, 16, 32, 2)  # 20 samples of 9 steps, 16 x 32 points, 2 channels
+            >>> source = TorchSource([{"data": one} for one in steps], time=["data"])
+            >>> GridEncoder.for_source(source, tokens=8).patch
+            (8, 8)
         """
         schema = source.schema()
         spec = schema.get(field)

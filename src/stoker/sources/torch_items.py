@@ -265,6 +265,7 @@ def _renamed(node: ItemStructure, old: str, new: str) -> ItemStructure:
 def first_array(structure: ItemStructure, schema: Schema) -> str | None:
     """Return the first field of items that are tuples or lists which is not a single number; None: no such.
 
+    >>> from stoker.schema import Field
     >>> fields = {"0": Field(shape=(), dtype="int64"), "1": Field(shape=(3,), dtype="float32")}
     >>> first_array(Branch(tuple, ((0, "0"), (1, "1"))), fields)
     '1'

@@ -190,12 +190,12 @@ class StartScript(BaseModel):
             'step dependencies "$PY" -m pip install "${PIP[@]}"',
         ]
         if self.fetch:
-            lines.append("run fetch")
+            lines.append("run fetch data fetch")
         if self.cache:
             lines.append('pull cache "$FAR" "$CACHE"')
         if self.upload:
             lines += ['pull resume "$UP/run" "$RUN"', "R=1", "setsid bash -c uploads & U=$!; disown"]
-        lines += ["run validate", "ranks precompute"]
+        lines += ["run validate validate", "ranks precompute"]
         if self.cache:
             lines.append('step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"')
         lines += ["ranks train", 'echo "$K" >"$W/finished"', "exit 0"]
@@ -268,7 +268,7 @@ step() {
   wait $P; rc=$?; P=
   [ $rc = 0 ] || exit $rc
 }
-run() { step "$1" "$PY" -m stoker "$1" "${A[@]}"; }
+run() { step "$1" "$PY" -m stoker "${@:2}" "${A[@]}"; }
 ranks() { step "$1" "$PY" -m stoker.extras.launch.ranks "${N[@]}" "$1" "${A[@]}"; }
 pull() { step "$1" rclone mkdir -- "$2"; step "$1" rclone copy -uv -- "$2" "$3"; }
 """
