@@ -134,7 +134,7 @@ def test_of_a_tuple_a_bare_module_takes_the_first_array(tmp_path: Path) -> None:
         ({"batch_size": 0}, r"batch_size is 0\. Expected at least 1"),
         ({"device": "tpu"}, r"device 'tpu' is not known"),
         ({"windows": 3}, r"windows is 3\. Expected stoker\.Windows"),
-        ({"transforms": 3}, r"transforms= is 3"),
+        ({"transforms": 3}, r"transforms is 3"),
         ({"shuffle": "random"}, r"shuffle is 'random'"),
         ({"collate_fn": list}, r"collate_fn= is DataLoader's"),
         ({"batchsize": 4}, r"argument 'batchsize'\. Did you mean batch_size\?"),

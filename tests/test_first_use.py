@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 import stoker
@@ -273,15 +275,95 @@ def test_a_transform_may_return_anything(cache: stoker.Cache) -> None:
 
     batches = list(loader)
 
-    assert [type(batch) for batch in batches] == [tuple] * 3
+    assert [len(batch) for batch in batches] == [2] * 3
+    assert all(isinstance(batch, tuple) for batch in batches)
+    assert torch.cat([batch.index for batch in batches]).tolist() == [*range(COUNT)]
     assert loader.position == (1, 0)
 
 
-@pytest.mark.parametrize("wrong", [5, "flip", [None], lambda: None, lambda a, b, c: a])
+@pytest.mark.parametrize(
+    "wrong", [5, "flip", [None], lambda: None, lambda a, b, c: a, lambda image, label: image, nn.ReLU]
+)
 def test_what_is_no_transform_is_refused_before_anything_is_encoded(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="transforms"):
         cached(tmp_path / "none", transforms=wrong)
     assert not (tmp_path / "none").exists()
+
+
+def test_ranks_draw_different_random_numbers(cache: stoker.Cache) -> None:
+    def drawn(rank: int) -> list[float]:
+        loader = stoker.Loader(
+            cache, 3, shuffle=True, rank=rank, world_size=2, transforms=[lambda batch: {"x": torch.rand(1)}]
+        )
+        return [batch["x"].item() for batch in loader]
+
+    assert not {*drawn(0)} & {*drawn(1)}
+    assert drawn(1) == drawn(1)
+
+
+def test_views_of_functions_without_keys_differ(cache: stoker.Cache) -> None:
+    views = stoker.transforms.Views(transforms=[{"image": lambda image: image + torch.rand(())}], count=2)
+    loader = stoker.Loader(cache, 4, transforms=[views])
+
+    differences = [
+        (one - other).flatten()[0].item() for batch in loader for one, other in [batch.image.unbind(1)]
+    ]
+
+    assert 0.0 not in differences
+    assert len({*differences}) == len(differences)
+
+
+def test_threads_that_iterate_do_not_disturb_each_others_random_numbers(cache: stoker.Cache) -> None:
+    def passes(seed: int) -> list[Any]:
+        loader = stoker.Loader(cache, 2, seed=seed, transforms=[lambda batch: {"x": torch.rand(200).sum()}])
+        found = []
+        for _ in range(10):
+            loader.set_epoch(0)
+            found.append([batch["x"].item() for batch in loader])
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        by_thread = [*pool.map(passes, (1, 2))]
+
+    assert [len({*map(tuple, found)}) for found in by_thread] == [1, 1]
+
+
+def test_libraries_that_map_over_nested_tensors_look_into_batches(
+    cache: stoker.Cache, tmp_path: Path
+) -> None:
+    """As torchvision's transforms do."""
+
+    def double(batch: Any) -> Any:
+        leaves, spec = tree_flatten(batch)
+        return tree_unflatten([leaves[0] * 2, *leaves[1:]], spec)
+
+    pair = next(iter(cached(tmp_path, transforms=double)))
+    fields = next(iter(stoker.Loader(cache, 5, transforms=double)))
+
+    assert torch.equal(pair[0], Items("tuple").images[:5] * 2)
+    assert torch.equal(fields.image, pair[0])
+    assert pair.index.tolist() == fields.index.tolist() == [0, 1, 2, 3, 4]
+    assert pair.position == fields.position == (0, 5)
+
+
+def test_dictionaries_and_fields_may_follow_each_other(cache: stoker.Cache) -> None:
+    loader = stoker.Loader(cache, 4, transforms=[lambda batch: {**batch}, {"image": nn.Flatten()}])
+
+    assert next(iter(loader)).image.shape == (4, 12)
+
+
+def test_padded_batches_keep_their_masks(tmp_path: Path) -> None:
+    items = [{"x": torch.ones(1 + n % 3, 2), "label": n} for n in range(8)]
+    loader = stoker.cached(items, name="x", cache_dir=tmp_path, workers=0, batch_size=8, ragged="pad")
+
+    assert next(iter(loader))["x.mask"].sum(1).tolist() == [1 + n % 3 for n in range(8)]
+
+
+def test_a_mixture_of_structured_loaders_with_transforms_is_refused(tmp_path: Path) -> None:
+    loaders = [cached(tmp_path / name, name=name, transforms=lambda batch: batch) for name in "ab"]
+
+    with pytest.raises(ConfigError, match=r"loader\.dataset"):
+        stoker.Mixture(loaders)
 
 
 # Caches as sequences.

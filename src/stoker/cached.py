@@ -135,6 +135,10 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 def _structure_of(source: TorchSource, encoder: Encoder | None, loader: Loader) -> ItemStructure:
     """Return the structure of batches: that of items, if every field of records has a place in it."""
     schema = source.schema()
+    ragged = any(field.ragged for field in loader.dataset.schema.values())
+    if ragged and loader.options.ragged != "list":
+        log.info("batches are dictionaries: ragged= adds masks, lengths or offsets to the fields of items")
+        return None
     found = encoded_structure(source.structure(), schema, loader.dataset.schema)
     if not isinstance(found, bool):
         return found

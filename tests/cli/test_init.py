@@ -162,7 +162,7 @@ def test_the_largest_table_is_taken_and_what_is_left_out_is_said(folder: Path) -
 
     assert found.settings["data.sql.table"] == "many"
     assert found.settings["data.sql.columns"] == ["power", "kind"]
-    assert "name" in found.questions[0]
+    assert any("not numbers: name" in question for question in found.questions)
 
 
 def test_few_samples_are_split_so_that_some_are_left_to_validate(folder: Path) -> None:
@@ -191,6 +191,87 @@ def test_what_is_no_data_is_said(folder: Path, what: str, said: str) -> None:
     assert said in told["error"]
     assert told["hint"]
     assert not Path("stoker.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["bad.h5", "empty.h5"])
+def test_a_broken_hdf5_file_is_no_bug_of_ours(folder: Path, name: str) -> None:
+    Path(name).write_text("no HDF5" if name == "bad.h5" else "")
+
+    told = run_json("init", name, exit_code=3)
+
+    assert name in told["fact"]
+    assert "report it" not in told["error"]
+
+
+def test_a_broken_image_is_named_and_the_others_are_used(folder: Path) -> None:
+    images(folder)
+    Path("images/cat/0broken.jpg").write_text("")
+
+    assert any("cannot be read" in fact for fact in run_json("init", "images")["facts"])
+
+
+def test_files_of_the_kind_that_most_are_of_are_looked_at(folder: Path) -> None:
+    Path("mixed").mkdir()
+    write_burgers(folder / "mixed" / "b.h5", samples=24)
+    write_burgers(folder / "mixed" / "c.h5", samples=24)
+    Image.new("RGB", (4, 4)).save("mixed/a.png")
+
+    assert look("mixed").what.startswith("HDF5")
+
+
+def test_folders_of_splits_are_no_classes(folder: Path) -> None:
+    for split in ("train", "val"):
+        images(folder / split)
+        (folder / split / "images").rename(folder / f"{split}_")
+        (folder / split).rmdir()
+        Path("set").mkdir(exist_ok=True)
+        (folder / f"{split}_").rename(folder / "set" / split)
+
+    why = {one.name: one.why for one in look("set").proposed}
+
+    assert why["data.images.annotations"] == "a folder for each class: cat, dog"
+
+
+@pytest.mark.parametrize("name", ["run#1.db", "50%25.db", "what?mode=rwc.db"])
+def test_a_database_is_found_under_any_name(folder: Path, name: str) -> None:
+    rows(folder)
+    Path("rows.db").rename(name)
+
+    assert look(name).settings["data.sql.table"] == "many"
+
+
+def test_a_folder_with_one_database_is_that_database(folder: Path) -> None:
+    Path("place").mkdir()
+    rows(folder)
+    Path("rows.db").rename("place/rows.db")
+
+    assert look("place").settings["data.sql.url"] == "sqlite:///place/rows.db"
+
+
+def test_of_several_tables_the_choice_is_a_guess(folder: Path) -> None:
+    found = look(rows(folder))
+
+    assert any("few" in question for question in found.questions)
+    assert next(one for one in found.proposed if one.name == "data.sql.table").guessed
+
+
+def test_a_password_is_neither_shown_nor_written(folder: Path) -> None:
+    told = run_json("init", "postgresql://me:SECRET@localhost:1/lab", exit_code=3)
+
+    assert "SECRET" not in json.dumps(told)
+    assert "PGPASSWORD" in told["hint"]
+
+
+@pytest.mark.parametrize("what", ["", "s3://bucket/data", "mysql://localhost/x"])
+def test_what_cannot_be_read_from_there_is_said(folder: Path, what: str) -> None:
+    assert "Expected" in run_json("init", what, exit_code=3)["hint"] or not what
+
+
+@pytest.mark.parametrize("out", ["missing/x.yaml", "sub"])
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_looked_at(folder: Path, out: str) -> None:
+    Path("sub").mkdir()
+
+    assert "--out" in run_json("init", "nowhere.h5", "--out", out, exit_code=3)["hint"]
 
 
 def test_a_cache_is_told_from_data(folder: Path) -> None:

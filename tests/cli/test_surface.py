@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,10 @@ WAIT_S = 60.0
 def typed(*words: str, answer: str = "") -> tuple[int, str]:
     """Run a command on a terminal and give one answer; its exit code and what it showed."""
     master, slave = pty.openpty()
-    child = subprocess.Popen([*STOKER, *words], stdin=slave, stdout=slave, stderr=slave, close_fds=True)
+    child = subprocess.Popen(
+        [*STOKER, *words], stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - no thread runs here
+    )  # fmt: skip
     os.close(slave)
     shown = b""
     while select.select([master], [], [], WAIT_S)[0]:
@@ -31,7 +36,7 @@ def typed(*words: str, answer: str = "") -> tuple[int, str]:
             break
         shown += piece
         if answer and b"[y/N]" in shown:
-            os.write(master, answer.encode() + b"\n")
+            os.write(master, answer.encode() + b"\n" * answer.isalpha())
             answer = ""
     os.close(master)
     return child.wait(WAIT_S), shown.decode()
@@ -59,7 +64,12 @@ def test_h_is_help(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [(["verify", "x"], "stoker cache verify"), (["fetch"], "stoker data fetch"), (["trian"], "train")],
+    [
+        (["verify", "x"], "stoker cache verify"),
+        (["inspect", "x"], "stoker cache show"),
+        (["fetch"], "stoker data fetch"),
+        (["trian"], "train"),
+    ],
 )
 def test_a_name_that_is_elsewhere_or_typed_wrong_is_found(words: list[str], meant: str) -> None:
     done = subprocess.run([*STOKER, *words], capture_output=True, text=True, check=False)
@@ -108,11 +118,13 @@ def test_where_nothing_would_go_nobody_is_asked(several: Path) -> None:
     assert run_json("cache", "gc", CACHE)["removed"] == []
 
 
-@pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
-def test_on_a_terminal_the_answer_decides(several: Path, answer: str, left: int) -> None:
+@pytest.mark.parametrize(
+    ("answer", "left", "ends"), [("n", 2, 0), ("y", 1, 0), ("\x04", 2, 130), ("\x03", 2, 130)]
+)
+def test_on_a_terminal_the_answer_decides(several: Path, answer: str, left: int, ends: int) -> None:
     code, shown = typed("cache", "gc", CACHE, "--keep", "1", "--force", answer=answer)
 
-    assert code == 0, shown
+    assert code == ends, shown
     assert "[y/N]" in shown
     assert caches(several) == left
 

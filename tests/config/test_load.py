@@ -154,12 +154,12 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
         pytest.param("training.lr=.nan", "training.lr is NaN. Expected a number above 0", id="nan"),
         pytest.param("data.normalize=1", "data.normalize is 1. Expected true or false", id="number-as-bool"),
         pytest.param(
-            "training.tier=gpu",
-            'training.tier is "gpu". Expected auto, device, host, disk or encode',
+            "training.tier=vram",
+            'training.tier is "vram". Expected auto, device, host, disk or encode',
             id="choice",
         ),
         pytest.param(
-            "training.device=gpu", 'training.device is "gpu". Expected text like auto, cpu', id="device"
+            "training.device=tpu", 'training.device is "tpu". Expected text like auto, cpu', id="device"
         ),
         pytest.param(
             "training.latent_cache_dtype=int4",

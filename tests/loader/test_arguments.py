@@ -50,8 +50,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         ({"device": "tpu"}, r"device 'tpu' .*cpu, cuda or cuda:0"),
         ({"device": 3.5}, r"device 3\.5 is not known"),
         ({"windows": (1, 1)}, r"windows is \(1, 1\)\. Expected stoker\.Windows\(stride=1, horizon=1\)"),
-        ({"transforms": "flip"}, r"transforms= is 'flip'.*Expected functions"),
-        ({"transforms": [1]}, r"transforms= is \[1\]"),
+        ({"transforms": "flip"}, r"transforms is 'flip'.*Expected functions"),
+        ({"transforms": [1]}, r"transforms is \[1\]"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )

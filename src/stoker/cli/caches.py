@@ -64,8 +64,10 @@ DEFAULT_FOLDERS = (".stoker", "data/latent_cache", "data/demo/cache")
 
 
 def _folder_of_caches() -> str:
+    from stoker.config.load import holds_caches
+
     for folder in DEFAULT_FOLDERS:
-        if Path(folder).is_dir():
+        if holds_caches(Path(folder)):
             return folder
     raise FormatError(
         f"no caches found: none of {', '.join(DEFAULT_FOLDERS)} is here. Name the folder, as in `stoker "
@@ -347,7 +349,7 @@ def cache_pull(
         str, typer.Argument(metavar="[CACHE_DIR]", help="The folder that holds caches.")
     ] = "data/latent_cache",
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Only what this rank reads in the order static(WORLD).")
+        int | None, typer.Option(min=0, help="Only what this rank reads with partition=static.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks there are.")] = None,
     records: Annotated[

@@ -451,7 +451,11 @@ class CommandOutput:
         """
         if self.as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise ConfigError(f"{question} There is no terminal to answer on. Add --yes to delete")
-        if not typer.confirm(question, err=True):
+        try:
+            agreed = typer.confirm(question, err=True)
+        except typer.Abort:  # Ctrl-C, or the end of the input
+            raise KeyboardInterrupt from None
+        if not agreed:
             self.note("nothing was deleted")
             raise typer.Exit
 
@@ -622,6 +626,7 @@ def console(stream: TextIO, *, quiet: bool = False, soft_wrap: bool = True) -> C
     return Console(
         file=stream,
         highlight=False,
+        emoji=False,
         quiet=quiet,
         soft_wrap=soft_wrap,
         width=None if stream.isatty() else WIDE,

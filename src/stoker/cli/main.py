@@ -72,6 +72,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Commands of the core that are in other modules, each imported when one of its commands is used."""
+RENAMED = {"inspect": "cache.show"}
+"""Earlier names of commands that are called otherwise now."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -94,11 +96,11 @@ class CommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of a name; one that cannot be used says why when it is run."""
-        plugin = _commands().get(self.prefix + cmd_name)
-        if cmd_name in self.commands or (plugin is None and cmd_name not in GROUPS):
-            return super().get_command(ctx, cmd_name)
-        if plugin is None:
+        if not self.prefix and cmd_name in GROUPS:
             return _group_of(cmd_name)
+        plugin = _commands().get(self.prefix + cmd_name)
+        if cmd_name in self.commands or plugin is None:
+            return super().get_command(ctx, cmd_name)
         try:
             return _as_command(cmd_name, plugin.load())
         except ConfigError as error:
@@ -111,7 +113,8 @@ class CommandGroup(TyperGroup):
         """Return the command that the words name; of an unknown one say in which group it is."""
         name = args[0] if args else ""
         if name and self.get_command(ctx, name) is None:
-            inside = [known for known in _commands() if known.endswith(f".{name}")]
+            inside = [RENAMED[name]] if name in RENAMED else []
+            inside += [known for known in _commands() if known.endswith(f".{name}")]
             if inside:
                 ctx.fail(f"No such command '{name}'. Did you mean 'stoker {inside[0].replace('.', ' ')}'?")
         return super().resolve_command(ctx, args)

@@ -18,21 +18,14 @@ from stoker.units import format_count
 if TYPE_CHECKING:
     from stoker.run.look import Finding
 
-What = Annotated[
-    str,
-    typer.Argument(metavar="FILE|FOLDER|URL|MODULE:NAME", help="Raw data, a database, or a torch Dataset."),
-]
+METAVAR, MEANT = "FILE|FOLDER|DATABASE-URL|MODULE:NAME", "Raw data, a database, or a torch Dataset."
+What = Annotated[str, typer.Argument(metavar=METAVAR, help=MEANT)]
 
 
 @cli_command
 def init(
     out: CommandOutput,
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE|FOLDER|URL|MODULE:NAME", help="Raw data, a database, or a torch Dataset."
-        ),
-    ] = None,
+    what: Annotated[str | None, typer.Argument(metavar=METAVAR, help=MEANT)] = None,
     path: Annotated[Path, typer.Option("--out", readable=False, help="The file to write.")] = Path(
         "stoker.yaml"
     ),
@@ -72,6 +65,9 @@ def init(
         raise ConfigError(
             "no data was named. Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`"
         )
+    if path.is_dir() or not path.parent.is_dir():
+        fact = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise ConfigError(f"{fact}. Name a file with --out, as stoker.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists. Add --force to write over it, or name another file with --out")
     from stoker.run.look import look
@@ -86,7 +82,7 @@ def init(
     else:
         out.note(
             f"wrote {path}. Next: stoker precompute {path}, and then train in Python on "
-            "stoker.Loader(CACHE, batch_size=64, shuffle=True)"
+            f"stoker.Loader({found.cache!r}, batch_size=64, shuffle=True)"
         )
 
 

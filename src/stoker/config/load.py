@@ -821,6 +821,12 @@ def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer)
                 "holds a password, and settings are copied into every run's folder. Put it in ~/.pgpass or "
                 "PGPASSWORD, where PostgreSQL's own library looks for it",
             )
+    if config.training.partition != "global" and config.training.shuffle is not True:
+        yield (
+            "training.partition",
+            f"is {config.training.partition}, which shuffles the part of each rank, but training.shuffle is "
+            f"{shown(config.training.shuffle)}. Give training.shuffle=true, or leave training.partition out",
+        )
     yield from _wrong_windows(config)
     yield from _ineffective(config.stages)
     width, heads = config.model.width, config.model.heads

@@ -344,6 +344,11 @@ class ModelConfig(SettingsSection):
     """Attention heads; divides `model.width`."""
 
 
+def _tier(value: object) -> object:
+    """Return the name of a tier, of which `gpu` and `ram` are others."""
+    return {"gpu": "device", "ram": "host"}.get(value, value) if isinstance(value, str) else value
+
+
 class TrainingConfig(SettingsSection):
     """Training, and where the cache lies."""
 
@@ -382,7 +387,8 @@ class TrainingConfig(SettingsSection):
     start_every: PositiveInt = 1
     """Steps between the starts of windows; equal to `time_stride`: the pairs of the earlier systems."""
     device: Annotated[
-        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
+        str,
+        Field(pattern=r"^(auto|cpu|gpu|cuda(:\d+)?)$", examples=["auto", "cpu", "gpu", "cuda", "cuda:1"]),
     ] = "auto"
     """Where to compute; `auto` takes a GPU where there is one."""
     shuffle: (
@@ -398,7 +404,7 @@ class TrainingConfig(SettingsSection):
     """How ranks divide the examples: `static`: each rank keeps one part for all epochs."""
     rank_deadline: PositiveFloat = 300.0
     """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
-    tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"
+    tier: Annotated[Literal["auto", "device", "host", "disk", "encode"], BeforeValidator(_tier)] = "auto"
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountBytes | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""

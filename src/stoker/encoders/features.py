@@ -361,7 +361,7 @@ def _quiet() -> Generator[None]:
             progress.enable_progress_bar()
 
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("config.json", "preprocessor_config.json", "*.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

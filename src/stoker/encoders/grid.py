@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations, product
@@ -315,6 +315,8 @@ class GridEncoder:
             >>> GridEncoder.for_source(source, tokens=8).patch
             (8, 8)
         """
+        if not hasattr(source, "schema"):
+            raise EncoderError(f"{source!r} is not a source. For a Dataset give stoker.TorchSource(dataset)")
         schema = source.schema()
         spec = schema.get(field)
         axes = 0 if spec is None else len(spec.shape) - spec.time
@@ -328,7 +330,7 @@ class GridEncoder:
         if patch is None:
             sizes = _largest_patch(tuple(grid), tokens)
         else:
-            sizes = tuple(min(patch, points) for points in grid) if isinstance(patch, int) else patch
+            sizes = tuple(patch) if isinstance(patch, Sequence) else tuple(min(int(patch), n) for n in grid)
         return cls(
             channels=channels, grid=tuple(grid), patch=sizes, tokens=tokens, dim=dim, field=field, **settings
         )

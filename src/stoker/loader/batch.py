@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from stoker.errors import ConfigError, arg
 from stoker.units import MIB
@@ -141,6 +142,16 @@ class TupleBatch(tuple[Any, ...], _PlacedBatch):
 
     position: Any = None
     index: Any = None
+
+
+# Libraries that map a function over nested tensors, as torchvision's transforms do, look into these as into a
+# dict and a tuple. A loader gives position and index back to what they return.
+register_pytree_node(
+    RecordBatch,
+    lambda batch: ([*batch.values()], [*batch]),
+    lambda values, names: RecordBatch(zip(names, values, strict=True)),
+)
+register_pytree_node(TupleBatch, lambda batch: ([*batch], None), lambda values, _: TupleBatch(values))
 
 
 class WindowBatch(NamedTuple):

@@ -155,6 +155,11 @@ class Loader(EpochIterable):
         self._place = EpochPlace()
 
     @property
+    def options(self) -> Options:
+        """The arguments that it was made with, checked."""
+        return self._options
+
+    @property
     def plan(self) -> Plan:
         """Records by tier and the reasons: as planned, and as they are now once batches were made."""
         return self._serving.plan
@@ -200,6 +205,11 @@ class Loader(EpochIterable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path of the cache, the settings and the position; a `meter` stays behind."""
+        if is_filling(self):
+            raise ConfigError(
+                f"{self!r} serves a cache that is being filled, which another process cannot follow. Pickle "
+                f"it when the cache is complete, or leave {arg('wait', False)} out"
+            )
         options = replace(self._options, meter=None)
         return _restored, (self.dataset, options, self._structure, self.state_dict())
 
@@ -340,6 +350,11 @@ def design_of(loader: Loader) -> Design:
     Raises:
         ConfigError: No mixture can be made of it.
     """
+    if loader._structure is not None and loader._options.transforms:
+        raise ConfigError(
+            f"a mixture has fields by name, and the transforms of {loader!r} are for the structure of its "
+            "dataset's items. Make the mixture of loader.dataset, and give it transforms of fields"
+        )
     if loader._serving.steps is None:
         raise ConfigError(
             f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "

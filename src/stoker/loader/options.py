@@ -106,7 +106,7 @@ class Options:
             raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
         if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
             object.__setattr__(self, "weights", Weights(cast("Sequence[float]", self.weights)))
-        object.__setattr__(self, "tier", TIER_ALIASES.get(self.tier, self.tier))
+        object.__setattr__(self, "tier", TIER_ALIASES.get(str(self.tier), self.tier))
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "transforms", as_transforms(self.transforms))
         object.__setattr__(self, "device", resolve_device(self.device))

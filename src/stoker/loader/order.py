@@ -151,9 +151,9 @@ def order_text(shuffle: object = True, partition: object = "global") -> str:
     """Return the text that `parse_order` reads.
 
     Args:
-        shuffle: False: by sample index. True: over all examples. `"block"`, `"block(64,4096)"`: blocks of
-            neighbors, and examples within a window of them. `"bucket"`, `"bucket(50)"`: records of similar
-            length in a batch.
+        shuffle: False or None: by sample index. True: over all examples. `"block"`, `"block(64,4096)"`:
+            blocks of neighbors, and examples within a window of them. `"bucket"`, `"bucket(50)"`: records of
+            similar length in a batch.
         partition: `"global"`: each step takes its examples from all of them. `"static"`, `"static(8)"`: each
             rank shuffles a part of its own.
 
@@ -163,7 +163,7 @@ def order_text(shuffle: object = True, partition: object = "global") -> str:
     Raises:
         ConfigError: A value is unknown, or the two do not go together.
     """
-    if isinstance(shuffle, bool | np.bool_):
+    if shuffle is None or isinstance(shuffle, bool | np.bool_):
         kind = "full" if shuffle else "sequential"
     elif isinstance(shuffle, str) and re.fullmatch(
         r"(block(\(\d+,\s*\d+\))?)|(bucket(\([1-9]\d*\))?)", shuffle

@@ -458,8 +458,12 @@ def check_dtype(dtype: object) -> None:
     Raises:
         ConfigError: As said.
     """
-    if dtype not in FLOATS:
-        raise ConfigError(f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}")
+    if not isinstance(dtype, str) or dtype not in FLOATS:
+        storage = "; dtypes by field are of storage, as precompute={'dtype': {'image': 'float16'}}"
+        raise ConfigError(
+            f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}"
+            f"{storage if isinstance(dtype, Mapping) else ''}"
+        )
 
 
 def check_names(schema: Schema) -> None:

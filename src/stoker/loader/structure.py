@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, TupleBatch
 from stoker.sources.torch_items import Branch, ItemStructure
 
@@ -17,7 +18,13 @@ def structured(batch: RecordBatch, structure: ItemStructure) -> Any:
     A dictionary becomes a `RecordBatch`, a tuple or list a `TupleBatch`, a named tuple or dataclass one of
     its own type, which is not initialized again. Dropped text is left out of dictionaries, else None.
     """
-    made = _built(batch, structure)
+    try:
+        made = _built(batch, structure)
+    except KeyError as error:
+        raise ConfigError(
+            f"transforms left out {error}, which batches need to have the structure of the dataset's items. "
+            "Return all fields, or put a function of the batch last"
+        ) from error
     if isinstance(made, RecordBatch | TupleBatch):
         made.position, made.index = batch.position, batch["index"]
     return made
@@ -31,7 +38,8 @@ def _built(fields: Mapping[str, Any], node: ItemStructure) -> Any:
         return RecordBatch((key, _built(fields, one)) for key, one in node.parts if one is not None)
     values = [_built(fields, one) for _, one in node.parts]
     if issubclass(kind, tuple | list):
-        return kind(*values) if hasattr(kind, "_fields") else TupleBatch(values)
+        make: Any = getattr(kind, "_make", TupleBatch)  # of named tuples
+        return make(values)
     made = object.__new__(kind)  # `__init__` may check what is true of one sample alone
     for (name, _), value in zip(node.parts, values, strict=True):
         object.__setattr__(made, name, value)

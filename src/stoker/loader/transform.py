@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -68,7 +70,7 @@ def as_transforms(given: object) -> tuple[Transform, ...]:
         for function in cast("Mapping[Any, object]", one).values() if isinstance(one, Mapping) else (one,):
             if not callable(function):
                 raise ConfigError(
-                    f"{arg('transforms')} is {given!r}. Expected functions of a batch, as [function], or of "
+                    f"transforms is {given!r}. Expected functions of a batch, as [function], or of "
                     'fields, as [{"image": function}]'
                 )
             _takes_keys(function)
@@ -85,19 +87,34 @@ def _takes_keys(function: Callable[..., Any]) -> bool:
     Raises:
         ConfigError: It takes no argument, or needs more than two.
     """
+    if isinstance(function, type):
+        raise ConfigError(
+            f"transforms: {_name(function)} is a class. Give an object of it, {_name(function)}()"
+        )
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # compiled code may not say
         return False
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = sum(p.default is p.empty for p in places)
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    needed = (
+        sum(p.default is p.empty for p in (*places, *named)) + any(p.default is p.empty for p in named) * 2
+    )
     if needed > 2 or not (places or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         raise ConfigError(
-            f"{arg('transforms')}: {_name(function)} takes {needed} arguments. Expected f(batch), or "
+            f"transforms: {_name(function)} takes {needed} arguments. Expected f(batch), or "
             "f(batch, keys); give others their values with functools.partial"
         )
-    return needed == 2 or (len(places) > 1 and places[1].name == "keys")
+    named_so = len(places) > 1 and (places[1].name.lstrip("_") in ("keys", "key", ""))
+    if needed == 2 and not named_so:
+        first, second = places[0].name, places[1].name
+        raise ConfigError(
+            f"transforms: {_name(function)} takes ({first}, {second}). A batch is one argument, also where it is "
+            "a tuple; a second one must be called keys, and gets the random keys of examples. Write "
+            f"lambda batch: {_name(function)}(*batch) for a function of the parts of a tuple"
+        )
+    return named_so
 
 
 def _name(function: object) -> str:
@@ -110,10 +127,10 @@ class TransformChain:
     Args:
         transforms: From `as_transforms`.
         structure: Of the dataset's items, which functions of batches are given; None: fields by name.
-        seed: Of the loader.
+        seed: What torch's global random numbers follow from, next to the place of a batch.
     """
 
-    def __init__(self, transforms: Sequence[Transform], structure: ItemStructure, seed: int) -> None:
+    def __init__(self, transforms: Sequence[Transform], structure: ItemStructure, seed: str) -> None:
         self._steps = [_Step(transform, seed) for transform in transforms]
         self._structure = structure
 
@@ -132,9 +149,8 @@ class TransformChain:
                 )
             batch = step(batch, own, (*position, place))
             if batch is None:
-                raise ConfigError(
-                    f"{arg('transforms')}: {step.name} returned None. Return the batch, changed"
-                )
+                raise ConfigError(f"transforms: {step.name} returned None. Return the batch, changed")
+            batch = RecordBatch(batch) if type(batch) is dict else batch
         return structured(batch, structure) if flat and structure is not None else batch
 
 
@@ -143,7 +159,7 @@ def _flat(batch: Any, structure: ItemStructure, index: Any, position: tuple[int,
         return fields_of(batch, structure, index, position)
     except (LookupError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{arg('transforms')}: {step.name} takes fields by name, and the transform before it returned "
+            f"transforms: {step.name} takes fields by name, and the transform before it returned "
             f"{type(batch).__name__} of another structure than the dataset's items. Put {step.name} first"
         ) from error
 
@@ -151,7 +167,7 @@ def _flat(batch: Any, structure: ItemStructure, index: Any, position: tuple[int,
 class _Step:
     """One transform."""
 
-    def __init__(self, transform: Transform, seed: int) -> None:
+    def __init__(self, transform: Transform, seed: str) -> None:
         self._seed = seed
         fields = cast("Mapping[Any, Any]", transform) if isinstance(transform, Mapping) else None
         self._by_name = None if fields is None else {str(name): f for name, f in fields.items()}
@@ -173,14 +189,14 @@ class _Step:
             return self._function(batch, keys) if self._with_keys[0] else self._function(batch)
         if not isinstance(batch, RecordBatch):
             raise ConfigError(
-                f"{arg('transforms')} names the fields {', '.join(self._by_name)}, and a batch is a "
+                f"transforms name the fields {', '.join(self._by_name)}, and a batch is a "
                 f"{type(batch).__name__}. Give a function of the batch"
             )
         made = copy.copy(batch)
         for (name, function), with_keys in zip(self._by_name.items(), self._with_keys, strict=True):
             if name not in batch:
                 known = ", ".join(repr(known) for known in batch if known != "index")
-                raise ConfigError(f"{arg('transforms')} names the field {name!r}. The batch has {known}")
+                raise ConfigError(f"transforms name the field {name!r}. The batch has {known}")
             made[name] = function(batch[name], keys) if with_keys else function(batch[name])
         return made
 
@@ -188,23 +204,42 @@ class _Step:
 @contextmanager
 def _global_random_state(text: str, device: torch.device) -> Generator[None]:
     """Have torch's global random numbers follow from `text`, and restore their state afterwards."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    before = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+    with _random_state:
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+_random_state = threading.RLock()
+"""Held while torch's global random state is another: all threads share it."""
+
+
+def _make_lock() -> None:
+    global _random_state  # noqa: PLW0603 - a lock that another thread held at a fork is never released
+    _random_state = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_make_lock)
 
 
 def run(transforms: Sequence[Function], batch: Any, keys: Tensor) -> Any:
     """Return the batch after all transforms. Each has its own keys: two of one kind draw other numbers."""
     own = [child_keys(keys, place) for place in range(len(transforms))]
-    return TransformChain(transforms, None, 0)(batch, own, (0, 0))
+    seed = "" if all(map(_draws_from_keys, transforms)) else str(keys[:1].tolist())
+    return TransformChain(transforms, None, seed)(batch, own, (0, 0))
+
+
+def _draws_from_keys(transform: Transform) -> bool:
+    functions = transform.values() if isinstance(transform, Mapping) else (transform,)
+    return all(map(_takes_keys, functions))
 
 
 class ColumnAdder:
@@ -339,7 +374,7 @@ class BatchFinisher:
             fixed: Keeps what transforms return at fixed addresses.
             structure: Of the dataset's items, which batches get; None: they stay fields by name.
         """
-        self._chain = TransformChain(options.transforms, structure, options.seed)
+        self._chain = TransformChain(options.transforms, structure, f"{options.seed} {options.rank}")
         self._structure = structure
         self.position = (0, 0)
         self._options, self._columns, self._fixed = options, columns, fixed
@@ -380,11 +415,14 @@ class BatchFinisher:
 
     def _transformed(self, keys: Sequence[Tensor], position: tuple[int, int], first: int, batch: Any) -> Any:
         """Return what transforms made of a batch; a plain dict as the `RecordBatch` at its position."""
+        index = batch["index"] if isinstance(batch, RecordBatch) else None
         made = self._chain(batch, keys, position, first=first)
-        if type(made) is dict:
-            made = RecordBatch(made)
-        if isinstance(made, RecordBatch):
+        if type(made) in (tuple, list):
+            made = TupleBatch(made)
+        if isinstance(made, RecordBatch | TupleBatch):
             made.position = position
+            if index is not None and (isinstance(made, TupleBatch) or "index" not in made):
+                made.index = index
         return made
 
     def _keys(self, strip: Strip, epoch: int, device: torch.device) -> list[tuple[Tensor, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, cast, get_args
 
 from stoker.errors import ConfigError
 
@@ -140,8 +140,10 @@ class PrecomputeSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if self.workers is not None and self.workers < 0:
-            raise ConfigError(f"workers must be 0 or more, got {self.workers}. Leave it out for automatic")
+        if self.workers is not None and not (
+            isinstance(cast("object", self.workers), SupportsIndex) and self.workers >= 0
+        ):
+            raise ConfigError(f"workers must be 0 or more, got {self.workers!r}. Leave it out for automatic")
         if self.compression != "none":
             from stoker.store.compressed import check_compression  # the store imports torch
 

@@ -402,11 +402,14 @@ def batch_examples(run: Run, schema: Schema) -> int:
 
 def no_operator(schema: Schema) -> str:
     """Say why `stoker train` has nothing to train on records without time, and what to do instead."""
+    steady = "For a steady problem name the field that data follows from, as data.input=nu. " * (
+        "data" in schema
+    )
     return (
         f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
-        "goes from one step to the next. For a steady problem name the field that data follows from, as "
-        "data.input=nu. Else fill the cache with `stoker precompute`, and train in Python on "
-        "stoker.Loader(stoker.open_cache(FOLDER), 64)"
+        "goes from one step to the next. Where axis 0 of a field is time, say so: data.torch.time=[x] of a "
+        f"Dataset, the axes in data.fields of HDF5. {steady}Else fill the cache with `stoker precompute`, "
+        "and train in Python on stoker.Loader(CACHE_PATH, batch_size=64, shuffle=True)"
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote, unquote
 
 import numpy as np
 import yaml
@@ -28,8 +29,13 @@ TOKENS, DIM = 16, 32
 SMALL_SET = 20
 """With fewer samples the usual 10 % for validation may be none."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+SPLIT_NAMES = ("train", "val", "test", "valid", "validation")
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
-SQL_NUMBER = re.compile(r"INT|REAL|FLOA|DOUB|NUMERIC|DECIMAL|BOOL", re.IGNORECASE)
+SQL_NUMBER = re.compile(
+    r"^((tiny|small|medium|big)?int(eger)?\d*|(small|big)?serial|real|float\d*|double( precision)?|"
+    r"numeric|decimal|bool(ean)?)( unsigned)?(\(.*\))?$",
+    re.IGNORECASE,
+)
 MOST_FILES = 10_000
 """Names of a folder that are looked at to see what it holds."""
 
@@ -50,7 +56,7 @@ class ProposedSetting:
 class Finding(JsonResult):
     """What was found, and the settings that read it."""
 
-    json_keys = ("path", "what", "samples", "fields", "facts", "settings", "questions", "trains")
+    json_keys = (*("path", "what", "samples", "fields", "facts", "settings", "questions", "trains", "cache"),)
 
     path: str
     what: str
@@ -64,6 +70,8 @@ class Finding(JsonResult):
     """What only somebody who knows the data can answer."""
     trains: bool = False
     """`stoker train` trains on it; else its cache is for a training loop of one's own."""
+    cache: str = ""
+    """Where its cache of the training split will be."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,6 +126,13 @@ def look(what: str) -> Finding:
     """
     if re.match(r"(sqlite|postgres(ql)?)://", what):
         return _rows(what)
+    if not what:
+        raise ConfigError("no data was named. Give a file, a folder, a database URL, or module:Name")
+    if "://" in what:
+        raise ConfigError(
+            f"{_shown(what)} is not a database that Stoker reads. Expected sqlite:///FILE or "
+            "postgresql://HOST/DATABASE; copy raw files here first, as with `stoker data fetch`"
+        )
     path = Path(what).expanduser()
     if not path.exists():
         if re.fullmatch(r"[\w./-]+:\w+", what):
@@ -170,7 +185,7 @@ def _looker(name: str) -> Callable[[Path], Finding] | None:
     kinds: Mapping[str, Callable[[Path], Finding]] = {
         **dict.fromkeys((".h5", ".hdf5", ".hdf", ".he5"), _simulations),
         **dict.fromkeys(IMAGE_SUFFIXES, _images),
-        **dict.fromkeys(SQL_SUFFIXES, lambda path: _rows(f"sqlite:///{path}")),
+        **dict.fromkeys(SQL_SUFFIXES, _database_file),
         ".parquet": _parquet,
         ".tar": _tar,
         ".npy": _arrays,
@@ -181,6 +196,20 @@ def _looker(name: str) -> Callable[[Path], Finding] | None:
 
 # ----------------------------------------------------------------------------------------------------------
 # Each kind of data.
+
+
+def _files_of(path: Path, looker: Callable[[Path], Finding]) -> list[Path]:
+    """Return the files of one kind, sorted: the path itself, or those below it."""
+    return (
+        [path] if path.is_file() else sorted(one for one in _some_files(path) if _looker(one.name) is looker)
+    )
+
+
+def _database_file(path: Path) -> Finding:
+    files = _files_of(path, _database_file)
+    if len(files) > 1:
+        raise ConfigError(f"{path} holds {len(files)} databases. Name one, as `stoker init {files[0]}`")
+    return _rows(f"sqlite:///{quote(str(files[0]))}")
 
 
 def _simulations(path: Path) -> Finding:
@@ -201,7 +230,10 @@ def _simulations(path: Path) -> Finding:
                 ProposedSetting(name="data.preset", value=preset[0], why="the layout, as recognized")
             )
     except SourceError as error:
-        fields = _guessed_fields(path)
+        try:
+            fields = _guessed_fields(path)
+        except OSError:  # not an HDF5 file, which the error says already
+            fields = {}
         if not fields:
             raise
         source = HDF5Source(str(path), fields=fields)
@@ -220,8 +252,7 @@ def _preset_of(path: Path) -> tuple[str, str] | None:
 
     from stoker.sources.hdf5_formats import is_pdebench, is_well
 
-    first = path if path.is_file() else next((one for one in _some_files(path) if _looker(one.name)), path)
-    with h5py.File(first, "r") as file:
+    with h5py.File(_files_of(path, _simulations)[0], "r") as file:
         if is_well(file):
             return "well", "The Well"
         if is_pdebench(file):
@@ -234,8 +265,7 @@ def _guessed_fields(path: Path) -> dict[str, str]:
     import h5py  # pyright: ignore[reportMissingTypeStubs]
 
     shapes: dict[str, tuple[int, ...]] = {}
-    first = path if path.is_file() else next((one for one in _some_files(path) if _looker(one.name)), path)
-    with h5py.File(first, "r") as file:
+    with h5py.File(_files_of(path, _simulations)[0], "r") as file:
 
         def note(name: str, item: Any) -> None:
             if isinstance(item, h5py.Dataset) and item.dtype.kind in "iufb" and item.ndim:
@@ -268,25 +298,33 @@ def _axes(shape: Sequence[int]) -> str:
 def _images(path: Path) -> Finding:
     from PIL import Image
 
-    files = (
-        [one for one in _some_files(path) if one.suffix.lower() in IMAGE_SUFFIXES]
-        if path.is_dir()
-        else [path]
-    )
+    files = _files_of(path, _images)
     root = path if path.is_dir() else path.parent
-    classes = sorted(
-        {one.relative_to(root).parts[0] for one in files if len(one.relative_to(root).parts) > 1}
-    )
+    folders = [one.relative_to(root).parts[:-1] for one in files]
+    below = [parts[1:] if parts[:1] and parts[0] in SPLIT_NAMES else parts for parts in folders]
+    classes = sorted({parts[0] for parts in below if parts})
     voc, coco = (root / "Annotations").is_dir(), any(root.glob("annotations/*.json"))
     labels = "voc" if voc else "coco" if coco else "folder" if len(classes) > 1 else None
     sizes: Counter[tuple[int, int]] = Counter()
+    broken: list[Path] = []
     for one in files[:: max(1, len(files) // 50)]:
-        with Image.open(one) as image:
-            sizes[image.height, image.width] += 1
-    size = next(iter(sizes)) if len(sizes) == 1 and max(next(iter(sizes))) <= 256 else (224, 224)
+        try:
+            with Image.open(one) as image:
+                sizes[image.height, image.width] += 1
+        except OSError:
+            broken.append(one)
+    if not sizes:
+        raise SourceError(
+            f"{broken[0]} cannot be read as an image, nor can others of {path}. Check the files"
+        )
     usual, _ = sizes.most_common(1)[0]
+    size = usual if len(sizes) == 1 and max(usual) <= 256 else (224, 224)
     share = "all" if len(sizes) == 1 else "most"
-    facts = (f"{format_count(len(files))} images, {share} of {usual[0]} x {usual[1]}",)
+    facts = [f"{format_count(len(files))} images, {share} of {usual[0]} x {usual[1]}"]
+    if broken:
+        facts.append(
+            f"{len(broken)} of those looked at cannot be read, as {broken[0]}; they will be set aside"
+        )
     why = {
         "voc": "Pascal VOC: Annotations/*.xml",
         "coco": "COCO: annotations/*.json",
@@ -308,7 +346,12 @@ def _images(path: Path) -> Finding:
 
 
 def _rows(url: str) -> Finding:
-    table, columns, keys = _table_of(url)
+    if _PASSWORD.search(url):
+        raise ConfigError(
+            f"{_shown(url)} holds a password, which would be copied into every run's folder. Put it in "
+            "~/.pgpass or PGPASSWORD, and leave it out of the URL"
+        )
+    table, columns, keys, others_there = _table_of(url)
     declared = bool(keys)
     keys = keys or [name for name in columns if name.lower() in ("id", "key", "uuid", "rowid", "number")][:1]
     numbers = [name for name, kind in columns.items() if SQL_NUMBER.search(kind) and name not in keys]
@@ -322,7 +365,12 @@ def _rows(url: str) -> Finding:
         ProposedSetting(name="data.kind", value="sql", why="rows of a database (docs/sql.md)"),
         ProposedSetting(name="data.task", value=table.rpartition(".")[2], why="names the caches"),
         ProposedSetting(name="data.sql.url", value=url, why="a password belongs in ~/.pgpass"),
-        ProposedSetting(name="data.sql.table", value=table, why="the table, NAME or SCHEMA.NAME"),
+        ProposedSetting(
+            name="data.sql.table",
+            value=table,
+            why="the table, NAME or SCHEMA.NAME",
+            guessed=bool(others_there),
+        ),
         ProposedSetting(
             name="data.sql.key",
             value=keys if len(keys) > 1 else keys[0],
@@ -334,6 +382,8 @@ def _rows(url: str) -> Finding:
         ProposedSetting(name="encoder.kind", value="identity", why="store the numbers as they are"),
     ]
     questions: list[str] = []
+    if others_there:
+        questions.append(f"{table} is the largest of the tables; others are {', '.join(others_there[:8])}")
     if not declared:
         questions.append(f"the table has no primary key; {keys[0]} is taken for one")
     if others:
@@ -341,19 +391,30 @@ def _rows(url: str) -> Finding:
     return _from_settings(url, "rows of a database", proposed, questions=questions)
 
 
-def _table_of(url: str) -> tuple[str, dict[str, str], list[str]]:
-    """Return the largest table of a database, its columns with their types, and its primary key.
+_PASSWORD = re.compile(r"(?<=//)([^/:@]*):[^@/]*@")
+
+
+def _shown(url: str) -> str:
+    """Return a URL without its password."""
+    return _PASSWORD.sub(r"\1:***@", url)
+
+
+_Table: TypeAlias = "tuple[str, dict[str, str], list[str], list[str]]"
+
+
+def _table_of(url: str) -> _Table:
+    """Return the largest table of a database, its columns by type, its primary key, and the other tables.
 
     Raises:
         SourceError: There is no table, or the database does not answer.
     """
     if not url.startswith("sqlite"):
         return _postgres_table_of(url)
-    path = Path(url.removeprefix("sqlite:///"))
+    path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0]))
     if not path.is_file():
         raise SourceError(f"{url}: {path} is not a file. Expected sqlite:///FILE")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as connection:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10)) as connection:
             names = [
                 row[0]
                 for row in connection.execute(
@@ -371,42 +432,41 @@ def _table_of(url: str) -> tuple[str, dict[str, str], list[str]]:
             found = connection.execute(f"PRAGMA table_info({quoted[table]})").fetchall()
     except sqlite3.Error as error:
         raise SourceError(f"{url} cannot be read as SQLite: {error}. Check the path") from error
-    return table, {row[1]: row[2] for row in found}, [row[1] for row in found if row[5]]
+    others = sorted(name for name in names if name != table)
+    return table, {row[1]: row[2] for row in found}, [row[1] for row in found if row[5]], others
 
 
 _POSTGRES_TABLES = """
-SELECT n.nspname || '.' || c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+SELECT n.nspname || '.' || c.relname, c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p') AND n.nspname NOT IN ('pg_catalog', 'information_schema')
-ORDER BY c.reltuples DESC, 1 LIMIT 1
+ORDER BY pg_relation_size(c.oid) DESC, 1
 """
 _POSTGRES_COLUMNS = """
 SELECT a.attname, format_type(a.atttypid, a.atttypmod), COALESCE(i.indisprimary, false)
 FROM pg_attribute a
 LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary AND a.attnum = ANY (i.indkey)
-WHERE a.attrelid = %s::regclass AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum
+WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum
 """
 
 
-def _postgres_table_of(url: str) -> tuple[str, dict[str, str], list[str]]:
+def _postgres_table_of(url: str) -> _Table:
     try:
         import psycopg
     except ImportError as error:
         raise ConfigError(f"{url} needs psycopg. Install it: pip install 'stoker[sql]'") from error
     try:
         with psycopg.connect(url, connect_timeout=10) as connection:
-            first = connection.execute(_POSTGRES_TABLES).fetchone()
-            if first is None:
+            tables = connection.execute(_POSTGRES_TABLES).fetchall()
+            if not tables:
                 raise SourceError(f"{url} has no table. Check the database")
-            rows = connection.execute(_POSTGRES_COLUMNS, (first[0],)).fetchall()
+            rows = connection.execute(_POSTGRES_COLUMNS, (tables[0][1],)).fetchall()
     except psycopg.Error as error:
         raise SourceError(
             f"{url} cannot be read: {str(error).strip()}. Check host, database and user"
         ) from error
-    return (
-        first[0].removeprefix("public."),
-        {row[0]: row[1] for row in rows},
-        [row[0] for row in rows if row[2]],
-    )
+    names = [row[0].removeprefix("public.") for row in tables]
+    columns = {row[0]: row[1] for row in rows}
+    return names[0], columns, [row[0] for row in rows if row[2]], names[1:]
 
 
 def _dataset(name: str) -> Finding:
@@ -552,6 +612,10 @@ def _found(  # noqa: PLR0913 - what was found, by name
 ) -> Finding:
     schema = source.schema()
     config = _config_of(proposed)
+    if odd := next((one for one in proposed if "${" in str(one.value)), None):
+        raise ConfigError(
+            f"{odd.name} holds '${{', which stands for another setting there. Rename {odd.value!r}"
+        )
     own = (
         ProposedSetting(name="training.latent_cache_dir", value=".stoker", why="where caches go"),
         ProposedSetting(
@@ -567,7 +631,8 @@ def _found(  # noqa: PLR0913 - what was found, by name
         fields={name: _described(schema, name) for name in schema},
         facts=(*facts, f"a sample is {format_bytes(size)} decoded") if size else tuple(facts),
         questions=tuple(questions),
-        trains=config.encoder.kind == "grid",
+        trains=config.encoder.kind == "grid" and (samples or len(source)) > 1,
+        cache=f".stoker/{config.data.tasks[0]}_train",
     )
 
 

@@ -35,6 +35,11 @@ def sample_index(key: SupportsIndex, count: int) -> int:
     return index + count if -count <= index < 0 else index
 
 
+def is_index(key: object) -> bool:
+    """Return True for one index, also as an array or tensor without axes."""
+    return isinstance(key, SupportsIndex) and not (isinstance(key, Tensor | np.ndarray) and key.ndim)
+
+
 def selected(cache: Cache, key: object) -> NDArray[np.int64]:
     """Return the sample indices of a slice, which are those stored, or of a list, array or mask of indices.
 
@@ -48,7 +53,10 @@ def selected(cache: Cache, key: object) -> NDArray[np.int64]:
         wanted = np.arange(steps.start, steps.stop, steps.step, dtype=np.int64)
         return wanted if len(stored) == count else wanted[np.isin(wanted, stored)]
     if isinstance(key, Tensor | Sequence | np.ndarray) and not isinstance(key, str | bytes):
-        wanted = np.asarray(cast("Any", key))
+        try:
+            wanted = np.asarray(cast("Any", key))
+        except ValueError:  # rows of different lengths
+            wanted = np.empty((0, 0))
         if wanted.dtype == np.bool_ and wanted.shape == (count,):
             return np.flatnonzero(wanted)
         if wanted.ndim == 1 and (wanted.dtype.kind in "iu" or not len(wanted)):
@@ -66,8 +74,9 @@ def read_many(cache: Cache, indices: NDArray[np.int64]) -> dict[str, Any]:
     A field of varying length is a list of tensors.
     """
     records = [cache[index] for index in indices.tolist()]
-    names = records[0] if records else cache.schema
-    found = {name: _stacked([record[name] for record in records], cache.schema.get(name)) for name in names}
+    schema = cache.schema if cache.joined is None else {**cache.schema, **cache.joined.schema}
+    names = records[0] if records else schema
+    found = {name: _stacked([record[name] for record in records], schema.get(name)) for name in names}
     return {**found, "index": torch.from_numpy(indices.copy())}
 
 
@@ -123,7 +132,7 @@ class Column:
         """
         if not self._alone:
             return self._cache[key][self.name]
-        if isinstance(key, SupportsIndex) and not isinstance(key, Tensor | np.ndarray):
+        if is_index(key):
             return self._read(sample_index(key, self._cache.index.count))
         indices = selected(self._cache, key).tolist()
         return _stacked([self._read(index) for index in indices], self._field)

@@ -32,7 +32,7 @@ from stoker.errors import (
 )
 from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
 from stoker.schema import JsonResult, Schema, unfolded
-from stoker.store.access import Column, Table, describe, preview, read_many, sample_index, selected
+from stoker.store.access import Column, Table, describe, is_index, preview, read_many, sample_index, selected
 from stoker.store.failures import Failure
 from stoker.store.format import INDEX_FILE, RECIPE_FILE, axis_length, is_shard_name
 from stoker.store.index import (
@@ -252,7 +252,7 @@ class Cache:
                     f"{self.name} has no field {key!r}. It has {', '.join(served_schema(self))}"
                 )
             return Column(self, key)
-        if not isinstance(key, SupportsIndex) or (isinstance(key, Tensor | np.ndarray) and key.ndim):
+        if not is_index(key):
             return read_many(self, selected(self, key))
         number = sample_index(key, self.index.count)
         place = self.locate(number)

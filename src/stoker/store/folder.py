@@ -455,7 +455,7 @@ def open_folder(
         ConfigError: `name` is not a plain name.
         ReadOnlyError: The folder does not exist and cannot be made. One that exists may be read-only.
     """
-    if not CACHE_NAME.fullmatch(name) or ".." in name or name == WEIGHTS_FOLDER:
+    if not CACHE_NAME.fullmatch(str(name)) or ".." in name or name == WEIGHTS_FOLDER:
         raise ConfigError(
             f"a cache cannot be called {name!r}. Use letters, digits, '_', '-', '+', '=' and '.'"
         )
