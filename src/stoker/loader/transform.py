@@ -110,8 +110,8 @@ def _takes_keys(function: Callable[..., Any]) -> bool:
     if needed == 2 and not named_so:
         first, second = places[0].name, places[1].name
         raise ConfigError(
-            f"transforms: {_name(function)} takes ({first}, {second}). A batch is one argument, also where it "
-            "is a tuple; a second one must be called keys, and gets the random keys of examples. Write "
+            f"transforms: {_name(function)} takes ({first}, {second}). A batch is one argument, "
+            "a tuple too; a second one must be called keys, and gets the random keys of examples. Write "
             f"lambda batch: {_name(function)}(*batch) for a function of the parts of a tuple"
         )
     return named_so
