@@ -118,7 +118,8 @@ class StokerError(Exception):
     exit_code: int = 1
 
     def __init__(self, *args: object, hint: str = "") -> None:
-        self._given = (_as_python(str(args[0])), _as_python(hint)) if hint else None
+        self.given = (str(args[0]), hint) if hint else None
+        """Fact and hint with their arguments marked, where they were given apart."""
         if hint:
             args = (f"{args[0]}. {hint}", *args[1:])
         self.parts = _parts(str(args[0])) if args else ()
@@ -133,12 +134,12 @@ class StokerError(Exception):
     @property
     def fact(self) -> str:
         """What is wrong, with values: where no hint was given, the first sentence of the message."""
-        return (self._given or split_hint(str(self)))[0]
+        return split_hint(str(self))[0] if self.given is None else _as_python(self.given[0])
 
     @property
     def hint(self) -> str:
         """What to do about it: where no hint was given, the rest of the message; it may be empty."""
-        return (self._given or split_hint(str(self)))[1]
+        return split_hint(str(self))[1] if self.given is None else _as_python(self.given[1])
 
     @property
     def marked(self) -> str:

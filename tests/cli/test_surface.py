@@ -12,7 +12,10 @@ import termios
 from pathlib import Path
 
 import pytest
+import typer
 
+from stoker.cli.command import command_output
+from stoker.errors import ConfigError, arg
 from tests.cli.commands import run, run_json, strip_ansi
 
 STOKER = [sys.executable, "-m", "stoker"]
@@ -95,6 +98,16 @@ def test_json_of_an_error_has_fact_and_hint(tmp_path: Path) -> None:
 
     assert told["error"] == f"{told['fact']}. {told['hint']}"
     assert "nowhere" in told["fact"]
+
+
+def test_a_hint_that_was_given_apart_is_not_cut_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), command_output(as_json=False, debug=False):
+        raise ConfigError("/data/Exp. Big/x.h5 is missing", hint=f"Name another. Or set {arg('workers', 0)}")
+
+    assert capsys.readouterr().err.splitlines() == [
+        "error: /data/Exp. Big/x.h5 is missing",
+        "hint: Name another. Or set precompute.workers=0",
+    ]
 
 
 def test_a_group_alone_shows_its_commands() -> None:

@@ -99,7 +99,7 @@ class PrecomputeFlags:
     """Flags of `precompute` that are settings, as given; None where a flag is absent."""
 
     KEYS: ClassVar[Mapping[str, str]] = {
-        "workers": "training.num_workers", "device": "training.device",
+        "workers": "precompute.workers", "device": "training.device",
         "overwrite": "precompute.overwrite", "limit": "data.limit",
         "compression": "precompute.compression", "named_devices": "precompute.devices",
         "retry_quarantined": "precompute.retry_quarantined", "engine": "precompute.engine",
@@ -107,7 +107,7 @@ class PrecomputeFlags:
     }  # fmt: skip
     """The setting of each flag."""
 
-    workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in this process.")] = None
+    workers: Annotated[int | None, typer.Option(help="precompute.workers; 0 reads in this process.")] = None
     device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None
     limit: Annotated[int | None, typer.Option(help="data.limit: only the first samples of each split.")] = (
         None
@@ -459,13 +459,13 @@ class CommandOutput:
             self.note("nothing was deleted")
             raise typer.Exit
 
-    def fail(self, message: str, exit_code: int) -> typer.Exit:
-        """Report a failure: its fact, and a hint what to do. The caller raises what comes back."""
-        fact, hint = split_hint(message.strip())
+    def fail(self, message: str, exit_code: int, told: tuple[str, str] | None = None) -> typer.Exit:
+        """Report a failure, `told` as fact and hint where it is; the caller raises what comes back."""
+        fact, hint = told or split_hint(message.strip())
         if exit_code == Interrupted.exit_code:  # of all ranks at once
             self.note(message.strip())
         else:
-            for line in error_lines(message.strip()):
+            for line in error_lines(fact, hint):
                 self.warn(line)
         if self.as_json and not self._rank:
             try:
@@ -477,9 +477,8 @@ class CommandOutput:
         return typer.Exit(exit_code)
 
 
-def error_lines(message: str) -> list[str]:
+def error_lines(fact: str, hint: str) -> list[str]:
     """Return an error as people read it: its fact, then a hint what to do; in color on a terminal."""
-    fact, hint = split_hint(message)
     plain = os.environ.get("NO_COLOR") or not sys.stderr.isatty()
     names = ("error:", "hint:") if plain else (_RED.format("error:"), _CYAN.format("hint:"))
     return [f"{name} {text}" for name, text in zip(names, (fact, hint), strict=True) if text]
@@ -530,7 +529,7 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
         except StokerError as error:
             if debug:
                 traceback.print_exc()
-            raise out.fail(_as_typed(error), error.exit_code) from None
+            raise out.fail(_as_typed(error), error.exit_code, told=_told(error)) from None
         except KeyboardInterrupt as error:
             said = str(error) if isinstance(error, Interrupted) else INTERRUPTED
             raise out.fail(said, Interrupted.exit_code) from None
@@ -555,6 +554,14 @@ def cli_command(command: Callable[..., None]) -> Callable[..., None]:
         for name, kind in (("as_json", Json), ("debug", Debug))
     ]
     return with_parameters(run, command, own, without=next(iter(signature(command).parameters)))
+
+
+def _told(error: StokerError) -> tuple[str, str]:
+    """Return fact and hint in words that can be typed."""
+    if error.given is None:
+        return split_hint(_as_typed(error))
+    fact, hint = (_as_typed(StokerError(text)) for text in error.given)
+    return fact, hint
 
 
 def _as_typed(error: StokerError) -> str:

@@ -282,12 +282,12 @@ def _say(text: str) -> None:
 
 
 def _fail(message: str, code: int, words: Sequence[str]) -> int:
+    fact, hint = split_hint(message)
     if code == Interrupted.exit_code:
         _say(message)
     else:
-        for line in error_lines(message):
+        for line in error_lines(fact, hint):
             _say(line)
-    fact, hint = split_hint(message)
     report = json.dumps({"error": message, "fact": fact, "hint": hint, "exit_code": code}) + "\n"
     return _answer(report if "--json" in words else "", code)
 

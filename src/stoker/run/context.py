@@ -403,7 +403,7 @@ def batch_examples(run: Run, schema: Schema) -> int:
 def no_operator(schema: Schema) -> str:
     """Say why `stoker train` has nothing to train on records without time, and what to do instead."""
     steady = "For a steady problem name the field that data follows from, as data.input=nu. " * (
-        "data" in schema
+        len(schema) > 1 and not schema.keys().isdisjoint(("data", "latent"))
     )
     return (
         f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
