@@ -51,7 +51,8 @@ REPORT = TrainReport(
     startup={"first_batch_s": 0.5}, tasks={"a": {"val_nrmse": 0.3}}, stages=[{"name": "operator"}],
     parts={"read": 0.25}, ceiling_step_s=0.001, lost=0.125, physical_nrmse=0.4,
     physical_persistence_nrmse=0.8, physical_rollout_nrmse=0.6, physical_rollout_persistence_nrmse=1.2,
-    reconstruction_nrmse=0.05,
+    reconstruction_nrmse=0.05, target="y", val_loss=0.7, best_val_loss=0.6, accuracy=0.9,
+    baseline_accuracy=0.5,
 )  # fmt: skip
 TRAIN = TrainResult(
     report=REPORT, phases=(StartupPhase(name="caches", seconds=1.5, note="none"),),
@@ -65,6 +66,7 @@ TRAIN_JSON: dict[str, Any] = {
     "best_val_nrmse": 0.2, "persistence_nrmse": 0.9, "rollout_nrmse": 0.5, "rollout_persistence_nrmse": 1.1,
     "tasks": {"a": {"val_nrmse": 0.3}}, "physical_nrmse": 0.4, "physical_persistence_nrmse": 0.8,
     "physical_rollout_nrmse": 0.6, "physical_rollout_persistence_nrmse": 1.2, "reconstruction_nrmse": 0.05,
+    "target": "y", "val_loss": 0.7, "best_val_loss": 0.6, "accuracy": 0.9, "baseline_accuracy": 0.5,
     "stages": [{"name": "operator"}], "run_dir": "runs/x",
     "startup": {
         "first_batch_s": 0.5, "cache_s": 1.5, "total_s": 3.0,

@@ -87,7 +87,7 @@ def test_plan_counts_images_and_validate_passes(settings: Path) -> None:
     assert plan_config(Run(loaded(settings))).records == 6
     checked = validate_config(settings)
     assert checked.exit_code == 0
-    (windows,) = [row for row in checked.rows if row.check == "windows"]
+    (windows,) = [row for row in checked.rows if row.check == "target"]
     assert (windows.status, "stoker.Loader" in windows.detail) == ("warn", True)
 
 

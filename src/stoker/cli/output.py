@@ -95,12 +95,14 @@ def events(say: Callable[[str], None]) -> EventSink:
 
     def listen(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "epoch":
-            errors = [
-                f"{label} {_number(facts.get(key))}"
-                for label, key in (
-                    ("loss", "loss"), ("NRMSE", "val_nrmse"), ("persistence", "persistence_nrmse"),
-                )
-            ]  # fmt: skip
+            errors = [f"loss {_number(facts.get('loss'))}"]
+            if "val_loss" in facts:  # of records without time
+                errors.append(_supervised(facts))
+            else:
+                errors += [
+                    f"NRMSE {_number(facts.get('val_nrmse'))}",
+                    f"persistence {_number(facts.get('persistence_nrmse'))}",
+                ]
             stall = facts.get("stall")
             errors += [f"stall {format_percent(stall)}"] if isinstance(stall, float) else []
             say(f"epoch {facts.get('epoch')} · step {facts.get('step')} · " + " · ".join(errors))
@@ -252,6 +254,8 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
     report = result.report
     stall = "" if report.stall is None else f"stall {format_percent(report.stall)} · "
     errors = f"NRMSE {_number(report.val_nrmse)} (persistence {_number(report.persistence_nrmse)})"
+    if report.target is not None:
+        errors = escape(f"{report.target}: {_supervised(result.to_json())}")
     return [
         (label, result.extent, format_seconds(result.train_s), f"{stall}{report.tier} tier"),
         ("", errors),
@@ -259,6 +263,15 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
         *(("", line) for line in _waited(result)),
         ("", escape(" · ".join(result.pictures))),
     ]
+
+
+def _supervised(figures: Mapping[str, Any]) -> str:
+    """Return how well a field was predicted, next to a guess that looks at nothing."""
+    if (accuracy := figures.get("accuracy")) is not None:
+        most = format_percent(figures["baseline_accuracy"])
+        return f"accuracy {format_percent(accuracy)} (always the most common class: {most})"
+    error, mean = _number(figures.get("val_nrmse")), _number(figures.get("persistence_nrmse"))
+    return f"NRMSE {error} (always the mean: {mean})"
 
 
 def _physical(report: TrainReport) -> str:

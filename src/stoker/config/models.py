@@ -349,6 +349,11 @@ def _tier(value: object) -> object:
     return {"gpu": "device", "ram": "host"}.get(value, value) if isinstance(value, str) else value
 
 
+def _as_name(value: object) -> object:
+    """Return a field's name: the fields of tuples are numbers."""
+    return str(value) if type(value) is int else value
+
+
 class TrainingConfig(SettingsSection):
     """Training, and where the cache lies."""
 
@@ -382,6 +387,10 @@ class TrainingConfig(SettingsSection):
     """Steps of the trajectory between z0 and z1; of a range, as `[1, 4]`, each example draws its own."""
     rollout_horizon: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     """Strides that a window reaches ahead, or a range to draw from; above 1 a batch carries `future`."""
+    target: Annotated[str | None, BeforeValidator(_as_name)] = None
+    """Field that is predicted from others, of records without time; null: `label`, `target` or `y`."""
+    inputs: Annotated[tuple[str, ...] | None, BeforeValidator(as_names)] = None
+    """Fields to predict `target` from; null: all others of fixed shape."""
     state_fields: Annotated[tuple[str, ...] | None, BeforeValidator(as_names)] = None
     """Fields with time that make up the state, side by side; null: the only one, or `latent`, or `data`."""
     start_every: PositiveInt = 1

@@ -41,7 +41,7 @@ from stoker.profile.result import (
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, LoopProbe, loop_times, take, time_limit
 from stoker.run.build import CacheJob, EncodeBatchChoice, build_jobs, measure_jobs, settled_batch
 from stoker.run.caches import CacheLocation, locate, locate_with_job
-from stoker.run.context import Run, batch_examples, windows_in
+from stoker.run.context import Run, batch_examples, inputs_of, target_of, windows_in
 from stoker.run.loaders import joined, make_loader
 from stoker.run.plan import TimedStep, demand_of, served_loads
 from stoker.run.precompute import settings_of
@@ -678,7 +678,16 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
         )
     where = torch.device(run.device)
     watched = LoopProbe(_RepeatedPasses(loader), steps=steps, device=where)
-    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
+    settings, target = loop_settings(run, len(loader), resume=False), target_of(run, loader.dataset.schema)
+    if target is None:
+        step = steps_of(loader, settings)
+    else:
+        from stoker.run import fitting  # most runs train an operator
+        from stoker.run.supervised import make_learner
+
+        inputs = inputs_of(run.config, loader.dataset.schema, target)
+        step = fitting.steps_of(make_learner([loader.dataset], target, inputs, settings), loader, settings)
+    take(watched, step)
     size = loader.batch_size
     return loop_times(watched, where, examples=len(loader) * size, batch_examples=size)
 

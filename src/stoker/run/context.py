@@ -371,9 +371,7 @@ def windows_in(run: Run, schema: Schema) -> int | None:
             cannot take the state fields side by side.
     """
     windows = run.windows_for(schema)
-    if windows is None:
-        if not is_steady(schema):
-            raise ConfigError(no_operator(schema))
+    if target_of(run, schema) is not None or windows is None:
         return 1
     if schema[main := time_field(schema, windows.field)].folded:
         raise ConfigError(
@@ -400,17 +398,107 @@ def batch_examples(run: Run, schema: Schema) -> int:
     return max(1, training.batch_trajectories * run.windows.count(steps))
 
 
-def no_operator(schema: Schema) -> str:
-    """Say why `stoker train` has nothing to train on records without time, and what to do instead."""
-    steady = "For a steady problem name the field that data follows from, as data.input=nu. " * (
-        len(schema) > 1 and not schema.keys().isdisjoint(("data", "latent"))
+TARGETS = ("label", "target", "y")
+"""Fields that are learned where `training.target` names none."""
+
+
+def target_of(run: Run, schema: Schema) -> str | None:
+    """Return the field that training learns to predict from the others; None: it trains the operator.
+
+    Raises:
+        ConfigError: `training.target` names no such field, records with time have none, or none is known; or
+            there are several tasks or ranks.
+    """
+    wanted = run.config.training.target
+    evolving = [name for name, one in schema.items() if one.evolves and not one.kept]
+    if evolving or is_steady(schema):
+        if wanted is not None:
+            what = f"{evolving[0]} has time" if evolving else "the problem is steady (data.input)"
+            raise ConfigError(
+                f"training.target is {wanted!r}, and {what}: an operator is trained",
+                hint="Leave training.target out",
+            )
+        return None
+    numbers = fields_to_learn(schema)
+    if wanted is None:
+        wanted = next((name for name in TARGETS if name in numbers), None)
+    if wanted is None:
+        raise ConfigError(
+            f"records have {', '.join(schema)}, none with time", hint=_to_train(schema, numbers)
+        )
+    if wanted not in numbers:
+        what = "is not a field of fixed shape" if wanted in schema else "is not a field"
+        raise ConfigError(
+            f"training.target is {wanted!r}, which {what} of the records",
+            hint=f"Expected one of {', '.join(numbers)}" if numbers else "",
+        )
+    if run.config.stages or trains_decoder(run):
+        raise ConfigError(
+            f"records have no time, so {wanted} is learned from the other fields, and `stages` and inverse "
+            "losses are for an operator",
+            hint="Leave stages, training.use_inverse_losses and the lambdas out",
+        )
+    whole = run.whole or run
+    if len(whole.tasks) > 1:
+        raise ConfigError(
+            f"records of {run.task} have no time, and there are the tasks {', '.join(whole.tasks)}",
+            hint="Train each alone with data.task",
+        )
+    if run.ranks.world_size > 1:
+        raise ConfigError(
+            f"records have no time, and {run.ranks.world_size} processes train: `stoker train` learns "
+            f"{wanted} in one process",
+            hint="Start it without torchrun, or train in Python on stoker.Loader (docs/ddp.md)",
+        )
+    inputs_of(run.config, schema, wanted)
+    return wanted
+
+
+def inputs_of(config: Config, schema: Schema, target: str) -> tuple[str, ...]:
+    """Return the fields from which `target` is predicted: `training.inputs`, or all others of fixed shape.
+
+    Raises:
+        ConfigError: There is none, or no such field.
+    """
+    found = tuple(name for name in fields_to_learn(schema) if name != target)
+    given = config.training.inputs
+    if given is not None:
+        if wrong := [name for name in given if name not in found]:
+            raise ConfigError(
+                f"training.inputs names {wrong[0]!r}, which is "
+                f"{'the target' if wrong[0] == target else 'not a field of fixed shape'}",
+                hint=f"Expected some of {', '.join(found)}",
+            )
+        found = given
+    if not found:
+        raise ConfigError(
+            f"training.target is {target!r}, and records have no other field of fixed shape",
+            hint="Add one to data, or name another target",
+        )
+    return found
+
+
+def fields_to_learn(schema: Schema) -> list[str]:
+    """Return the fields of fixed shape, which a network can read or predict."""
+    return [name for name, one in schema.items() if not (one.ragged or one.kept or 0 in one.shape)]
+
+
+def _to_train(schema: Schema, numbers: Sequence[str]) -> str:
+    """Return what to do where nothing says what is to be learned."""
+    ways: list[str] = []
+    if len(numbers) > 1:
+        ways.append(f"Name the field to predict from the others, as training.target={numbers[-1]}")
+    if len(schema) > 1 and not schema.keys().isdisjoint(("data", "latent")):
+        ways.append("For a steady problem name the field that data follows from, as data.input=nu")
+    ways.append(
+        "Where axis 0 of a field is time, say so: data.torch.time=[x] of a Dataset, the axes in data.fields "
+        "of HDF5"
     )
-    return (
-        f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
-        "goes from one step to the next. Where axis 0 of a field is time, say so: data.torch.time=[x] of a "
-        f"Dataset, the axes in data.fields of HDF5. {steady}Else fill the cache with `stoker precompute`, "
-        "and train in Python on stoker.Loader(CACHE_PATH, batch_size=64, shuffle=True)"
+    ways.append(
+        "Else fill the cache with `stoker precompute`, and train in Python on stoker.Loader(CACHE_PATH, "
+        "batch_size=64, shuffle=True)"
     )
+    return ". ".join(ways)
 
 
 def trajectory_steps(schema: Schema) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from stoker.train.loop import (
     TrainProgress,
     ignore_event,
 )
+from stoker.train.run import LEAST_LR
 from stoker.train.state import (
     Checkpoint,
     MetricsLog,
@@ -99,6 +101,7 @@ class FitReport:
     """Epoch that it is of; 0 without validation."""
     row: Mapping[str, Json]
     """Figures of the last epoch, as the `epoch` event had them."""
+    progress: RecordProgress
 
 
 BATCH_EVERY_S = 1.0
@@ -115,6 +118,8 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
     expected: bool = False,
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
+    log: MetricsLog | None = None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> FitReport:
     """Train in place, continuing from the newest complete checkpoint in `folder`.
 
@@ -126,6 +131,9 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
         expected: There was a checkpoint, so that a missing one is an error.
         meter: The one that `train` writes into.
         on_event: Told of `start resume skip batch epoch checkpoint best stop`.
+        log: Gets the lines of `metrics.jsonl`; then `step` is told and written in place of `batch`, and the
+            meter's lines go next to it. None: nothing is written.
+        on_batch: Called when a batch is there, before its step.
 
     Raises:
         ConfigError: `train` has no batch, or patience without validation.
@@ -142,7 +150,9 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
             "one, or leave patience out"
         )
     tell = on_event or ignore_event
-    objective = _RecordObjective(learner=learner, train=train, val=val, config=config)
+    objective = _RecordObjective(
+        learner=learner, train=train, val=val, config=config, by_step=log is not None
+    )
     with StopFlag() as stop:
         if folder is not None:
             root = folder / "checkpoints"
@@ -152,6 +162,8 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
                 done = objective.progress
                 facts = {"step": done.step, "epoch": done.epoch, "row": done.row}
                 tell("resume", {**facts, "path": str(found.folder)})
+                if log is not None:
+                    log.keep(lambda row: row.get("step", 0) <= done.step)
         progress = objective.progress
         progress.epochs = config.epochs
         loop = TrainLoop(
@@ -160,20 +172,29 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
             config=config,
             folder=folder,
             stop=stop,
-            log=MetricsLog(Path(), writes=False),
+            log=log or MetricsLog(Path(), writes=False),
             validates=val is not None,
             tell=tell,
             meter=meter,
-            recorder=StallRecorder(meter, None, tell),
+            recorder=StallRecorder(meter, None if log is None else log.path.parent, tell),
+            on_batch=on_batch,
         )
         loop.train_stage("start")
+        loop.recorder.close(progress)
     return FitReport(
         epochs=progress.epoch,
         steps=progress.step,
         best=progress.best,
         best_epoch=progress.best_epoch,
         row=progress.row,
+        progress=progress,
     )
+
+
+def steps_of(learner: Learner, loader: Loader, config: TrainConfig) -> Callable[[Any], object]:
+    """Return a function that takes one complete training step on a batch of `loader`, and keeps nothing."""
+    stepper = _RecordObjective(learner=learner, train=loader, val=None, config=config).stepper()
+    return partial(stepper.step, rate=LEAST_LR, epoch=1, number=1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,6 +205,8 @@ class _RecordObjective:
     train: Loader
     val: Loader | None
     config: TrainConfig
+    by_step: bool = False
+    """Tell `step` every so many steps, and not `batch` once a second."""
     progress: RecordProgress = field(default_factory=RecordProgress)
     device: torch.device = field(init=False)
     optimizer: Any = field(init=False)
@@ -193,6 +216,8 @@ class _RecordObjective:
     """Examples of this pass when this call began with it."""
     _told_s: float = 0.0
     """When the last `batch` event was, or the pass began."""
+    _told: tuple[float, int] = (0.0, 0)
+    """Sum of losses and examples of the pass at the last `step` event."""
 
     def __post_init__(self) -> None:
         """Make an optimizer for the module, where it is."""
@@ -237,13 +262,15 @@ class _RecordObjective:
             self.sums.zero_()
             self.progress.examples = 0
         self._begun, self._told_s = self.progress.examples, time.monotonic()
+        self._told = (self.sums.tolist()[0], self.progress.examples)
 
     def count(self, done: StepResult, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
-        """Add losses and norm of a step; return the event `batch` at most once a second."""
-        del lr, log_every
+        """Add losses and norm of a step; return an event where it is time for one."""
         progress = self.progress
         self.sums += torch.stack([done.losses.sum(), done.norm])
         progress.examples += len(done.losses)
+        if self.by_step:
+            return None if progress.step % log_every else self._step_event(done, lr)
         if (now := time.monotonic()) - self._told_s < BATCH_EVERY_S:
             return None
         self._told_s = now
@@ -253,6 +280,18 @@ class _RecordObjective:
             "batch": progress.batch,
             "batches": len(self.train),
             "train_loss": loss / progress.examples,
+        }
+
+    def _step_event(self, done: StepResult, lr: float) -> tuple[str, dict[str, Json]]:
+        progress, (before, examples) = self.progress, self._told
+        loss, _ = self.sums.tolist()
+        self._told = (loss, progress.examples)
+        return "step", {
+            "step": progress.step,
+            "epoch": progress.epoch + 1,
+            "loss": (loss - before) / (progress.examples - examples),
+            "lr": lr,
+            "grad_norm": float(done.norm),
         }
 
     def evaluate(self, interruptible: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
@@ -281,6 +320,7 @@ class _RecordObjective:
             "epoch": figures.epoch,
             "step": progress.step,
             "train_loss": loss / progress.examples,
+            **({"loss": loss / progress.examples} if self.by_step else {}),
             **progress.errors,
             "learning_rate": figures.lr,
             "grad_norm": norms / progress.batch,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep
 from stoker.distributed.ranks import Ranks
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
 from stoker.loader.batch import time_field
@@ -54,7 +55,7 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
         if isinstance(step, NormalizeStep):
             found += _normalize(step, cache)
         elif training:
-            if isinstance(step, CropStep):
+            if isinstance(step, CropStep) and any(one.time for one in cache.schema.values()):
                 _check_crop(step, cache)
             found.append(random[step.kind](**step.model_dump(exclude={"kind"})))
     return found
@@ -121,6 +122,10 @@ def check_beside(run: Run, schema: Schema) -> None:
         "data.join": (
             run.config.data.join.table is not None,
             "a table is joined to the records that are there",
+        ),
+        "training on records without time": (
+            run.windows_for(schema) is None and not is_steady(schema),
+            "the scales of their fields are learned from all of them",
         ),
         "cutting windows from trajectories of varying length": (
             any(field.time and field.ragged for field in schema.values()),

@@ -550,6 +550,26 @@ def _of_grid(schema: Schema, source: Source) -> list[ProposedSetting]:
     ]
 
 
+def _of_target(schema: Schema) -> list[ProposedSetting]:
+    """Return settings to learn one field from the others; none where nothing can be learned so.
+
+    Without a field of a usual name it is the last one, as in the items `(x, y)` of a Dataset.
+    """
+    from stoker.run.context import TARGETS, fields_to_learn
+
+    numbers = fields_to_learn(schema)
+    if len(numbers) < 2 or any(one.evolves for one in schema.values()):
+        return []
+    known = next((name for name in TARGETS if name in numbers), None)
+    why = "the field that is predicted from the others"
+    return [
+        ProposedSetting(name="training.target", value=known or numbers[-1], why=why, guessed=known is None),
+        ProposedSetting(name="training.batch_size", value=64, why="records in a batch"),
+        ProposedSetting(name="training.epochs", value=10, why="passes over the training split"),
+        ProposedSetting(name="training.lr", value=1e-3, why="learning rate"),
+    ]
+
+
 def _steady_input(schema: Schema) -> str | None:
     """Return the field that a steady solution follows from: the only other one on its grid."""
     data = schema["data"]
@@ -616,7 +636,11 @@ def _found(  # noqa: PLR0913 - what was found, by name
         raise ConfigError(
             f"{odd.name} holds '${{', which stands for another setting there. Rename {odd.value!r}"
         )
+    operator = config.encoder.kind == "grid"
+    learned = [] if operator else _of_target(schema)
+    asked = [f"{one.value} is taken for the field to predict" for one in learned if one.guessed]
     own = (
+        *learned,
         ProposedSetting(name="training.latent_cache_dir", value=".stoker", why="where caches go"),
         ProposedSetting(
             name="training.run_dir", value=f"runs/{config.data.tasks[0]}", why="where results go"
@@ -630,8 +654,8 @@ def _found(  # noqa: PLR0913 - what was found, by name
         samples=samples or len(source),
         fields={name: _described(schema, name) for name in schema},
         facts=(*facts, f"a sample is {format_bytes(size)} decoded") if size else tuple(facts),
-        questions=tuple(questions),
-        trains=config.encoder.kind == "grid" and (samples or len(source)) > 1,
+        questions=(*questions, *asked),
+        trains=(operator or bool(learned)) and (samples or len(source)) > 1,
         cache=f".stoker/{config.data.tasks[0]}_train",
     )
 

@@ -29,11 +29,13 @@ from stoker.run.caches import locate
 from stoker.run.context import (
     Run,
     describe_machine,
+    inputs_of,
     kept_fields,
     on_own_device,
     only_stage,
     settings_digest,
     stages_of,
+    target_of,
     trains_decoder,
     work_digest,
     write_diary,
@@ -542,7 +544,9 @@ def train_prepared(
     meter = StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
     work = work_digest(run, prepared.caches[0].cache.schema)
-    caches, space = [r.cache for r in prepared.caches], _field_space(run, prepared)
+    caches = [r.cache for r in prepared.caches]
+    target = target_of(run.parts()[0], caches[0].schema)
+    space = None if target is not None else _field_space(run, prepared)
     make = partial(serve, run, caches, digest=digest, meter=meter)
     loaders = StageLoaders(config, lambda horizon: make(horizon=horizon))
     served = loaders.served
@@ -560,21 +564,38 @@ def train_prepared(
     checks = begin_spot_checks(config, caches[::2]) if ranks.is_rank_zero else None
     began = time.monotonic()
     with tracking(RunTracking(run, _startup(prepared, started, began), tell=on_event)) as tracked:
+        about = lambda: sections(run, prepared, loaders.served.loaders, tracked)  # noqa: E731
+        settings = loop_settings(run, epoch_steps, resume=shared.resume)
         try:
-            report = train(
-                served.train,
-                served.val,
-                loop_settings(run, epoch_steps, resume=shared.resume),
-                run_dir,
-                meter=meter,
-                on_event=note,
-                ranks=ranks,
-                physical=_physical(run, prepared),
-                about=lambda: sections(run, prepared, loaders.served.loaders, tracked),
-                space=space,
-                loader_of=loaders.loader_of,
-                only=only_stage(config, stage),
-            )
+            if target is not None:
+                from stoker.run.supervised import SupervisedRun  # most runs train an operator
+
+                assert isinstance(served.train, Loader)  # there is one task
+                assert not isinstance(served.val, dict)
+                own = SupervisedRun(
+                    target=target,
+                    inputs=inputs_of(config, caches[0].schema, target),
+                    caches=caches,
+                    config=settings,
+                    folder=run_dir,
+                    tell=note,
+                )
+                report = own.train(served.train, served.val, meter=meter, about=about)
+            else:
+                report = train(
+                    served.train,
+                    served.val,
+                    settings,
+                    run_dir,
+                    meter=meter,
+                    on_event=note,
+                    ranks=ranks,
+                    physical=_physical(run, prepared),
+                    about=about,
+                    space=space,
+                    loader_of=loaders.loader_of,
+                    only=only_stage(config, stage),
+                )
         finally:
             checked = None if checks is None else checks.finish()
         train_s = time.monotonic() - began

@@ -28,7 +28,7 @@ from stoker.precompute.engine import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
 from stoker.run.build import CacheJob, build_jobs
 from stoker.run.caches import CacheLocation, locate, locate_job, nearest_differences
-from stoker.run.context import Run, encode_devices, no_operator, windows_in
+from stoker.run.context import Run, encode_devices, inputs_of, target_of, windows_in
 from stoker.run.plan import demand_of, left_by
 from stoker.run.tasks import check_together
 from stoker.run.train import training_splits
@@ -469,13 +469,17 @@ def _together_rows(trained: Mapping[str, CacheLocation]) -> list[CheckRow]:
 
 
 def _windows_row(run: Run, found: CacheLocation) -> CheckRow:
-    if is_steady(found.recipe.schema):
+    if is_steady(schema := found.recipe.schema):
         return passed("windows", "none: each sample is an input and its solution")
-    if run.windows_for(found.recipe.schema) is None:
-        return warned("windows", no_operator(found.recipe.schema))
     try:
-        count = windows_in(run, found.recipe.schema)
+        if (target := target_of(run, schema)) is not None:
+            return passed(
+                "target", f"{target} is predicted from {', '.join(inputs_of(run.config, schema, target))}"
+            )
+        count = windows_in(run, schema)
     except ConfigError as error:
+        if run.windows_for(schema) is None and run.config.training.target is None:
+            return warned("target", str(error))  # its cache may be for a training loop of one's own
         return failed("windows", error)
     many = "as many as fit" if count is None else format_count(count)
     return passed("windows", f"{many} in each trajectory, over {run.windows.span + 1} steps each")

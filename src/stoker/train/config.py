@@ -296,3 +296,13 @@ class TrainReport:
     """The same error of the guess that nothing changes after z0."""
     reconstruction_nrmse: float | None = None
     """Error of encoder and storage: decoded records against their raw fields; None: not measured."""
+    target: str | None = None
+    """Field that was learned, of records without time; then `persistence_nrmse` is the error of its mean."""
+    val_loss: float | None = None
+    """Loss on the validation set, of records without time."""
+    best_val_loss: float | None = None
+    """The lowest of all epochs; its weights are in the checkpoint `best`."""
+    accuracy: float | None = None
+    """Part of the validation set whose class was named, 0..1; None: numbers are predicted."""
+    baseline_accuracy: float | None = None
+    """The same of the guess that all have the most common class."""

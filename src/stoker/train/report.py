@@ -95,20 +95,25 @@ def _prepare(axes: Any) -> None:
 
 
 def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
-    """Draw the loss over steps: between two lines of the log, and over each epoch."""
-    _label(axes, "training loss: error² / (change in a step)²", "step")
+    """Draw the loss over steps: between two lines of the log, over each epoch, and in validation."""
+    whole = _of_records(epochs)
+    _label(axes, "loss" if whole else "training loss: error² / (change in a step)²", "step")
     _line(
         axes, _points(steps, "step", "loss"), BLUE, "recent steps", alpha=0.4, linewidth=1.0, markersize=0.0
     )
     _line(axes, _points(epochs, "step", "loss"), BLUE, "epoch")
+    _line(axes, _points(epochs, "step", "val_loss"), ORANGE, "validation")
     _logarithmic(axes)
     _whole_numbers(axes, 0, max((row["step"] for row in [*steps, *epochs]), default=0))
 
 
 def _draw_errors(axes: Any, epochs: Rows) -> None:
     """Validation errors, each with its own persistence as a dashed line of the same color; of several tasks
-    those of one step.
+    those of one step. Of classes the accuracy, with that of the most common class.
     """
+    if any(_points(epochs, "epoch", "accuracy", least=-1.0)):
+        _draw_accuracy(axes, epochs)
+        return
     measured = any(_points(epochs, "epoch", "val_nrmse"))
     _label(axes, "validation NRMSE" if measured else "validation NRMSE: not measured", "epoch")
     tasks = list(
@@ -118,15 +123,35 @@ def _draw_errors(axes: Any, epochs: Rows) -> None:
         (f"{OF_TASK}{task}", f"persistence_nrmse/{task}", task, TASKS[place % len(TASKS)])
         for place, task in enumerate(tasks)
     ] or [
-        ("val_nrmse", "persistence_nrmse", "one step", BLUE),
+        ("val_nrmse", "persistence_nrmse", "NRMSE" if _of_records(epochs) else "one step", BLUE),
         ("rollout_nrmse", "rollout_persistence_nrmse", "roll-out", ORANGE),
     ]:
         _line(axes, _points(epochs, "epoch", name), color, label)
         for _, still in _points(epochs, "epoch", persistence)[-1:]:  # it is the same in every epoch
             dashed = {"linestyle": "--", "linewidth": 1.2, "alpha": 0.8}
-            axes.axhline(still, color=color, label=f"{label}, persistence", **dashed)
+            guess = "always the mean" if _of_records(epochs) else f"{label}, persistence"
+            axes.axhline(still, color=color, label=guess, **dashed)
     _logarithmic(axes)
     _whole_numbers(axes, 1, max((row["epoch"] for row in epochs), default=1))
+
+
+def _draw_accuracy(axes: Any, epochs: Rows) -> None:
+    _label(axes, "validation accuracy", "epoch")
+    points = [(epoch, 100 * part) for epoch, part in _points(epochs, "epoch", "accuracy", least=-1.0)]
+    _line(axes, points, BLUE, "accuracy")
+    for _, part in _points(epochs, "epoch", "baseline_accuracy")[-1:]:
+        axes.axhline(
+            100 * part, color=GREY, linestyle="--", linewidth=1.2, label="always the most common class"
+        )
+    axes.set_ylim(0, 104)
+    axes.yaxis.set_major_formatter("{x:g} %")
+    axes.legend(fontsize=8, frameon=False, labelcolor=TEXT)
+    _whole_numbers(axes, 1, max((row["epoch"] for row in epochs), default=1))
+
+
+def _of_records(epochs: Rows) -> bool:
+    """Return True if a field of records without time was learned."""
+    return any("val_loss" in row for row in epochs)
 
 
 def _draw_stall(axes: Any, epochs: Rows) -> None:
@@ -223,6 +248,9 @@ EPOCHS: Mapping[str, tuple[str, Format]] = {
     "epoch": ("epoch", format_count),
     "step": ("steps", format_count),
     "loss": ("loss", _figure),
+    "val_loss": ("validation loss", _figure),
+    "accuracy": ("accuracy", format_percent),
+    "baseline_accuracy": ("most common class", format_percent),
     "val_nrmse": ("NRMSE", _figure),
     "persistence_nrmse": ("persistence", _figure),
     "rollout_nrmse": ("roll-out NRMSE", _figure),
@@ -299,11 +327,14 @@ def write_report(
 def _summary(report: TrainReport) -> str:
     """Return the most important figures, each error with its persistence."""
     stall = _or_dash(report.stall, format_percent)
-    figures = {
+    errors = {
         "validation NRMSE": _error(report.val_nrmse, report.persistence_nrmse),
         "lowest": _or_dash(report.best_val_nrmse, _figure),
         "roll-out NRMSE": _error(report.rollout_nrmse, report.rollout_persistence_nrmse),
         **_physical(report),
+    }
+    figures = {
+        **(errors if report.target is None else _learned(report)),
         "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
         "time of a step": _or_dash(report.step_s or None, format_seconds)
         + ("" if report.ceiling_step_s is None else _alone(report.ceiling_step_s)),
@@ -311,6 +342,22 @@ def _summary(report: TrainReport) -> str:
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
     return f"<dl>{''.join(shown)}</dl>"
+
+
+def _learned(report: TrainReport) -> dict[str, str]:
+    """Return the figures of a run that learned one field of records, each next to a guess."""
+    target = html.escape(report.target or "")
+    if report.accuracy is not None:
+        most = f"always the most common class: {_or_dash(report.baseline_accuracy, format_percent)}"
+        found = {f"accuracy of {target}": f"{format_percent(report.accuracy)} <small>{most}</small>"}
+    else:
+        mean = f"always the mean: {_or_dash(report.persistence_nrmse, _figure)}"
+        found = {f"NRMSE of {target}": f"{_or_dash(report.val_nrmse, _figure)} <small>{mean}</small>"}
+    return {
+        **found,
+        "validation loss": _or_dash(report.val_loss, _figure),
+        "lowest": _or_dash(report.best_val_loss, _figure),
+    }
 
 
 def _tasks(report: TrainReport) -> str:
@@ -355,11 +402,9 @@ def _folded(title: str, body: str) -> str:
 
 
 def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
-    shown = {
-        name: column
-        for name, column in EPOCHS.items()
-        if not name.startswith("physical") or any(name in row for row in rows)
-    }
+    shown = {name: column for name, column in EPOCHS.items() if any(name in row for row in rows)}
+    if _of_records(rows) and "persistence_nrmse" in shown:
+        shown["persistence_nrmse"] = ("always the mean", _figure)
     cells = ([_or_dash(row.get(name), form) for name, (_, form) in shown.items()] for row in rows)
     return _table(cells, [heading for heading, _ in shown.values()], style="")
 

@@ -209,7 +209,7 @@ class _TrainRun:
         self.loader = self.loader_of(stages[0])
         objective = start_run(self.config, self.loader, self.note_batch, self.ranks, self.space)
         if self.ranks.is_rank_zero:
-            _move_previous_run(self.folder)
+            move_previous_run(self.folder)
         return objective
 
     def _last_stage(self) -> int:
@@ -259,7 +259,7 @@ class _TrainRun:
         """Draw the curves, write the page, and report."""
         progress = self.objective.progress
         spent_s = progress.wait_s + progress.step_s
-        errors = with_lost(progress.errors, self.objective.physical)
+        errors: dict[str, Any] = with_lost(progress.errors, self.objective.physical)
         report = TrainReport(
             tier=max(progress.tiers, key=lambda name: progress.tiers[name], default=""),
             stall=progress.wait_s / spent_s if spent_s else None,
@@ -550,7 +550,7 @@ def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
     return time, step
 
 
-def _move_previous_run(folder: Path) -> None:
+def move_previous_run(folder: Path) -> None:
     """Keep one earlier run: starting again by mistake must not cost days of training.
 
     Its checkpoints and its lines stay together. A run that ended before its first checkpoint left nothing
