@@ -106,6 +106,9 @@ def events(say: Callable[[str], None]) -> EventSink:
             stall = facts.get("stall")
             errors += [f"stall {format_percent(stall)}"] if isinstance(stall, float) else []
             say(f"epoch {facts.get('epoch')} · step {facts.get('step')} · " + " · ".join(errors))
+        elif kind == "learns":
+            many = f"{facts['classes']} classes" if facts["classes"] else "numbers"
+            say(f"learns {facts['target']} ({many}) from {', '.join(cast('list[str]', facts['inputs']))}")
         elif kind == "metrics":
             for line in metrics(facts):
                 say(line)

@@ -294,7 +294,6 @@ class SupervisedRun:
     """For training and for validation."""
     config: TrainConfig
     folder: Path
-    tell: EventSink = ignore_event
     startup: dict[str, float] = field(default_factory=dict[str, float])
 
     def train(
@@ -302,7 +301,8 @@ class SupervisedRun:
         train: Loader,
         val: Loader | None,
         *,
-        meter: StallMeter | None,
+        meter: StallMeter | None = None,
+        on_event: EventSink = ignore_event,
         about: Callable[[], Sequence[ReportTable]] = tuple,
     ) -> TrainReport:
         """Train, or continue the run of the folder; leave metrics, curves, a report and checkpoints there.
@@ -315,7 +315,7 @@ class SupervisedRun:
         def note_batch() -> None:
             if not self.startup:
                 self.startup["first_batch_s"] = seconds = time.perf_counter() - begun_s
-                self.tell("ready", {"seconds": seconds})
+                on_event("ready", {"seconds": seconds})
 
         log = MetricsLog(self.folder / "metrics.jsonl")
         with lock_run_folder(self.folder):
@@ -323,7 +323,8 @@ class SupervisedRun:
                 with explain_disk_errors(self.folder):
                     move_previous_run(self.folder)
             learner = make_learner(self.caches, self.target, self.inputs, self.config)
-            self.tell("learns", {"target": self.target, "classes": learner.classes})
+            facts = {"target": self.target, "classes": learner.classes, "inputs": [*self.inputs]}
+            on_event("learns", facts)
             done = fit(
                 learner,
                 train,
@@ -331,7 +332,7 @@ class SupervisedRun:
                 self.config,
                 folder=self.folder,
                 meter=meter,
-                on_event=self.tell,
+                on_event=on_event,
                 log=log,
                 on_batch=note_batch,
             )
@@ -339,7 +340,7 @@ class SupervisedRun:
             write_report(self.folder, log.rows(), report, asdict(self.config), about())
         told = asdict(report)
         del told["run_dir"]
-        self.tell("done", told)
+        on_event("done", told)
         return report
 
     def _report(self, done: FitReport) -> TrainReport:

@@ -564,38 +564,16 @@ def train_prepared(
     checks = begin_spot_checks(config, caches[::2]) if ranks.is_rank_zero else None
     began = time.monotonic()
     with tracking(RunTracking(run, _startup(prepared, started, began), tell=on_event)) as tracked:
-        about = lambda: sections(run, prepared, loaders.served.loaders, tracked)  # noqa: E731
-        settings = loop_settings(run, epoch_steps, resume=shared.resume)
+        told: dict[str, Any] = {
+            "meter": meter,
+            "on_event": note,
+            "about": lambda: sections(run, prepared, loaders.served.loaders, tracked),
+        }
         try:
             if target is not None:
-                from stoker.run.supervised import SupervisedRun  # most runs train an operator
-
-                assert isinstance(served.train, Loader)  # there is one task
-                assert not isinstance(served.val, dict)
-                own = SupervisedRun(
-                    target=target,
-                    inputs=inputs_of(config, caches[0].schema, target),
-                    caches=caches,
-                    config=settings,
-                    folder=run_dir,
-                    tell=note,
-                )
-                report = own.train(served.train, served.val, meter=meter, about=about)
+                report = _train_target(run, served, target, told)
             else:
-                report = train(
-                    served.train,
-                    served.val,
-                    settings,
-                    run_dir,
-                    meter=meter,
-                    on_event=note,
-                    ranks=ranks,
-                    physical=_physical(run, prepared),
-                    about=about,
-                    space=space,
-                    loader_of=loaders.loader_of,
-                    only=only_stage(config, stage),
-                )
+                report = _train_operator(run, prepared, loaders, space, stage, told)
         finally:
             checked = None if checks is None else checks.finish()
         train_s = time.monotonic() - began
@@ -609,6 +587,46 @@ def train_prepared(
         spot_check=checked,
         over_budget=_stall_verdict(run, prepared.caches[0].cache, report),
     )
+
+
+def _train_operator(
+    run: Run,
+    prepared: PreparedCaches,
+    loaders: StageLoaders,
+    space: FieldSpace | None,
+    stage: str | None,
+    told: Mapping[str, Any],
+) -> TrainReport:
+    served = loaders.served
+    return train(
+        served.train,
+        served.val,
+        loop_settings(run, len(served.train), resume=served.shared.resume),
+        run.run_dir,
+        ranks=run.ranks,
+        physical=_physical(run, prepared),
+        space=space,
+        loader_of=loaders.loader_of,
+        only=only_stage(run.config, stage),
+        **told,
+    )
+
+
+def _train_target(run: Run, served: RunLoaders, target: str, told: Mapping[str, Any]) -> TrainReport:
+    """Train a network to predict one field of records without time."""
+    from stoker.run.supervised import SupervisedRun  # most runs train an operator
+
+    assert isinstance(served.train, Loader)  # there is one task
+    assert not isinstance(served.val, dict)
+    caches = [loader.dataset for loader in served.loaders]
+    own = SupervisedRun(
+        target=target,
+        inputs=inputs_of(run.config, caches[0].schema, target),
+        caches=caches,
+        config=loop_settings(run, len(served.train), resume=served.shared.resume),
+        folder=run.run_dir,
+    )
+    return own.train(served.train, served.val, **told)
 
 
 def _final_facts(prepared: PreparedCaches, served: RunLoaders, tracked: RunTracking) -> dict[str, Any]:
