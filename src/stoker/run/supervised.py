@@ -21,6 +21,7 @@ from stoker.monitor import StallMeter
 from stoker.plan.resources import resolve_device, use_device
 from stoker.run.fitting import FitReport, fit
 from stoker.runtime.disk import explain_disk_errors
+from stoker.schema import Json
 from stoker.store import Cache
 from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.loop import ignore_event
@@ -323,8 +324,8 @@ class SupervisedRun:
                 with explain_disk_errors(self.folder):
                     move_previous_run(self.folder)
             learner = make_learner(self.caches, self.target, self.inputs, self.config)
-            facts = {"target": self.target, "classes": learner.classes, "inputs": [*self.inputs]}
-            on_event("learns", facts)
+            facts: dict[str, Json] = {"target": self.target, "classes": learner.classes}
+            on_event("learns", {**facts, "inputs": [*self.inputs]})
             done = fit(
                 learner,
                 train,
