@@ -155,6 +155,13 @@ def test_train_runs_on_what_init_wrote_for_records(
     sys.modules.pop("mine_of_init", None)
 
 
+def test_images_without_labels_have_nothing_to_predict(folder: Path) -> None:
+    found = run_json("init", images(folder, classes=False))
+
+    assert found["trains"] is False
+    assert "training.target" not in found["settings"]
+
+
 def test_the_next_command_is_named(folder: Path) -> None:
     assert "stoker train stoker.yaml" in run("init", pdebench(folder))[1]
     assert "stoker train rows.yaml" in run("init", rows(folder), "--out", "rows.yaml")[1]

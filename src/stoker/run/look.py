@@ -550,17 +550,17 @@ def _of_grid(schema: Schema, source: Source) -> list[ProposedSetting]:
     ]
 
 
-def _of_target(schema: Schema) -> list[ProposedSetting]:
+def _of_target(schema: Schema, *, guess: bool) -> list[ProposedSetting]:
     """Return settings to learn one field from the others; none where nothing can be learned so.
 
-    Without a field of a usual name it is the last one, as in the items `(x, y)` of a Dataset.
+    Without a field of a usual name, the `guess` is the last one, as in the items `(x, y)` of a Dataset.
     """
     from stoker.run.context import TARGETS, fields_to_learn
 
     numbers = fields_to_learn(schema)
-    if len(numbers) < 2 or any(one.evolves for one in schema.values()):
-        return []
     known = next((name for name in TARGETS if name in numbers), None)
+    if len(numbers) < 2 or any(one.evolves for one in schema.values()) or not (known or guess):
+        return []
     why = "the field that is predicted from the others"
     return [
         ProposedSetting(name="training.target", value=known or numbers[-1], why=why, guessed=known is None),
@@ -637,7 +637,7 @@ def _found(  # noqa: PLR0913 - what was found, by name
             f"{odd.name} holds '${{', which stands for another setting there. Rename {odd.value!r}"
         )
     operator = config.encoder.kind == "grid"
-    learned = [] if operator else _of_target(schema)
+    learned = [] if operator else _of_target(schema, guess=config.data.kind != "images")
     asked = [f"{one.value} is taken for the field to predict" for one in learned if one.guessed]
     own = (
         *learned,
