@@ -1,17 +1,19 @@
-"""Count words per sentence, long sentences and phrases to avoid, in README.md, docs/*.md and docstrings.
+"""Count words per sentence, long sentences and phrases to avoid, in docs, docstrings and messages of errors.
 
-`python tools/words.py` prints a table; `--show` adds each long sentence and each phrase with its place.
-`./run measure` reports the totals. Nothing fails on these figures: they show where to look.
+`python tools/words.py` lists sentences of more than 30 words and phrases to avoid, with their places. It exits
+with 1 if there are any, or if a kind of text has more than 15 words a sentence. `--table` prints figures.
 
 Sentences are those of running text: code blocks, tables, headings, doctests and sections of arguments are
-left out, and inline code counts as one word.
+left out, and inline code counts as one word. In a message, a value counts as one word.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LONG = 30
 """Words of a sentence above which it is long."""
+MEAN = 15.0
+"""Words of a sentence on average, at most."""
 NOT_COUNTED = ("CHANGELOG.md", "LOG.md")
 """Files of docs/ that record what was written then."""
 AVOID = (
@@ -53,7 +57,7 @@ class WordFigures:
         """Count the sentences of a paragraph."""
         text = re.sub(r"``?[^`]+``?", "CODE", paragraph)
         text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-        for sentence in SENTENCE_END.split(text):
+        for sentence in re.split(rf"{SENTENCE_END.pattern}| · ", text):
             words = re.findall(r"[A-Za-z0-9][\w'./^-]*", sentence)
             if len(words) < 3:  # a label, not a sentence
                 continue
@@ -97,13 +101,33 @@ def docstring_paragraphs(text: str) -> Iterator[tuple[int, str]]:
             and isinstance(node.value.value, str)
         ):
             continue
-        for paragraph in re.split(r"\n\s*(?:\n|(?=- ))", node.value.value):
-            if not (SECTION.match(paragraph.strip()) or ">>>" in paragraph or "|" in paragraph):
+        for paragraph in re.split(r"\n\s*?(?:\n|(?=- ))", inspect.cleandoc(node.value.value)):
+            lines = paragraph.splitlines()
+            is_table = len(lines) > 2 and sum(bool(re.search(r"\S {2,}\S", line)) for line in lines) > 1
+            if not (
+                is_table
+                or paragraph.startswith(("    ", "Example:", "\b"))
+                or SECTION.match(paragraph.strip())
+                or re.search(r">>>|\||├", paragraph)
+            ):
                 yield node.lineno, paragraph
 
 
+def messages(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of the message and the hint of every `raise`, values as one word."""
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+            continue
+        for value in [*node.exc.args[:1], *(one.value for one in node.exc.keywords if one.arg == "hint")]:
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield node.lineno, value.value
+            elif isinstance(value, ast.JoinedStr):
+                parts = (one.value if isinstance(one, ast.Constant) else "VALUE" for one in value.values)
+                yield node.lineno, "".join(map(str, parts))
+
+
 def figures_of(root: Path = ROOT) -> dict[str, WordFigures]:
-    """Return the figures of README.md, of each file of docs/, and of the docstrings of each package."""
+    """Return the figures of README.md, of each file of docs/, and of docstrings and messages by package."""
     found: dict[str, WordFigures] = {}
     documents = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     for path in documents:
@@ -114,23 +138,27 @@ def figures_of(root: Path = ROOT) -> dict[str, WordFigures]:
     for path in sorted((root / "src" / "stoker").rglob("*.py")):
         place, parts = path.relative_to(root), path.relative_to(root / "src" / "stoker").parts
         name = f"src/stoker/{parts[0]}" if len(parts) > 1 else "src/stoker/*.py"
-        for line, paragraph in docstring_paragraphs(path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for line, paragraph in docstring_paragraphs(text):
             found.setdefault(name, WordFigures()).add(f"{place}:{line}", paragraph)
+        for line, message in messages(text):
+            found.setdefault(f"{name}, messages", WordFigures()).add(f"{place}:{line}", message)
     return found
 
 
 def totals(found: dict[str, WordFigures]) -> dict[str, WordFigures]:
-    """Return the figures of all documents and of all docstrings."""
-    sums = {"README and docs": WordFigures(), "docstrings": WordFigures()}
+    """Return the figures of all documents, of all docstrings and of all messages."""
+    sums = {kind: WordFigures() for kind in ("README and docs", "docstrings", "messages")}
     for name, figures in found.items():
-        sums["docstrings" if name.startswith("src") else "README and docs"].merge(figures)
+        kind = "messages" if name.endswith("messages") else "docstrings"
+        sums[kind if name.startswith("src") else "README and docs"].merge(figures)
     return sums
 
 
 def main() -> None:
-    """Print the table."""
+    """Print what is wrong, and figures if they are asked for."""
     parser = argparse.ArgumentParser(description="Count words per sentence and phrases to avoid.")
-    parser.add_argument("--show", action="store_true", help="list long sentences and phrases with places")
+    parser.add_argument("--table", action="store_true", help="print figures by file and package")
     parser.add_argument("names", nargs="*", help="only files and packages whose name contains one of these")
     given = parser.parse_args()
     found = {
@@ -138,14 +166,18 @@ def main() -> None:
         for name, figures in figures_of().items()
         if not given.names or any(part in name for part in given.names)
     }
-    rows = {**found, **totals(found)}
+    rows = {**(found if given.table else {}), **totals(found)}
     width = max(map(len, rows))
     print(f"{'':<{width}}  sentences  mean words  over {LONG}  to avoid")
     for name, one in rows.items():
         counts = f"{one.sentences:>9}  {one.mean:>10.1f}  {len(one.long):>7}  {len(one.avoided):>8}"
         print(f"{name:<{width}}  {counts}")
-    for one in found.values() if given.show else ():
-        print("\n".join([*one.avoided, *one.long]))
+    wrong = [text for one in found.values() for text in (*one.avoided, *one.long)]
+    wrong += [
+        f"{kind}: {one.mean:.1f} words a sentence" for kind, one in totals(found).items() if one.mean > MEAN
+    ]
+    print("\n".join(wrong))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

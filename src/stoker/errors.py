@@ -30,7 +30,7 @@ StokerError
 └── Degraded               the service's database does not answer, or cannot be written
 Interrupted                SIGINT or SIGTERM arrived; what was encoded is committed  (a KeyboardInterrupt)
 
-Catch `StokerError` at the edge of a program. `Interrupted` is no `Exception`, so code that catches and
+Catch `StokerError` at the edge of a program. `Interrupted` is not an `Exception`, so code that catches and
 retries every error lets it through, as any Ctrl-C. Errors of other libraries pass through unchanged,
 except inside a reader, where all are wrapped with path, sample and stage.
 `exit_code` is what the command line returns for a class.

@@ -443,7 +443,7 @@ class CommandOutput:
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
     def confirm(self, question: str) -> None:
-        """Ask before something is deleted, on a terminal; elsewhere refuse, since nobody could answer.
+        """Ask before something is deleted, on a terminal; elsewhere refuse, since there is no one to answer.
 
         Raises:
             ConfigError: There is no terminal.

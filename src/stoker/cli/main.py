@@ -1,7 +1,9 @@
 """The commands of `stoker`: each parses, makes one library call and prints what came back.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 bad configuration, 4 cache corrupt or incomplete, 5 stalled,
-6 not enough resources, 130 interrupted. docs/cli.md shows every command with its output.
+6 not enough resources, 130 interrupted.
+
+docs/cli.md shows every command with its output.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class TrainingConfig(SettingsSection):
             str, Field(pattern=r"^block(\(\d+, ?\d+\))?$", examples=["true", "block", "block(64,4096)"])
         ]
     ) = True
-    """Shuffle all examples anew in each epoch, or by `block` for slow storage; false: by sample index."""
+    """Shuffle all examples again in each epoch, or by `block` for slow storage; false: by sample index."""
     partition: Annotated[
         str, Field(pattern=r"^(global|static(\(\d+\))?)$", examples=["global", "static", "static(8)"])
     ] = "global"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 WINDOWS, WINDOW_BLOCKS, WINDOW_SAMPLES = 64, 4, 64
 """Examples are shuffled among themselves in each of about so many windows of a set. In a small set a window
-is several blocks, or one that holds enough samples by itself. Part of the order, hence fixed."""
+is several blocks, or one block that holds enough samples. Part of the order, hence fixed."""
 KIND = f"fill({BLOCKS},{WINDOWS},{WINDOW_BLOCKS},{WINDOW_SAMPLES})"
 ROOM = 1 << 32
 """Numbers set aside for the examples of a record whose length is not known before it is encoded."""

@@ -141,7 +141,7 @@ class ReadWatch:
                 pass
 
     def _interrupt(self, stage: str, since: float, limit_s: float) -> None:
-        """End the read that began at `since`; say so if it goes on all the same."""
+        """End the read that began at `since`; say so if it continues."""
         with suppress(OSError):
             _dump_stacks(self._logs, "reader")
         self._interrupts.stall(

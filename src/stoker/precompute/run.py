@@ -244,8 +244,8 @@ class StageBuilder:
         """Return what reads and encodes in this process before there are children; None: start with children.
 
         It needs the main thread and local files, where a read that hangs can be ended. On a GPU, this process
-        must use it already: memory that it takes there is freed only when it ends. There is none if the
-        last program ended during it, since a sample may have crashed that. A copy of the source reads, so
+        must use it already: memory that it takes there is freed only when it ends. None if the last
+        program ended during it, since a sample may have crashed that. A copy of the source reads, so
         that what it opens is not sent to workers later. A Dataset that holds much is not copied:
         `TorchSource` opens files in a shallow copy anyway.
         """

@@ -94,9 +94,9 @@ class PrecomputeSettings:
     workers: int | None = None
     """Worker processes, on Linux.
 
-    None: the first samples are read in this process; then one worker (without an encoder: one for each core),
-    and more while the encoder waits for data. 0, and None on other systems: read in this process, without
-    timeouts.
+    None: the first samples are read in this process. Then there is one worker (without an encoder: one for
+    each core), and more while the encoder waits for data. With 0, and with None on other systems, this
+    process reads, without timeouts.
     """
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""

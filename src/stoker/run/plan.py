@@ -272,8 +272,8 @@ def served_loads(
 def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     """Records for each trial, half of them for the one with steps; all for each where they are too few.
 
-    They take turns by runs of neighbors over all of the cache, since parts of it may be slower than others
-    (the host has some of a virtual drive in memory). They do not take turns record by record, since the
+    They take turns by runs of neighbors over all of the cache. Parts of it may be slower than others: the
+    host has some of a virtual drive in memory. They do not take turns record by record, since the
     system reads ahead around each read of a trial, and batches of such records take half as long again.
 
     Source: `benchmarks/plan_stall.py`, cold disk.

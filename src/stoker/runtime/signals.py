@@ -21,7 +21,7 @@ TOGETHER_S = 0.3
 """Signals this close are one request: one to a whole group reaches a child twice, by its guardian as well."""
 _EXIT_INTERRUPTED = 130
 _STALL = int(signal.SIGRTMAX) - 2 if hasattr(signal, "SIGRTMAX") else 0
-"""A signal that nothing else is likely to use, so one of a user is not taken for it; 0: there is none."""
+"""A signal that nothing else is likely to use, so one of a user is not taken for it; 0: not found."""
 
 
 def takes(number: int) -> bool:

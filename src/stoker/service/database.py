@@ -358,8 +358,8 @@ JOBS = Table(
     Index("jobs_by_state", "state", "number"),
     sqlite_autoincrement=True,
 )
-"""One row per job. `attempt` counts how often a worker took it, and is part of every change by a worker;
-`losses` counts attempts without a result since the last epoch; no worker takes the job before `not_before`;
+"""One row per job. `attempt` counts how often a worker took it, and is part of every change by a worker.
+`losses` counts attempts without a result since the last epoch. No worker takes the job before `not_before`.
 `position` is how far the worker has read in the job's `events.jsonl`."""
 
 METRICS = Table(
@@ -733,8 +733,8 @@ KINDS = frozenset(
         "deleted",
     }
 )
-"""`queued` at creation and when a lost job goes back, `claimed` by a worker, `started` by the job's process
-once it trains, `resumed` by `resume` and `extend`; the others mean what they say."""
+"""`queued` is written at creation and when a lost job goes back, `claimed` by a worker. `started` is written
+by the job's process once it trains, `resumed` by `resume` and `extend`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,7 +218,7 @@ def _hash(key: str, seed: int) -> int:
 
 
 def whole_source(source: Source) -> Source:
-    """Return the source below any number of selections; a source that is no selection itself."""
+    """Return the source below any number of selections; other sources are returned as they are."""
     while isinstance(source, SourceSelection):
         source = source._source  # pyright: ignore[reportPrivateUsage]
     return source

@@ -236,8 +236,9 @@ class Cache:
         """Return a copy of the record of a sample, of several samples, or a field of all; every byte checked.
 
         `cache[5]` is the record of sample 5 and `cache[-1]` that of the last sample, `{field: tensor}`.
-        `cache[10:20]` has those samples of the range that are stored, `cache[[3, 5]]` the ones named: fields
-        stacked to `(n, *shape)` (a list of tensors if the length varies), and `index`, their sample indices.
+        `cache[10:20]` has those samples of the range that are stored, and `cache[[3, 5]]` the ones named.
+        Their fields are stacked to `(n, *shape)` (a list of tensors if the length varies). `index` has their
+        sample indices.
         `cache["latent"]` is a `Column`. Quantized fields come as float32. Fields of particles and meshes
         whose steps and points vary come as `(T, N, *rest)`.
 

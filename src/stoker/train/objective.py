@@ -7,8 +7,8 @@ an encoder E that is frozen and a decoder D that is trained:
 - inverse decoding: `E(D(z))` is close to `z`, for the state `z` that the operator predicts for z1. So its
   predictions stay states that some field has.
 
-A `consistency` stage unrolls the operator over all K states of a window, so that it meets its own errors (as
-in Brandstetter et al., 2022, but with gradients through all steps). It adds two agreements:
+A `consistency` stage unrolls the operator over all K states of a window, so that it meets its own errors.
+This is as in Brandstetter et al., 2022, but with gradients through all steps. It adds two agreements:
 
 - Of starts: K steps from z0 and K - 1 steps from the true z1 end in the same state. Points of one trajectory
   have one end (Song et al., 2023).

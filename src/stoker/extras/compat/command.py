@@ -1,7 +1,7 @@
 """`stoker compat`: the scripts of the earlier latent cache, with their flags and the meaning that those had.
 
-A settings file of then is read as it was meant: `training.batch_size` counts trajectories, pairs begin a
-stride apart, `num_workers` reads in parallel, and sections of other programs are said once and left out.
+An earlier settings file is read as it was meant. `training.batch_size` counts trajectories, pairs begin a
+stride apart, and `num_workers` reads in parallel. Sections of other programs are named once and left out.
 Everything below the settings is what `stoker precompute`, `train` and `validate` do.
 """
 

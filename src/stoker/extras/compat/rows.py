@@ -46,9 +46,9 @@ class GPUCachedRows:
     """A split of the rows of some data sets, cached and served from the device.
 
     An item is `receiver_features` `(R, 6)` float32, `signal_mask` `(R,)` bool (True: no signal),
-    `target_position` `(2,)` float32 (meters north and east of the centroid, standardized) and `metadata`:
-    `gdop`, `num_receivers`, `centroid` `(2,)` in degrees, and the four numbers of `COORDS`. With `columns` of
-    your own an item has your fields instead.
+    `target_position` `(2,)` float32 (meters north and east of the centroid, standardized) and `metadata`.
+    That has `gdop`, `num_receivers`, `centroid` `(2,)` in degrees, and the four numbers of `COORDS`. With
+    `columns` of your own an item has your fields instead.
 
     Args:
         dataset_ids: UUIDs of the data sets.

@@ -255,8 +255,8 @@ class TriangulationShape:
 class TriangulationModel(nn.Module):
     """Receivers in, a place and a log variance out; neither the receivers' number nor their order matters.
 
-    Its target is metres north and east of a centroid, standardized: `mean` and `deviation` of the training
-    rows, `(2,)`, are kept among the weights, since without them a prediction is not a place.
+    Its target is metres north and east of a centroid, standardized. `mean` and `deviation` of the training
+    rows, `(2,)`, are among the weights: a prediction becomes a place with them.
     """
 
     mean: Tensor
@@ -429,9 +429,10 @@ _SETS = {
 def radio_columns(receivers: int = 7) -> dict[str, Json]:
     """Return the rules by which a row becomes a sample.
 
-    Six numbers for each of at most `receivers` receivers: signal to noise, power density and frequency
-    offset scaled to 0..1 over the range they have here, metres north and east of the centroid of those that
-    hear the signal, and whether it is one of them. The target is metres from the same centroid.
+    There are six numbers for each of at most `receivers` receivers. Signal to noise, power density and
+    frequency offset are scaled to 0..1 over the range they have here. Then come metres north and east of the
+    centroid of those that hear the signal, and whether it is one of them. The target is metres from the same
+    centroid.
     """
     features: list[Json] = [
         {"path": "snr_db.mean", "missing": 0.0, "range": [-20.0, 60.0]},

@@ -153,8 +153,8 @@ class Way:
     """Of the first epoch, in which memories and disks are being filled during training; they may not be
     filled when it ends."""
     filling_epochs: int = 0
-    """Epochs that begin before memory, and a disk with room for all, are filled; only those after them are as
-    `epoch_s` and `epoch_bytes` say. 0: there is nothing to fill but by what batches read."""
+    """Epochs that begin before memory, and a disk with room for all, are filled. `epoch_s` and `epoch_bytes`
+    are those of later epochs. 0: only what batches read is filled."""
     filled_s: float | None = 0.0
     """From the first batch until that is done; None: the run is over before."""
     epoch_s: float = 0.0

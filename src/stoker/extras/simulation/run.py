@@ -126,8 +126,8 @@ def hit_share(
     """Return the part of one node's reads that its local copy serves once it is full, 0..1.
 
     In a full shuffle of one node a record that was read at one place of an epoch is read again at another of
-    the next: of a copy of the fraction c it is still there with the probability c + (1 - c) ln(1 - c), since
-    the product of two uniform places must exceed 1 - c. With many nodes each asks for other records in each
+    the next. A copy of the fraction c still has it with the probability c + (1 - c) ln(1 - c): the product of
+    two uniform places must exceed 1 - c. With many nodes each asks for other records in each
     epoch, and what is kept is of use in proportion to its size: c. A static order asks every node for the
     same part each time, which is then a set of its own. Where many records come in one block, each block is
     asked for many times in an epoch, at places of no pattern: c again.
