@@ -1,6 +1,6 @@
 """Count words per sentence, long sentences and phrases to avoid, in docs, docstrings and messages of errors.
 
-`python tools/words.py` lists sentences of more than 30 words and phrases to avoid, with their places. It exits
+`python tools/words.py` lists sentences of more than 30 words and phrases to avoid, with places. It exits
 with 1 if there are any, or if a kind of text has more than 15 words a sentence. `--table` prints figures.
 
 Sentences are those of running text: code blocks, tables, headings, doctests and sections of arguments are
