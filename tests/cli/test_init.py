@@ -155,6 +155,23 @@ def test_train_runs_on_what_init_wrote_for_records(
     sys.modules.pop("mine_of_init", None)
 
 
+def test_a_pattern_stands_for_its_files(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / "raw").mkdir(exist_ok=True)
+        write_burgers(folder / "raw" / f"{name}.h5", samples=12)
+
+    found = run_json("init", "raw/*.h5")
+    report = run_json("train", "stoker.yaml", *FAST)
+
+    assert (found["samples"], found["settings"]["data.files"]) == (24, "raw/*.h5")
+    assert found["settings"]["data.task"] == "raw"
+    assert report["epochs"] == 1
+
+
+def test_files_that_a_shell_made_of_a_pattern_are_refused_with_the_pattern(folder: Path) -> None:
+    assert "stoker init 'raw/*.h5'" in run("init", "raw/a.h5", "raw/b.h5", exit_code=3)[1]
+
+
 def test_images_without_labels_have_nothing_to_predict(folder: Path) -> None:
     found = run_json("init", images(folder, classes=False))
 

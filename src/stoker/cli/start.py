@@ -19,13 +19,28 @@ if TYPE_CHECKING:
     from stoker.run.look import Finding
 
 METAVAR, MEANT = "FILE|FOLDER|DATABASE-URL|MODULE:NAME", "Raw data, a database, or a torch Dataset."
-What = Annotated[str, typer.Argument(metavar=METAVAR, help=MEANT)]
+What = Annotated[list[str], typer.Argument(metavar=METAVAR, help=MEANT)]
+
+
+def _single(what: list[str]) -> str:
+    """Return what was named.
+
+    Raises:
+        ConfigError: Several files, as a shell makes of a pattern.
+    """
+    if len(what) > 1:
+        pattern = Path(what[0]).with_stem("*")
+        raise ConfigError(
+            f"{len(what)} files were named, from {what[0]} to {what[-1]}",
+            hint=f"Name their folder, or quote a pattern: stoker init '{pattern}'",
+        )
+    return what[0]
 
 
 @cli_command
 def init(
     out: CommandOutput,
-    what: Annotated[str | None, typer.Argument(metavar=METAVAR, help=MEANT)] = None,
+    what: Annotated[list[str] | None, typer.Argument(metavar=METAVAR, help=MEANT)] = None,
     path: Annotated[Path, typer.Option("--out", readable=False, help="The file to write.")] = Path(
         "stoker.yaml"
     ),
@@ -61,7 +76,7 @@ def init(
 
         out.write(all_settings_yaml())
         return
-    if what is None:
+    if not what:
         raise ConfigError(
             "no data was named. Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`"
         )
@@ -73,7 +88,7 @@ def init(
     from stoker.run.look import look
     from stoker.runtime.files import replace_atomically
 
-    found = look(what)
+    found = look(_single(what))
     with replace_atomically(path) as temporary:
         temporary.write_text(found.to_yaml())
     out.show(found, show_finding)
@@ -98,7 +113,7 @@ def data_inspect(out: CommandOutput, what: What) -> None:
     """
     from stoker.run.look import look
 
-    out.show(look(what), show_finding)
+    out.show(look(_single(what)), show_finding)
 
 
 def show_finding(found: Finding, console: Console) -> None:

@@ -134,12 +134,12 @@ def look(what: str) -> Finding:
             "postgresql://HOST/DATABASE; copy raw files here first, as with `stoker data fetch`"
         )
     path = Path(what).expanduser()
-    if not path.exists():
+    if not path.exists() and not _some_files(path):
         if re.fullmatch(r"[\w./-]+:\w+", what):
             return _dataset(what)
         raise ConfigError(
-            f"{what} does not exist. Expected a file or folder, a database URL as sqlite:///FILE, or a "
-            "Dataset by its import path, as module:Name"
+            f"{what} does not exist. Expected a file, a folder or a quoted pattern, a database URL as "
+            "sqlite:///FILE, or a Dataset by its import path, as module:Name"
         )
     if path.is_dir() and holds_caches(path):
         raise ConfigError(
@@ -170,9 +170,11 @@ def _kind_of(path: Path) -> Callable[[Path], Finding]:
     return max(kinds, key=lambda kind: kinds[kind])
 
 
-def _some_files(folder: Path) -> list[Path]:
+def _some_files(place: Path) -> list[Path]:
+    """Return files below a folder, or those of a pattern."""
     found: list[Path] = []
-    for one in folder.rglob("*"):
+    pattern = place.relative_to(place.anchor)
+    for one in place.rglob("*") if place.is_dir() else Path(place.anchor).glob(str(pattern)):
         if one.is_file() and not one.name.startswith("."):
             found.append(one)
         if len(found) >= MOST_FILES:
@@ -298,6 +300,11 @@ def _axes(shape: Sequence[int]) -> str:
 def _images(path: Path) -> Finding:
     from PIL import Image
 
+    if not path.exists():
+        raise ConfigError(
+            f"{path} is a pattern, and images are read from a folder. Name the folder, as `stoker init "
+            f"{_some_files(path)[0].parent}`"
+        )
     files = _files_of(path, _images)
     root = path if path.is_dir() else path.parent
     folders = [one.relative_to(root).parts[:-1] for one in files]
@@ -668,7 +675,8 @@ def _described(schema: Schema, name: str) -> str:
 
 def _name_of(path: Path) -> str:
     """Return a name for the caches: that of the file, in letters that a cache's name may have."""
-    return re.sub(r"[^\w.+=-]+", "-", path.resolve().stem).strip("-.") or "data"
+    named = path.resolve() if path.exists() else path.resolve().parent  # of a pattern
+    return re.sub(r"[^\w.+=-]+", "-", named.stem).strip("-.") or "data"
 
 
 def all_settings_yaml() -> str:
