@@ -113,12 +113,19 @@ def docstring_paragraphs(text: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, paragraph
 
 
+LOGS = ("info", "warning", "error", "note")
+"""Methods that write a line of the log."""
+
+
 def messages(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of the message and the hint of every `raise`, values as one word."""
+    """Yield line number and text of messages, values as one word: of errors, their hints, and log lines."""
     for node in ast.walk(ast.parse(text)):
-        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+        if not isinstance(node, ast.Call):
             continue
-        for value in [*node.exc.args[:1], *(one.value for one in node.exc.keywords if one.arg == "hint")]:
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if not (name.endswith("Error") or name in LOGS):
+            continue
+        for value in [*node.args[:1], *(one.value for one in node.keywords if one.arg == "hint")]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield node.lineno, value.value
             elif isinstance(value, ast.JoinedStr):
