@@ -139,5 +139,5 @@ def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
     output.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
 
     text = " ".join(strip_ansi(screen.getvalue()).split())
-    assert '{"name": "burgers1d_train_and_more.h5", "count": 10000, "selection": [0, 9000]}' in text
+    assert "name burgers1d_train_and_more.h5, count 10000, selection [0, 9000]" in text
     assert "0123456789abcdef…89abcdef -> ffffffffffffffff…ffffffff" in text

@@ -118,6 +118,13 @@ def test_a_group_alone_shows_its_commands() -> None:
     assert "error:" not in done.stderr
 
 
+def test_ls_lists_every_recipe_of_a_name_the_newest_first(several: Path) -> None:
+    found = run_json("cache", "ls", CACHE)["caches"]
+
+    assert len({cache["name"] for cache in found}) == 1
+    assert [cache["fields"]["latent"]["shape"][-1] for cache in found] == [6, 8]
+
+
 def test_without_a_terminal_nothing_is_deleted_unless_yes_is_given(several: Path) -> None:
     told = run_json("cache", "gc", CACHE, "--keep", "1", "--force", exit_code=3)
 

@@ -386,7 +386,12 @@ def _number(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a value; of a long digest only as much as tells it from others."""
+    """Return a value: of a long digest only as much as tells it from others."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return ", ".join(f"{name} {_short(one)}" for name, one in pairs)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{text[:16]}…{text[-8:]}" if DIGEST.search(text) and len(text) <= 80 else text
 
@@ -540,7 +545,8 @@ def _items(console: Console, items: list[GcItem], title: str) -> None:
     alike: dict[tuple[str, str, str], list[GcItem]] = {}
     for item in items:
         place = item.path if item.kind in ("fingerprint", "weights") else str(Path(item.path).parent)
-        alike.setdefault((item.kind, item.reason, place), []).append(item)
+        kind = "cache" if item.kind == "fingerprint" else item.kind
+        alike.setdefault((kind, item.reason, place), []).append(item)
     rows = [bold(title, "size", "why", "")]
     for (kind, reason, place), found in alike.items():
         many = len(found) > 1

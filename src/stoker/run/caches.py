@@ -150,9 +150,9 @@ class CacheFolder(JsonResult):
 
     path: str
     caches: tuple[CacheSummary, ...]
-    """By name; of each name the one that `open_cache` would open."""
+    """By name; those of one name from the newest recipe to the oldest."""
     unreadable: Mapping[str, str]
-    """Why a cache that is there cannot be opened, by its name."""
+    """Why a cache that is there cannot be opened, by its name, with its fingerprint if there are several."""
 
 
 def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:
@@ -167,10 +167,13 @@ def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:
     caches: list[CacheSummary] = []
     unreadable: dict[str, str] = {}
     for name in names:
-        try:
-            caches.append(inspect_cache(Path(path, name)))
-        except StokerError as error:
-            unreadable[name] = str(error)
+        recipes = sorted(Path(path, name).glob("*/recipe.json"), key=lambda file: -file.stat().st_mtime_ns)
+        several = len(recipes) > 1
+        for place in [file.parent for file in recipes] if several else [Path(path, name)]:
+            try:
+                caches.append(inspect_cache(place))
+            except StokerError as error:
+                unreadable[f"{name}/{place.name}" if several else name] = str(error)
     return CacheFolder(path=str(path), caches=tuple(caches), unreadable=unreadable)
 
 
