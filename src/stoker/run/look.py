@@ -147,6 +147,11 @@ def look(what: str) -> Finding:
             f"on one with stoker.Loader({str(path)!r}, batch_size=64, shuffle=True)"
         )
     kind = _kind_of(path)
+    if kind is _images and not path.exists():
+        raise ConfigError(
+            f"{path} is a pattern, and images are read from a folder",
+            hint=f"Name the folder, as `stoker init {_some_files(path)[0].parent}`",
+        )
     return kind(path)
 
 
@@ -300,11 +305,6 @@ def _axes(shape: Sequence[int]) -> str:
 def _images(path: Path) -> Finding:
     from PIL import Image
 
-    if not path.exists():
-        raise ConfigError(
-            f"{path} is a pattern, and images are read from a folder. Name the folder, as `stoker init "
-            f"{_some_files(path)[0].parent}`"
-        )
     files = _files_of(path, _images)
     root = path if path.is_dir() else path.parent
     folders = [one.relative_to(root).parts[:-1] for one in files]
