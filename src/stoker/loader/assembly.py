@@ -130,7 +130,7 @@ class Decoder:
     def _normalized(self, values: Tensor) -> Tensor:
         if self._converter is None:
             self._converter = make_converter(self._output, values.device)
-        return values if self._converter is None else self._converter.normalise_(values)
+        return values if self._converter is None else self._converter.normalize_(values)
 
 
 def _chunks(bits: Tensor) -> Sequence[slice]:

@@ -112,7 +112,7 @@ class RowConverter:
             out.copy_(rows)
             return
         values = out if not len(work) else work if len(work) == len(rows) else work[: len(rows)]
-        self.normalise_(values.copy_(rows))
+        self.normalize_(values.copy_(rows))
         if len(work):
             out.copy_(values)
 
@@ -125,7 +125,7 @@ class RowConverter:
         if self._conversion.scale:
             row.mul_(self._scale).add_(self._shift)
 
-    def normalise_(self, values: Tensor) -> Tensor:
+    def normalize_(self, values: Tensor) -> Tensor:
         """Float32 rows, contiguous, normalized where they are; any shape of a row with as many values."""
         if self._conversion.scale:
             values.view(len(values), *self._lines).mul_(self._scale).add_(self._shift)

@@ -117,7 +117,7 @@ def find_conversion(field: Field, normalize: Normalization | None, dtype: str | 
     )
 
 
-def check_normalise(normalize: object, schema: Schema) -> Mapping[str, Normalization]:
+def check_normalize(normalize: object, schema: Schema) -> Mapping[str, Normalization]:
     """`normalize=` of a loader, checked against the fields that there are.
 
     Raises:
@@ -262,7 +262,7 @@ def make_outputs(
     """
     if dtype is not None:
         check_dtype(dtype)
-    how = check_normalise(normalize, schema)
+    how = check_normalize(normalize, schema)
     decoded = dtype or ("bfloat16" if device == "cuda" else "float32")
     conversion = {
         name: find_conversion(field, how.get(name), decoded if field.quantized else dtype)
