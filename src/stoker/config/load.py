@@ -567,7 +567,7 @@ def _require_file(path: Path) -> None:
             )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
-    near = get_close_matches(path.name, [Path(other).name for other in others], n=1)
+    near = get_close_matches(path.name, [Path(other).name for other in others], n=1, cutoff=0.75)
     hint = "Expected a YAML file with settings."
     if near:
         hint += f" Did you mean {next(other for other in others if Path(other).name == near[0])}?"
@@ -685,9 +685,7 @@ def parse_value(text: str) -> object:
     return parsed["value"]
 
 
-def _flatten(
-    settings: Mapping[str, object], prefix: str, where: str, unknown: _Unknown
-) -> dict[str, object]:
+def _flatten(settings: Mapping[str, object], prefix: str, where: str, unknown: _Unknown) -> dict[str, object]:
     """Return nested settings by dotted name; names of no setting go to `unknown`."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
@@ -701,10 +699,12 @@ def _flatten(
             for below, found in inner.items():
                 _put(flat, below, found, where)
         elif value is not None:  # a section with nothing below it reads as null
-            unknown.others.append((
-                f"{where}: {name} is {shown(value)}",
-                f"Expected settings below it, as {_example(name)}",
-            ))
+            unknown.others.append(
+                (
+                    f"{where}: {name} is {shown(value)}",
+                    f"Expected settings below it, as {_example(name)}",
+                )
+            )
     return flat
 
 
@@ -722,10 +722,12 @@ def _put(flat: dict[str, object], name: str, value: object, where: str) -> None:
 def _check_names(overrides: Mapping[str, object], unknown: _Unknown) -> None:
     for name in overrides:
         if name in all_sections():
-            unknown.others.append((
-                f"{COMMAND_LINE}: {name} is a section",
-                f"Give one of its settings, as {_example(name)}",
-            ))
+            unknown.others.append(
+                (
+                    f"{COMMAND_LINE}: {name} is a section",
+                    f"Give one of its settings, as {_example(name)}",
+                )
+            )
         elif name not in all_settings() and name not in EARLIER and _mapping_of(name) is None:
             unknown.add(name, COMMAND_LINE)
 
