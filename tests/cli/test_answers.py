@@ -31,7 +31,7 @@ def test_a_wrong_name_is_one_line_with_the_nearest_one(project: Path) -> None:
     _, message = run("train", "c.yaml", "training.latent_cache_dirr=x", exit_code=3)
 
     assert len(message.splitlines()) == 1
-    assert "did you mean training.latent_cache_dir?" in message
+    assert "Did you mean training.latent_cache_dir?" in message
 
 
 def test_a_failure_with_json_is_one_object_too(project: Path) -> None:

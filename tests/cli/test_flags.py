@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stoker.cli.command import PrecomputeFlags, Splits, Words, spread_flags
-from stoker.extras.compat.command import CompatFlags, EarlierFlags, EarlierPrecomputeFlags
+from stoker.cli.command import PrecomputeFlags, SeveralWords, Splits, Words, spread_flags
+from stoker.extras.compat.command import CompatFlags, EarlierPrecomputeFlags
 
 DEADLINES = "precompute.timeouts."
 
@@ -59,7 +59,7 @@ def test_each_field_is_a_flag_that_arrives_as_it_was_typed(kind, typed, expected
         found.append(flags)
 
     command.__annotations__["flags"] = kind
-    app.command(cls=EarlierFlags)(spread_flags(command))
+    app.command(cls=SeveralWords)(spread_flags(command))
 
     result = CliRunner().invoke(app, typed.split())
 

@@ -88,7 +88,7 @@ def test_json_is_the_only_thing_on_standard_output(project: Path) -> None:
     [
         pytest.param(["plan"], 2, "CONFIG", id="usage"),
         pytest.param(
-            ["plan", "c.yaml", "latent.dimm=1"], 3, "did you mean latent.dim?", id="unknown-setting"
+            ["plan", "c.yaml", "latent.dimm=1"], 3, "Did you mean latent.dim?", id="unknown-setting"
         ),
         pytest.param(["cache", "show", "raw"], 4, "raw", id="no-cache"),
     ],

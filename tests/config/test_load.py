@@ -83,29 +83,29 @@ def test_a_setting_may_stand_for_another(tmp_path: Path) -> None:
 UNKNOWN = [
     pytest.param(
         "training: {latent_cache_dirr: x}",
-        "training.latent_cache_dirr is not a setting (did you mean training.latent_cache_dir?)",
+        "training.latent_cache_dirr is not a setting. Did you mean training.latent_cache_dir?",
         id="misspelt",
     ),
     pytest.param(
         "training: {cache_dir: x}",
-        "training.cache_dir is not a setting (did you mean training.latent_cache_dir?)",
+        "training.cache_dir is not a setting. Did you mean training.latent_cache_dir?",
         id="shortened",
     ),
     pytest.param(
-        "training: {task: x}", "training.task is not a setting (did you mean data.task?)", id="elsewhere"
+        "training: {task: x}", "training.task is not a setting. Did you mean data.task?", id="elsewhere"
     ),
     pytest.param(
         "precompute: {deadlines: {read: 7}}",
-        "precompute.deadlines is not a setting (did you mean precompute.timeouts?)",
+        "precompute.deadlines is not a setting. Did you mean precompute.timeouts?",
         id="renamed-section",
     ),
-    pytest.param("trainin: {lr: 1}", "trainin is not a setting (did you mean training?)", id="section"),
-    pytest.param("lr: 1", "lr is not a setting (did you mean training.lr?)", id="no-section"),
-    pytest.param("qqq: 1", "qqq is not a setting (docs/config.md lists them all)", id="nothing-near"),
+    pytest.param("trainin: {lr: 1}", "trainin is not a setting. Did you mean training?", id="section"),
+    pytest.param("lr: 1", "lr is not a setting. Did you mean training.lr?", id="no-section"),
+    pytest.param("qqq: 1", "qqq is not a setting. `stoker init --all`", id="nothing-near"),
     pytest.param("notes: [x]", "notes is not a setting", id="not-a-setting-of-ours"),
     pytest.param(
         "training: {num_worker: 1}",
-        "training.num_worker is not a setting (did you mean training.num_workers?)",
+        "training.num_worker is not a setting. Did you mean training.num_workers?",
         id="near-an-earlier-name",
     ),
 ]
@@ -128,11 +128,24 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["data.tusk=x"])
 
-    assert [line.split(" is not")[0] for line in str(caught.value).splitlines()] == [
-        f"{path}: latent.dims",
-        f"{path}: training.lrr",
-        "command line: data.tusk",
+    assert caught.value.fact.splitlines() == [
+        f"{path}: latent.dims, training.lrr are not settings",
+        "command line: data.tusk is not a setting",
     ]
+    assert caught.value.hint == "Did you mean latent.dim and training.lr and data.task?"
+
+
+def test_many_unknown_names_are_shown_as_the_first_few_and_a_count(tmp_path: Path) -> None:
+    path = write(tmp_path, "training:\n" + "".join(f"  odd{i}: 1\n" for i in range(10)))
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+
+    (line,) = caught.value.fact.splitlines()
+    assert "10 names" in line
+    assert "training.odd2" in line
+    assert "training.odd3" not in line
+    assert "7 more" in line
 
 
 @pytest.mark.parametrize(
@@ -219,8 +232,8 @@ def test_wrong_values_name_the_place_they_came_from(tmp_path: Path) -> None:
         load_config(path, ["training.lr=-1"])
 
     assert str(caught.value).splitlines() == [
-        f'{path}: training.epochs is "many". Expected a whole number of at least 1',
-        "command line: training.lr is -1. Expected a number above 0",
+        f'{path}: training.epochs is "many": expected a whole number of at least 1',
+        "command line: training.lr is -1: expected a number above 0. Correct these settings",
     ]
 
 
@@ -269,7 +282,7 @@ def test_a_data_file_in_place_of_settings_is_named_as_such(content: bytes, tmp_p
 def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
     write(tmp_path, "")
 
-    with pytest.raises(ConfigError, match=r"other.yaml: no such file. .* There are: .*train.yaml"):
+    with pytest.raises(ConfigError, match=r"other.yaml: no such file\. .*train.yaml"):
         load_config(tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nowhere" / "other.yaml")
@@ -342,8 +355,14 @@ def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.training.latent_cache_dir == "data/latent_cache"
 
 
+def test_an_empty_file_alone_is_refused(tmp_path: Path) -> None:
+    for text in ("", "# nothing\n"):
+        with pytest.raises(ConfigError, match=r"train\.yaml is empty"):
+            load_config(write(tmp_path, text))
+
+
 def test_empty_files_and_empty_sections_are_defaults(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "")).to_dict() == Config().to_dict()
+    assert load_config(write(tmp_path, ""), ["training.lr=0.001"]).to_dict() == Config().to_dict()
     assert load_config(write(tmp_path, "training:\ndata:\n")).to_dict() == Config().to_dict()
 
 
@@ -388,7 +407,7 @@ def test_one_setting_nested_and_dotted_in_a_file_is_an_error(tmp_path: Path) -> 
 
 
 def test_a_reference_that_is_not_closed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"command line: '\$\{' is no value"):
+    with pytest.raises(ConfigError, match=r"command line: '\$\{' is not a value"):
         load_config(None, ["data.root=${"])
 
 

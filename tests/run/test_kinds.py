@@ -105,7 +105,7 @@ def test_train_says_that_there_is_no_operator_before_it_encodes(settings: Path, 
         ("data.files=a.h5", "data.files is given"),
         ("data.kind=hdf5", "data.images is given, but data.kind=hdf5 has no use.*data.kind=images"),
         ("data.images.fit=crop", 'data.images.fit is "crop". Expected stretch, letterbox or short'),
-        ("data.images.sise=3", "data.images.sise is not a setting .did you mean data.images.size"),
+        ("data.images.sise=3", "data.images.sise is not a setting. Did you mean data.images.size"),
     ],
 )
 def test_settings_of_another_kind_are_refused(settings: Path, override: str, says: str) -> None:

@@ -161,7 +161,7 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     if repair and subset < 1:
         raise typer.BadParameter("--repair reads every record: leave --subset out")
     if not repair and (config or overrides):
-        raise typer.BadParameter("--config and settings go with --repair")
+        raise typer.BadParameter("--config and settings go with --repair. Add --repair, or leave them out")
     from stoker.cli import output
 
     if repair:
@@ -169,7 +169,13 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         return
     from stoker.store import open_cache
 
-    report = open_cache(path, require_complete=False).verify(subset, seed=seed)
+    cache = open_cache(path, require_complete=False)
+    if not cache.complete and not len(cache):
+        raise IncompleteError(
+            f"{path} holds no records yet: 0 of {format_count(cache.recipe.count)} are encoded",
+            hint="`stoker precompute CONFIG` with the settings that made it encodes them",
+        )
+    report = cache.verify(subset, seed=seed)
     out.show(report, output.verify, exit_code=0 if report.ok else FormatError.exit_code)
 
 
@@ -180,7 +186,10 @@ def _repair(out: CommandOutput, path: str, config: Path | None, overrides: list[
     from stoker.run.precompute import repair_cache
 
     if config is None and overrides:
-        raise ConfigError(f"settings ({', '.join(overrides)}) go with --config, which is not given")
+        raise ConfigError(
+            f"settings ({', '.join(overrides)}) go with --config, which is not given",
+            hint="Name the settings that made the cache with --config CONFIG",
+        )
     result = repair_cache(path, None if config is None else Run(load_config(config, overrides)))
     out.show(result, output.repair, exit_code=0 if result.ok else IncompleteError.exit_code)
 
@@ -273,7 +282,7 @@ def cache_gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         preview = run(dry_run=True)
         if preview.removed:
             output.gc(preview, out.notes)
-            out.confirm(f"Delete {format_count(len(preview.removed), 'entry')} of {cache_dir}?")
+            out.confirm(f"Delete {format_count(len(preview.removed), 'item')} of {cache_dir}?")
     out.show(run(dry_run=dry_run), output.gc)
 
 
@@ -303,7 +312,7 @@ def data_stage(
       stoker data stage configs/train_burgers_32dim.yaml data.stage_dir=/scratch/staged --prune --dry-run
     """
     if (dry_run or force) and not prune:
-        raise typer.BadParameter("--dry-run and --force go with --prune")
+        raise typer.BadParameter("--dry-run and --force go with --prune. Add --prune, or leave them out")
     from stoker.cli import output
     from stoker.config import load_config
     from stoker.run.context import Run
@@ -379,7 +388,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
         return None
     first, _, stop = text.partition(":")
     if not (first.isdecimal() and stop.isdecimal()):
-        raise ConfigError(f"--records is {text!r}, expected FIRST:STOP as 0:1000")
+        raise ConfigError(f"--records is {text!r}", hint="Expected FIRST:STOP, as 0:1000")
     return int(first), int(stop)
 
 

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -43,6 +44,7 @@ from typing import (
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from stoker.distributed.ranks import RankEnvironment, find_rank_environment
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, split_hint
@@ -208,10 +210,56 @@ def config_and_overrides(words: Sequence[str], config: Path | None = None) -> tu
     """
     files, overrides = tell_settings(words)
     files += [config] if config else []
-    if len(files) != 1:
-        found = ", ".join(map(str, files)) or "none"
-        raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
+    if not files:
+        raise ConfigError(
+            "no CONFIG file is named, and one is needed",
+            hint="Name it, as stoker.yaml; `stoker init DATA` writes one",
+        )
+    if len(files) > 1:
+        raise one_config(files)
     return files[0], overrides
+
+
+def one_config(words: Sequence[Path]) -> ConfigError:
+    """Return the error for several words that may be files of settings."""
+    found = ", ".join(map(str, words))
+    lone = [str(word) for word in words if not word.exists() and "/" not in str(word)]
+    like = next((word for word in lone if "." in word and not word.endswith((".yaml", ".yml"))), "")
+    return ConfigError(
+        f"expected one CONFIG file, found {found}",
+        hint=f"Name one of them. Settings are written key=value, as {like or 'training.epochs'}=3",
+    )
+
+
+SEVERAL = ("--tasks", "--splits")
+"""Flags that take more than one value, each as its own word."""
+
+
+class SeveralWords(TyperCommand):
+    """A command that reads `--splits train val`: one flag, several words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flag before each of its words, then parse as usual."""
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(args: Sequence[str]) -> list[str]:
+    """Put the flag before each of its words; a setting, a file or another flag ends them.
+
+    >>> repeat_flags(["--splits", "train", "val", "c.yaml", "latent.dim=8"])
+    ['--splits', 'train', '--splits', 'val', 'c.yaml', 'latent.dim=8']
+    """
+    out: list[str] = []
+    flag = ""
+    for place, arg in enumerate(args):
+        named = arg.endswith((".yaml", ".yml")) or Path(arg).is_file()
+        ends = arg.startswith("-") or "=" in arg or (named and args[place - 1] != flag)
+        if flag and not ends and args[place - 1] != flag:
+            out.append(flag)
+        if ends:
+            flag = arg if arg in SEVERAL else ""
+        out.append(arg)
+    return out
 
 
 def split_words(values: Sequence[str]) -> list[str]:
@@ -666,10 +714,10 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except UsageError as raised:
         error: Any = raised
         code = error.exit_code
-        path = error.ctx.command_path if error.ctx is not None else "stoker"
         said = error.format_message().rstrip(".")
         if not said.startswith("Usage:"):
-            out.fail(said if said.endswith("?") else f"{said}. `{path} --help` shows what it takes", code)
+            fact, hint = _wrong_usage(error)
+            out.fail(f"{fact}. {hint}", code, told=(fact, hint))
         else:  # a group without a command, whose help it is
             with contextlib.suppress(OSError):
                 error.show()
@@ -682,6 +730,48 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     say_end(code or 0)
     _end_in_time(code or 0)
     sys.exit(code)
+
+
+_NOT_VALID = re.compile(r"Input should be (?P<expected>.+?)(?:, unable to .*)?")
+
+
+def _wrong_usage(error: Any) -> tuple[str, str]:
+    """Return fact and hint of what the parser refused."""
+    path = error.ctx.command_path if error.ctx is not None else "stoker"
+    takes = f"`{path} --help` shows what it takes"
+    said = error.format_message().rstrip(".")
+    option = getattr(error, "option_name", None)
+    if option and said.startswith("No such option"):
+        return f"No such option: {option}", f"{_option_hint(error, option)}{takes}"
+    refused = getattr(error.__cause__, "errors", list[Any])()
+    match = _NOT_VALID.fullmatch(error.message.rstrip("."))
+    if match and refused and error.param is not None:
+        name = error.param.get_error_hint().strip("'")
+        expected = (
+            match["expected"].replace("valid integer", "whole number").replace("valid number", "number")
+        )
+        expected = expected if expected.startswith("a ") else f"a number {expected}"
+        return f"{name} is {refused[0]['input']}", f"Expected {expected}. {takes}"
+    fact, hint = split_hint(said)
+    if fact.startswith("No such command"):
+        hint = hint.replace("Did you mean '", f"Did you mean '{path} ").replace(
+            f"'{path} stoker ", "'stoker "
+        )
+    return fact, hint if hint.endswith("?") else f"{hint}. {takes}".removeprefix(". ")
+
+
+def _option_hint(error: Any, option: str) -> str:
+    """Return which option, or which setting, an unknown option probably meant."""
+    kinds = [str(param.metavar or "") for param in error.ctx.command.params] if error.ctx is not None else []
+    if any("KEY=VALUE" in kind for kind in kinds):
+        from stoker.config.names import setting_of
+
+        if option in ("--set", "--override", "-o"):
+            return "Settings are written without a flag, as training.epochs=3. "
+        if setting := setting_of().get(option.lstrip("-").replace("-", "_")):
+            return f"It is a setting: write {setting}=VALUE. "
+    near = get_close_matches(option, error.possibilities or [], n=1, cutoff=0.75)
+    return f"Did you mean {near[0]}? " if near else ""
 
 
 def _end_in_time(code: int) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from stoker.cli.command import (
     Manifest,
     Overrides,
     PrecomputeFlags,
+    SeveralWords,
     Splits,
     Stage,
     Words,
@@ -74,8 +76,21 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Commands of the core that are in other modules, each imported when one of its commands is used."""
-RENAMED = {"inspect": "cache.show"}
-"""Earlier names of commands that are called otherwise now."""
+RENAMED = {
+    "inspect": "cache.show",
+    **dict.fromkeys(("cache.list", "ls"), "cache.ls"),
+    **dict.fromkeys(("cache.rm", "cache.remove", "cache.delete", "cache.prune", "cache.clean"), "cache.gc"),
+    **dict.fromkeys(("cache.inspect", "cache.info"), "cache.show"),
+    **dict.fromkeys(("cache.check", "cache.repair"), "cache.verify"),
+    **dict.fromkeys(("job.rm", "job.remove"), "job.delete"),
+    **dict.fromkeys(("job.stop", "job.kill"), "job.cancel"),
+    "job.status": "job.show",
+    "job.ls": "job.list",
+    "job.start": "job.submit",
+    "data.download": "data.fetch",
+    "data.show": "data.inspect",
+}
+"""Earlier names of commands that are called otherwise now, and names that other programs have for them."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -115,10 +130,13 @@ class CommandGroup(TyperGroup):
         """Return the command that the words name; of an unknown one say in which group it is."""
         name = args[0] if args else ""
         if name and self.get_command(ctx, name) is None:
-            inside = [RENAMED[name]] if name in RENAMED else []
-            inside += [known for known in _commands() if known.endswith(f".{name}")]
-            if inside:
-                ctx.fail(f"No such command '{name}'. Did you mean 'stoker {inside[0].replace('.', ' ')}'?")
+            called = self.prefix + name
+            meant = [RENAMED[called]] if called in RENAMED else []
+            meant += [known for known in _commands() if not self.prefix and known.endswith(f".{name}")]
+            meant += [self.prefix + one for one in get_close_matches(name, self.list_commands(ctx), n=1)]
+            meant += [known for known in _commands() if known.endswith(f".{name}")]
+            if meant:
+                ctx.fail(f"No such command '{name}'. Did you mean 'stoker {meant[0].replace('.', ' ')}'?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -228,7 +246,7 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-@app.command()
+@app.command(cls=SeveralWords)
 @spread_flags
 @cli_command
 def precompute(

@@ -112,12 +112,15 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
+            f"stoker serve needs {', '.join(missing)}, which is not installed",
+            hint="Install it: pip install 'stoker[service]'",
         )
+    from stoker.plan.resources import require_writable
     from stoker.service.server import ServeSettings
     from stoker.service.server import serve as run
 
     cluster = _cluster(executor, ray_address, ray_gpus)
+    require_writable(state_dir, "--state-dir")
     settings = ServeSettings(
         state_dir=state_dir.absolute() if cluster else state_dir,
         host=host,
@@ -143,8 +146,8 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
     """Return the cluster that runs jobs; None: this machine does."""
     if executor not in ("local", "ray") or (executor == "ray") != (address is not None):
         raise ConfigError(
-            f"--executor {executor}{f' --ray-address {address}' if address else ''}: expected --executor ray "
-            "with --ray-address http://HOST:8265, or neither"
+            f"--executor {executor} is given {f'with --ray-address {address}' if address else 'alone'}",
+            hint="Give --executor ray with --ray-address http://HOST:8265, or neither",
         )
     if address is None:
         return None

@@ -419,6 +419,11 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, earli
             value (with what was expected), or one setting given twice.
     """
     given = {} if path is None else read_settings(Path(path))
+    if path is not None and not given and not overrides:
+        raise ConfigError(
+            f"{path} is empty: it holds no settings",
+            hint=f"Write settings into it, or let `stoker init DATA --out {path} --force` do so",
+        )
     where = "defaults" if path is None else str(path)
     return _build(given, _parse(overrides), where, earlier=earlier)
 
@@ -442,13 +447,13 @@ def _build(
         settings, notes = modernize(settings, where)
         overrides, more = modernize(overrides, COMMAND_LINE)
         notes += [*more, *of_then(settings, overrides, where)]
-    unknown: list[str] = []
+    unknown = _Unknown()
     flat = _flatten(settings, "", where, unknown)
-    if unknown:
-        unknown += _say_earlier(settings, where, earlier)
+    if unknown.is_any:
+        unknown.others += _say_earlier(settings, where, earlier)
     _check_names(overrides, unknown)
-    if unknown:
-        raise ConfigError("\n".join(unknown))
+    if unknown.is_any:
+        raise unknown.error()
     if not earlier and counts_windows_now(flat):
         notes.append(f"{where}: training.batch_size counts windows; `stoker compat` counts trajectories")
     file, command = translate(flat, where), translate(overrides, COMMAND_LINE)
@@ -486,7 +491,7 @@ def _validated(
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, merged, file, command))) from error
+        raise _wrong_values(_explain(error, merged, file, command)) from error
     _check_together(config, file, command)
     return config
 
@@ -506,17 +511,35 @@ def read_settings(path: Path) -> dict[str, object]:
         ) from error
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
-        raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
+        fact = f"{path}:{line} not YAML: {error.problem or error.context}"
+        raise ConfigError(fact, hint=_yaml_hint(path, error)) from error
     except (UnicodeDecodeError, ReaderError) as error:
         raise ConfigError(
             f"{path} is not a text file. Expected a YAML file with settings. If it holds data, `stoker init "
             f"{path}` writes one that reads it"
         ) from error
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path}: holds a list. Expected settings, as `training:` with names below it")
-    return cast("dict[str, object]", OmegaConf.to_container(content, resolve=False))
+        raise ConfigError(
+            f"{path}: not YAML: {str(error).splitlines()[0]}", hint="Correct that, then run this again"
+        ) from error
+    given = OmegaConf.to_container(content, resolve=False)
+    lone_text = isinstance(given, dict) and [*given.values()] == [None] and ":" not in path.read_text()
+    if not isinstance(content, DictConfig) or lone_text:
+        raise ConfigError(
+            f"{path}: holds {'text' if lone_text else 'a list'}",
+            hint="Expected settings, as `training:` with names below it",
+        )
+    return cast("dict[str, object]", given)
+
+
+def _yaml_hint(path: Path, error: MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    lines = path.read_text(errors="replace").splitlines()
+    if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
+        return "Indent with spaces: the line has a tab"
+    if "duplicate key" in str(error.problem):
+        return "Give it once"
+    return "Correct the line, or the one before it"
 
 
 def _require_file(path: Path) -> None:
@@ -544,10 +567,75 @@ def _require_file(path: Path) -> None:
             )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
-    there = f" There are: {', '.join(others)}" if others else ""
-    if not others and fact.startswith(" is a folder"):
-        there = f" `stoker init {path}` writes one, if the folder holds data"
-    raise ConfigError(f"{path}{fact}. Expected a YAML file with settings.{there}")
+    near = get_close_matches(path.name, [Path(other).name for other in others], n=1, cutoff=0.75)
+    hint = "Expected a YAML file with settings."
+    if near:
+        hint += f" Did you mean {next(other for other in others if Path(other).name == near[0])}?"
+    elif others:
+        hint += f" There are: {_few(others)}"
+    elif fact.startswith(" is a folder"):
+        hint += f" `stoker init {path}` writes one, if the folder holds data"
+    else:
+        hint += " `stoker init DATA` writes one"
+    raise ConfigError(f"{path}{fact}", hint=hint)
+
+
+MOST_NAMED = 3
+"""Names of one kind that a message lists before the rest becomes a count."""
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first few of many names.
+
+    >>> _few(["a", "b"]), _few(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    if len(names) <= MOST_NAMED + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
+
+
+@dataclass(slots=True)
+class _Unknown:
+    """Names in a file and on a command line that are not settings."""
+
+    names: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """By the place that they are in."""
+    others: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Facts and hints about names that are not settings but something else."""
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.names or self.others)
+
+    def add(self, name: str, where: str) -> None:
+        self.names.setdefault(where, []).append(name)
+
+    def error(self) -> ConfigError:
+        """Return one error about all of them; many names become the first few and a count."""
+        facts = [f"{where}: {_not_settings(names)}" for where, names in self.names.items()]
+        hints = [hint for _, hint in self.others if hint]
+        every = [name for names in self.names.values() for name in names]
+        meant = dict.fromkeys(filter(None, map(_meant, every)))
+        if meant and len(every) <= MOST_NAMED + 1:
+            hints.insert(0, f"Did you mean {' and '.join(meant)}?")
+        elif every and not hints:
+            hints.append("`stoker init --all` prints all settings")
+        return ConfigError("\n".join([*facts, *(fact for fact, _ in self.others)]), hint=" ".join(hints))
+
+
+def _not_settings(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is not a setting"
+    if len(names) <= MOST_NAMED + 1:
+        return f"{', '.join(names)} are not settings"
+    return f"{len(names)} names are not settings: {_few(names)}"
+
+
+def _meant(name: str) -> str | None:
+    """Return the setting or section that a name probably meant."""
+    near = nearest(name, [*all_settings(), *EARLIER, *all_sections()])
+    return None if near is not None and name.startswith(f"{near}.") else near
 
 
 def holds_caches(folder: Path) -> bool:
@@ -591,30 +679,31 @@ def parse_value(text: str) -> object:
     except OmegaConfBaseException as error:
         fact = str(error).splitlines()[0]
         raise ConfigError(
-            f"{COMMAND_LINE}: {text!r} is no value: {fact}. Expected YAML, or ${{section.name}} for another "
-            "setting's value"
+            f"{COMMAND_LINE}: {text!r} is not a value: {fact}",
+            hint="Expected YAML, or ${section.name} for another setting's value",
         ) from error
     return parsed["value"]
 
 
-def _flatten(
-    settings: Mapping[str, object], prefix: str, where: str, unknown: list[str]
-) -> dict[str, object]:
-    """Return nested settings by dotted name; names of no setting go to `unknown` as messages."""
+def _flatten(settings: Mapping[str, object], prefix: str, where: str, unknown: _Unknown) -> dict[str, object]:
+    """Return nested settings by dotted name; names of no setting go to `unknown`."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{as_name(key)}"
         if name in all_settings() or name in EARLIER:
             _put(flat, name, value, where)
         elif name not in all_sections():
-            unknown.append(_say_unknown(name, where))
+            unknown.add(name, where)
         elif isinstance(value, Mapping):
             inner = _flatten(cast("Mapping[str, object]", value), f"{name}.", where, unknown)
             for below, found in inner.items():
                 _put(flat, below, found, where)
         elif value is not None:  # a section with nothing below it reads as null
-            unknown.append(
-                f"{where}: {name} is {shown(value)}. Expected settings below it, as {_example(name)}"
+            unknown.others.append(
+                (
+                    f"{where}: {name} is {shown(value)}",
+                    f"Expected settings below it, as {_example(name)}",
+                )
             )
     return flat
 
@@ -630,14 +719,17 @@ def _put(flat: dict[str, object], name: str, value: object, where: str) -> None:
     flat[name] = value
 
 
-def _check_names(overrides: Mapping[str, object], unknown: list[str]) -> None:
+def _check_names(overrides: Mapping[str, object], unknown: _Unknown) -> None:
     for name in overrides:
         if name in all_sections():
-            unknown.append(
-                f"{COMMAND_LINE}: {name} is a section. Give one of its settings, as {_example(name)}"
+            unknown.others.append(
+                (
+                    f"{COMMAND_LINE}: {name} is a section",
+                    f"Give one of its settings, as {_example(name)}",
+                )
             )
         elif name not in all_settings() and name not in EARLIER and _mapping_of(name) is None:
-            unknown.append(_say_unknown(name, COMMAND_LINE))
+            unknown.add(name, COMMAND_LINE)
 
 
 def _mapping_of(name: str) -> str | None:
@@ -649,20 +741,16 @@ def _mapping_of(name: str) -> str | None:
     return owner if setting is not None and setting.mapping else None
 
 
-def _say_unknown(name: str, where: str) -> str:
-    near = nearest(name, [*all_settings(), *EARLIER, *all_sections()])
-    hint = f"did you mean {near}?" if near else "docs/config.md lists them all"
-    return f"{where}: {name} is not a setting ({hint})"
-
-
-def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[str]:
+def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[tuple[str, str]]:
     """Say where to take a file of the earlier latent cache that a command of today cannot read."""
     if earlier or not is_earlier(settings):
         return []
     return [
-        f"{where}: this looks like a file of the earlier latent cache. "
-        f"`stoker compat train --config {where}` reads it as it was meant; so do `stoker compat precompute` "
-        "and `stoker compat validate`"
+        (
+            f"{where}: this looks like a file of the earlier latent cache",
+            f"`stoker compat train --config {where}` reads it as it was meant; so do "
+            "`stoker compat precompute` and `stoker compat validate`",
+        )
     ]
 
 
@@ -701,7 +789,9 @@ def _resolve(merged: Mapping[str, object], where: str) -> dict[str, object]:
     except (OmegaConfBaseException, YAMLError) as error:
         key = getattr(error, "full_key", None)
         at = f"{where}: {key}" if key else where
-        raise ConfigError(f"{at}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{at}: {str(error).splitlines()[0]}", hint="Name a setting that there is, as ${data.task}"
+        ) from error
     return {name: merged[name] if name == "data.task" else _at(plain, name) for name in merged}
 
 
@@ -721,6 +811,16 @@ def _at(nested: Mapping[str, object], name: str) -> object:
     for key in name.split("."):
         place = place[key]
     return place
+
+
+def _wrong_values(lines: Sequence[str]) -> ConfigError:
+    """Return one error about all wrong values; of many, the first few and a count."""
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    lines = [line.replace(". Expected", ": expected", 1) for line in lines]
+    shown_lines = lines if len(lines) <= MOST_NAMED + 1 else lines[:MOST_NAMED]
+    more = [f"and {len(lines) - len(shown_lines)} more"] if len(shown_lines) < len(lines) else []
+    return ConfigError("\n".join([*shown_lines, *more]), hint="Correct these settings")
 
 
 def _explain(

@@ -401,7 +401,16 @@ def _as_yaml(value: object) -> str:
     if isinstance(value, str):
         return value
     plain = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
-    return yaml.safe_dump(plain, default_flow_style=True, width=1_000_000).removesuffix("...\n").strip()
+    text = yaml.dump(plain, Dumper=_DoubleQuotes, default_flow_style=True, width=1_000_000)
+    return text.removesuffix("...\n").strip()
+
+
+class _DoubleQuotes(yaml.SafeDumper):
+    """Quotes with `"` alone: the shell is given the setting in `'`, and every `'` in it would end that."""
+
+    def choose_scalar_style(self) -> str:
+        style: str = cast(Any, super()).choose_scalar_style()
+        return '"' if style == "'" else style
 
 
 @cache

@@ -400,7 +400,11 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
             raise EncoderError(
                 f"{fact}{at}, and the Hub was not reached: {error}. Check the network"
             ) from error
-        raise EncoderError(f"{fact}{at}. Give FeatureEncoder({name!r}, download=True) to fetch it") from error
+        raise EncoderError(
+            f"{fact}{at}",
+            hint=f"Fetch it with `hf download {name}`, "
+            f"or in Python with FeatureEncoder({name!r}, download=True)",
+        ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise EncoderError(
             f"{name} cannot be fetched from the Hugging Face Hub: {error}. Check its name and revision, and "

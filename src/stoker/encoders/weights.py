@@ -107,6 +107,9 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise EncoderError(f"{path} is not a file. Give a .safetensors file")
+    if not path.exists():
+        checkpoint = arg("checkpoint")
+        raise EncoderError(f"{path} does not exist", hint=f"Check {checkpoint}: give a .safetensors file")
     try:
         return load(path.read_bytes())  # not mapped: a file that changes later must not change weights
     except (OSError, SafetensorError) as error:

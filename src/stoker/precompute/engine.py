@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import select
 import sys
 import time
@@ -27,7 +28,7 @@ from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, re
 from stoker.precompute.encoder_processes import unpickled
 from stoker.precompute.inputs import as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
-from stoker.precompute.queue import retry_hint
+from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
 from stoker.precompute.settings import (
     EncodeShare,
@@ -613,15 +614,14 @@ def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
     if not too_many(folder, max_quarantined):
         return
     enough = _allowing(len(failures) / count)
+    without = precompute_argument(f"max_quarantined={enough}", f"{{'max_quarantined': {enough}}}")
     raise IncompleteError(
         f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
         f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
         f"at most {format_percent(max_quarantined)} are allowed)\n"
         + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. "
-        f"{_advice(failures, settings.nan)}\n"
-        f"To continue without them: {arg('max_quarantined', enough)} "
-        f"(cached: precompute={{'max_quarantined': {enough}}})"
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}",
+        hint=f"{_advice(failures, settings.nan)}. To continue without them: {without}",
     )
 
 
@@ -652,16 +652,26 @@ def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
             )
 
 
+_OWN = re.compile(r"\S*/\S+|\d+")
+"""Parts of an error that are those of one sample: paths and numbers."""
+
+
 def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
-    """Return a line for each of the first twenty errors, with the samples that have it."""
+    """Return a line for each of the first twenty kinds of errors, with the samples that have it.
+
+    Errors are of one kind if they differ in a path or a number alone: ten images that cannot be read.
+    """
     alike: dict[tuple[str, int, str], list[int]] = {}
     for number, failure in sorted(failures.items()):
-        alike.setdefault((failure.stage, failure.attempts, failure.error), []).append(number)
+        kind = _OWN.sub("", failure.error)
+        alike.setdefault((failure.stage, failure.attempts, kind), []).append(number)
     listed = [*alike.items()][:_LISTED]
-    lines = [
-        f"  {_samples(numbers)} ({stage}, attempts {attempts}): {error}"
-        for (stage, attempts, error), numbers in listed
-    ]
+    lines: list[str] = []
+    for (stage, attempts, _), numbers in listed:
+        errors = {failures[number].error for number in numbers}
+        first = "" if len(errors) == 1 else f"sample {format_count(numbers[0])}: "
+        error = failures[numbers[0]].error
+        lines.append(f"  {_samples(numbers)} ({stage}, attempts {attempts}): {first}{error}")
     if more := len(failures) - sum(len(numbers) for _, numbers in listed):
         lines.append(f"  and {format_count(more)} more")
     return lines

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import IncompleteError, SourceError, arg
+from stoker.errors import Argument, IncompleteError, SourceError, arg
 from stoker.precompute.arena import LoadedBatch, ReadTask
 from stoker.precompute.progress import WorkerView
 from stoker.precompute.worker import CHANGED, SampleFault
@@ -493,11 +493,17 @@ class SampleLedger:
 
 def retry_hint(stages: set[str], nan: str) -> str:
     """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
-    again = f"run again with {arg('retry_quarantined', True)}"
-    cached = f"{again} (cached: precompute={{'retry_quarantined': True}})"
+    again = precompute_argument("retry_quarantined=True", "{'retry_quarantined': True}")
+    cached = f"run again with {again}"
     if nan == "allow" or stages.isdisjoint(("check", "encode")):
         return cached
     return (
         f"{cached}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
-        f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
+        + precompute_argument("retry_quarantined=True", "{'nan': 'allow', 'retry_quarantined': True}")
     )
+
+
+def precompute_argument(argument: str, cached: str) -> str:
+    """Return an argument of `precompute`, as `stoker.cached` takes it too; on the command line a setting."""
+    name, _, value = argument.partition("=")
+    return Argument(f"precompute.{name}", value, f"{argument} (cached: precompute={cached})").marked

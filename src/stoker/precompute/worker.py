@@ -24,7 +24,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DecodeError, RecordError, SourceError
+from stoker.errors import DecodeError, RecordError, SourceError, StokerError
 from stoker.precompute.arena import PIECE_BYTES, Arena, layout_from_json, time_length
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.entry import Connection, use_one_thread
@@ -425,9 +425,10 @@ class SampleReader:
 
     def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
         passing = isinstance(error, MemoryError) or _from_the_system(error)
-        text = f"{type(error).__name__}: {error}"
+        ours = isinstance(error, StokerError) and str(error)
+        text = str(error) if ours else f"{type(error).__name__}: {error}"
         if isinstance(error, ChangedError):
-            stage, text = CHANGED, str(error)
+            stage = CHANGED
         elif isinstance(error, DecodeError):
             stage = "decode"
         return SampleFaultError(

@@ -294,7 +294,8 @@ def profile_script(
         StalledError: It takes longer than `timeout_s`.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist. Expected a Python script that trains")
+        why = "is not a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {why}", hint="Expected a Python script that trains, or a YAML file")
     where = resolve_device("auto")
     found: list[tuple[LoopProbe, Any]] = []
     plain = DataLoader.__iter__

@@ -103,9 +103,12 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
 
     sql = data.sql
     if sql.url is None or sql.key is None or sql.columns is None:
+        given = {"url": sql.url, "table": sql.table or sql.query, "key": sql.key, "columns": sql.columns}
+        missing = [f"data.sql.{name}" for name, value in given.items() if value is None]
+        database = "DATABASE-URL" if sql.url is None else sql.url
         raise ConfigError(
-            "data.kind=sql needs data.sql.url, data.sql.table (or query), data.sql.key and data.sql.columns "
-            "(docs/sql.md)"
+            f"data.kind=sql also needs {', '.join(missing)}",
+            hint=f"Give them, or let `stoker init {database}` find them (docs/sql.md)",
         )
     return SQLSource(
         sql.url,
@@ -340,7 +343,8 @@ def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
     own = config.encoder
     if own.folder is None:
         raise ConfigError(
-            "encoder.kind=features needs encoder.folder, a local folder with a vision model (docs/images.md)"
+            "encoder.kind=features needs encoder.folder, which is not given",
+            hint="Give encoder.folder=FOLDER, a local folder with a vision model (docs/images.md)",
         )
     return FeatureEncoder(own.folder, own.pooling, processor=own.processor)
 

@@ -335,6 +335,8 @@ def precompute_config(
     """
     if manifest is not None:
         make_folder(require_writable(manifest.parent, "the folder of --manifest"))
+        if manifest.is_dir():
+            raise ConfigError(f"--manifest {manifest} is a folder", hint="Name a file, as report.json")
     caches: list[CacheResult] = []
     failed: list[TaskFailure] = []
     for part in run.parts():

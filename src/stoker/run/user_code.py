@@ -85,7 +85,8 @@ class UserCode:
         """
         if not callable(make):
             raise ConfigError(
-                f"{self.setting} {self.spec} is a {type(make).__name__}, which cannot be called. {self.form}"
+                f"{self.setting} {self.spec} is of type {type(make).__name__}, which cannot be called. "
+                f"{self.form}"
             )
         try:
             return cast("Callable[..., Any]", make)(**arguments)
@@ -94,8 +95,9 @@ class UserCode:
         except TypeError as error:
             if _place(error) is None:  # the call itself
                 raise ConfigError(
-                    f"{self.setting} {self.spec}: {error}. It takes {inspect.signature(make)}, and "
-                    f"{self.arguments} gives {', '.join(arguments) or 'nothing'}"
+                    f"{self.setting} {self.spec}: {error}; {self.arguments} gives "
+                    f"{', '.join(arguments) or 'nothing'}",
+                    hint=f"It takes {inspect.signature(make)}. Give each as {self.arguments}.NAME=VALUE",
                 ) from error
             raise self._failed(f"called with {_shown(arguments)}", error) from error
         except Exception as error:
@@ -103,7 +105,7 @@ class UserCode:
 
     def _file_module(self, path: Path) -> ModuleType:
         if not path.is_file():
-            raise ConfigError(f"{self.setting} {self.spec}: {path} is no file. {self.form}")
+            raise ConfigError(f"{self.setting} {self.spec}: {path} is not a file. {self.form}")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # and there it stays: other processes import it by the same name

@@ -206,6 +206,11 @@ def read_address(state_dir: Path) -> str:
     Raises:
         ConfigError: No service was started there.
     """
+    if not (state_dir / "address").exists():
+        raise ConfigError(
+            f"no service runs here: {state_dir} holds no address of one",
+            hint="Start it with `stoker serve`, or give --server and --token-file",
+        )
     return _first_line(
         state_dir / "address", "Start it with `stoker serve`, or give --server and --token-file"
     )
@@ -224,4 +229,5 @@ def _first_line(path: Path, advice: str) -> str:
     try:
         return path.read_text().strip().splitlines()[0]
     except (OSError, ValueError, IndexError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. {advice}") from None
+        why = getattr(error, "strerror", None) or "it holds no text"
+        raise ConfigError(f"{path} cannot be read: {why}", hint=advice) from None

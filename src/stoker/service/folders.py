@@ -28,7 +28,7 @@ from uuid import UUID
 
 from stoker.errors import ConfigError, NotFoundError
 from stoker.runtime.disk import explain_disk_errors, format_inodes, free_space
-from stoker.runtime.files import replace_atomically
+from stoker.runtime.files import make_folder, replace_atomically
 from stoker.service.background import CachedValue
 from stoker.units import format_bytes
 
@@ -117,7 +117,7 @@ class StateFolder:
     def make(self) -> None:
         """Create all folders, for their owner only."""
         for path in (self.path, self.caches, self.data, self.workers, self.jobs):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path, 0o700)
         self.path.chmod(0o700)
 
 

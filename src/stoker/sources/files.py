@@ -97,6 +97,7 @@ def find_keyed_files(
             raise SourceError(
                 f"the path is {path!r}. Expected {what} files, a folder or a pattern, or a list"
             )
+        _require_named(named, suffixes)
         found = [_expand(Path(item), suffixes, what) for item in named]
         if not found:
             raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
@@ -110,6 +111,24 @@ def find_keyed_files(
         if file.stat().st_size == 0:  # one that was named: others are left out with a warning
             raise SourceError(f"{file} is empty (0 bytes). Copy or download it again, or leave it out")
     return root, files, [file.relative_to(own).as_posix() for own, some in found for file in some]
+
+
+def _require_named(named: Sequence[str | os.PathLike[str]], suffixes: tuple[str, ...]) -> None:
+    """Refuse a list that names files that are not there: one error for all of them.
+
+    Raises:
+        SourceError: Several are missing.
+    """
+    paths = [Path(item).expanduser() for item in named]
+    gone = [path for path in paths if not os.path.lexists(path) and not is_pattern(path)]
+    if len(gone) < 2:
+        return  # `_expand` says more about one
+    few = ", ".join(map(str, gone[:_NAMED]))
+    more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+    raise SourceError(
+        f"{len(gone)} of {len(paths)} files do not exist: {few}{more}{_nearby(gone[0].absolute(), suffixes)}",
+        hint="Check the paths, or give a folder or pattern",
+    )
 
 
 def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, list[Path]]:
@@ -277,8 +296,10 @@ def refuse_together(bad: Sequence[SourceError], total: int, where: str) -> None:
         raise bad[0]
     more = f"\n  and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
     raise SourceError(
-        f"{where}: {len(bad)} of {total} files cannot be used. Fix them as described below, or give a list "
-        "of files or a pattern without them\n  " + "\n  ".join(error.marked for error in bad[:_NAMED]) + more
+        f"{where}: {len(bad)} of {total} files cannot be used\n  "
+        + "\n  ".join(error.marked for error in bad[:_NAMED])
+        + more,
+        hint="Fix them as described, or give a list of files or a pattern without them",
     ) from (bad[0].__cause__ or bad[0])
 
 
@@ -603,7 +624,8 @@ def source_errors(fact: str, hint: str) -> Generator[None]:
     except StokerError:
         raise
     except FOREIGN_ERRORS as error:
-        raise SourceError(f"{fact} ({type(error).__name__}: {error}). {hint}") from cause_of(error)
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise SourceError(f"{fact} ({text})", hint=hint) from cause_of(error)
 
 
 def describe_each(items: Sequence[ItemT], describe: Callable[[ItemT], FoundT], where: str) -> list[FoundT]:

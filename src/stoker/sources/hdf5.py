@@ -305,6 +305,8 @@ def _detect(file: Any, where: str) -> str:
         return "well"
     if hdf5_formats.is_pdebench(file):
         return "pdebench"
+    if not len(file):
+        raise SourceError(f"{where} holds no datasets", hint="Name a file that holds data")
     raise SourceError(
         f"{where} has neither PDEBench's nor The Well's layout. {contents(file)} Declare its datasets and "
         f"axes, for example {arg('fields', {'u': 'n t x'})} (n sample, t time, x y z space, c channel)"

@@ -18,10 +18,11 @@ from typing import Any, cast
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
-from stoker.errors import SourceError, StokerError, arg
+from stoker.errors import Argument, SourceError, StokerError
 from stoker.used_code import functions_in, is_library, qualified_name
 
-_HERE = f"Or read in this process alone: {arg('workers', 0)} (cached: precompute={{'workers': 0}})"
+_ALONE = Argument("precompute.workers", "0", "workers=0 (cached: precompute={'workers': 0})")
+_HERE = f"Or read in this process alone: {_ALONE.marked}"
 _MOST_NAMED = 5
 _INNER = re.compile(r"^(?:job\.)?source(?:\._source)*\._dataset\b")
 """The path of a Dataset inside whatever wraps it."""

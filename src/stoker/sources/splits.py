@@ -193,7 +193,7 @@ def _empty(keys: set[str], ranges: Mapping[str, tuple[int, int]], wanted: str, s
     for other in range(seed + 1, seed + 1 + _TRIED_HASHES // len(keys)):
         found = _counts(keys, ranges, other)
         if all(found.values()):
-            cure = f"Give seed={other} (data.seed={other}), which gives {_shown(found)}"
+            cure = f"Give {arg('seed', other, setting='data.seed')}, which gives {_shown(found)}"
             return f"{fact}, with seed {seed}. {cure}"
     return f"{fact}, with seed {seed}. Give {wanted} a larger fraction in data.splits, or add data"
 

@@ -28,6 +28,7 @@ from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count
 
 VERSION = 1
+MEMBERS = "data.tar.members"
 """Bumped by hand when the same files would give other samples."""
 BYTES = (
     "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm",
@@ -167,10 +168,11 @@ class TarSource(PartedSource[Archive]):
         names = tuple(sorted(first.members[0]))
         known = {*BYTES, *NUMBERS, "npy", "json"}
         if unknown := [name for name in names if name not in known]:
-            readable = [name for name in names if name in known]
+            readable = [name for name in names if name in known] or unknown
+            members = arg("fields", readable, call="TarSource", setting=MEMBERS)
             raise SourceError(
-                f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} have no known kind. "
-                f"Say which to read, as {arg('fields', readable, call='TarSource')}; others are read as bytes"
+                f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} have no known kind",
+                hint=f"Say which to read, as {members}; those of no known kind are read as bytes",
             )
         return names
 
@@ -182,7 +184,9 @@ class TarSource(PartedSource[Archive]):
             where = f"{place}: member .{name}"
             member = archive.members[row].get(name)
             if member is None:
-                raise SourceError(f"{where} is not there. Add it, or leave .{name} out with {arg('fields')}")
+                held = [*archive.members[row]]
+                members = arg("fields", held, setting=MEMBERS)
+                raise SourceError(f"{where} is not there", hint=f"Add it, or read what is there: {members}")
             found.update(_decode(name, self._bytes(archive, member, where), where, self._narrowed))
         return found
 
@@ -234,7 +238,7 @@ class TarSource(PartedSource[Archive]):
             said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {index})")
         return SourceError(
             f"field {name!r} is {' and '.join(said)}. Only axis 0 may vary: write the members alike, or "
-            f"leave .{name.partition('.')[0]} out with {arg('fields')}"
+            f"leave .{name.partition('.')[0]} out with {arg('fields', setting=MEMBERS)}"
         )
 
 

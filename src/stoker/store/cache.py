@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, SupportsIndex, overload
@@ -473,13 +474,23 @@ def rebuild_index(folder: Path, recipe: Recipe) -> Cache:
     return Cache(folder, recipe, index, use=use)
 
 
+_FIND = "Check the path: `stoker cache ls` lists caches, `stoker precompute CONFIG` makes one"
+
+
 def _newest(folder: Path) -> Cache:
     try:
         # A hidden folder is being removed.
         visible = (p for p in folder.iterdir() if not p.name.startswith("."))
         found = sorted(p for p in visible if (p / RECIPE_FILE).exists())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FormatError(f"there is no cache at {folder}. Check the path, or run precompute") from error
+    except NotADirectoryError as error:
+        raise FormatError(f"{display_path(folder)} is a file, and a cache is a folder", hint=_FIND) from error
+    except FileNotFoundError as error:
+        beside = sorted(
+            {path.parent.parent.name for path in folder.parent.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")}
+        )
+        near = get_close_matches(folder.name, beside, n=1)
+        hint = f"Did you mean {display_path(folder.parent / near[0])}?" if near else _FIND
+        raise FormatError(f"there is no cache at {folder}", hint=hint) from error
     if not found:
         raise FormatError(_no_cache(folder))
     caches = _readable(found)
@@ -494,7 +505,7 @@ def _no_cache(folder: Path) -> str:
     """Return the error for a folder without recipes: it may be the one that holds caches by name."""
     names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
     if not names:
-        return f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
+        return f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. {_FIND}"
     more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
     return (
         f"{display_path(folder)} is not a cache. It holds caches by name: {', '.join(names[:MOST_NAMED])}"

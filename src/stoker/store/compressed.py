@@ -80,7 +80,9 @@ def check_compression(value: str) -> Compression:
         ConfigError: It is not a `Compression`, or the library for it is not installed.
     """
     if value not in get_args(Compression):
-        raise ConfigError(f"compression is {value!r}, expected {', '.join(get_args(Compression))}")
+        raise ConfigError(
+            f"compression is {value!r}", hint=f"Expected one of {', '.join(get_args(Compression))}"
+        )
     if value != "none" and importlib.util.find_spec("numcodecs") is None:
         raise ConfigError(f"compression {value!r} needs numcodecs, which is not installed. {_INSTALL}")
     return cast("Compression", value)

@@ -36,6 +36,7 @@ from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard
 from stoker.store.storage import (
     UsageLock,
+    display_path,
     lock_index,
     lock_maintenance,
     mirror_url,
@@ -253,7 +254,11 @@ def folder_to_repair(path: str | Path) -> Path:
         found = sorted(p for p in visible if (p / RECIPE_FILE).exists())
     if len(found) != 1:
         names = ", ".join(p.name for p in found) or "none"
-        raise FormatError(f"{path}: one cache to repair was expected, found {names}. Name the folder of one")
+        one = found[0] if found else path / "NAME" / "FINGERPRINT"
+        raise FormatError(
+            f"{path}: one cache to repair was expected, found {names}",
+            hint=f"Name the folder of one, as {display_path(one)}",
+        )
     return found[0]
 
 

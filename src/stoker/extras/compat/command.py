@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperCommand
 
 from stoker.cli.command import (
     CommandOutput,
@@ -25,6 +24,7 @@ from stoker.cli.command import (
     Epochs,
     Json,
     Manifest,
+    SeveralWords,
     Splits,
     Stage,
     Words,
@@ -58,36 +58,6 @@ group = typer.Typer(
 )
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")]
-
-
-SEVERAL = ("--tasks", "--splits")
-"""Flags that take more than one value, each as its own word."""
-
-
-class EarlierFlags(TyperCommand):
-    """A command that reads `--splits train val` as the earlier script did: one flag, several words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the flag before each of its words, then parse as usual."""
-        return super().parse_args(ctx, repeat_flags(args))
-
-
-def repeat_flags(args: Sequence[str]) -> list[str]:
-    """Put the flag before each of its words; a setting, a YAML file or another flag ends them.
-
-    >>> repeat_flags(["--splits", "train", "val", "c.yaml", "latent.dim=8"])
-    ['--splits', 'train', '--splits', 'val', 'c.yaml', 'latent.dim=8']
-    """
-    out: list[str] = []
-    flag = ""
-    for place, arg in enumerate(args):
-        ends = arg.startswith("-") or "=" in arg or arg.endswith((".yaml", ".yml"))
-        if flag and not ends and args[place - 1] != flag:
-            out.append(flag)
-        if ends:
-            flag = arg if arg in SEVERAL else ""
-        out.append(arg)
-    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,8 +392,8 @@ def _show(result: ConvertedEncoder, console: Console) -> None:
     console.print(escape("use it with: " + " ".join(result.settings)), soft_wrap=True)
 
 
-group.command(cls=EarlierFlags)(precompute)
-group.command(name="precompute_latent_cache", cls=EarlierFlags, hidden=True)(precompute)
+group.command(cls=SeveralWords)(precompute)
+group.command(name="precompute_latent_cache", cls=SeveralWords, hidden=True)(precompute)
 group.command()(train)
 group.command()(validate)
 group.command(name="validate_config", hidden=True)(validate)

@@ -248,7 +248,8 @@ class ExportSettings:
         for name, known in (("to", forms), ("ragged", (None, *RAGGED)), ("packed", PACKED)):
             if getattr(self, name) not in known:
                 words = ", ".join(str(one) for one in known if one)
-                raise ConfigError(f"export: {name} is {getattr(self, name)!r}. Known: {words}")
+                given = arg(name, getattr(self, name), setting=f"--{name}")
+                raise ConfigError(f"export: {given} is not known", hint=f"Expected {words}")
         if self.file_bytes < 1:
             raise ConfigError(f"export: file_bytes is {self.file_bytes}, expected 1 at least")
         if self.records is not None and not 0 <= self.records[0] < self.records[1]:
@@ -289,7 +290,8 @@ def chosen_fields(schema: Schema, settings: ExportSettings) -> Schema:
     unknown = [name for name in wanted if name not in schema]
     if unknown or not wanted:
         raise ConfigError(
-            f"export: {', '.join(unknown) or 'no field'} was asked for. Fields: {', '.join(schema)}"
+            f"export: there is no field {', '.join(unknown) or 'in the list'}",
+            hint=f"Fields: {', '.join(schema)}",
         )
     fields = {name: schema[name] for name in sorted({*wanted})}
     packed = [name for name, f in fields.items() if f.quantized]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CommandOutput, Debug, Json, command_output, tell_settings
+from stoker.cli.command import CommandOutput, Debug, Json, command_output, one_config, tell_settings
 from stoker.errors import ConfigError
 from stoker.units import format_count
 
@@ -80,12 +80,20 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     with command_output(as_json=as_json, debug=debug) as out:
         if where not in ("vast", "script"):
-            raise ConfigError(f"{where!r} is nowhere to launch. Expected vast or script")
+            raise ConfigError(f"{where!r} is not a place to launch on", hint="Expected vast or script")
         verb = words[0] if where == "vast" and words[0] in VERBS else "up"
         files, overrides = tell_settings(words[1:] if words[0] == verb and where == "vast" else words)
-        if len(files) != 1:
-            found = ", ".join(map(str, files)) or "none"
-            raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
+        if where == "vast" and words[0] != verb and len(files) > 1 and not files[0].exists():
+            raise ConfigError(
+                f"{words[0]} is not something to do on vast", hint=f"Expected {', '.join(VERBS)}"
+            )
+        if not files:
+            raise ConfigError(
+                "no CONFIG file is named, and one is needed",
+                hint="Name it, as stoker.yaml; `stoker init DATA` writes one",
+            )
+        if len(files) > 1:
+            raise one_config(files)
         target: Target = "vast" if where == "vast" else "slurm" if slurm else "box"
         if where == "vast" and verb in ("status", "logs", "down"):
             _look_after(out, verb, files[0], overrides, (instance, lines, destroy))

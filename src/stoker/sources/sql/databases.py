@@ -7,7 +7,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -45,6 +45,8 @@ BATCH_BYTES = 8 * MIB
 _MOST_ROWS = 8192
 _STEPS = 20_000
 """Instructions of SQLite between two looks at the clock: some milliseconds at most."""
+_MOST_TABLES = 8
+"""Tables that a message lists."""
 _opening = Lock()
 
 
@@ -55,7 +57,10 @@ class SqliteSession:
         self._request, self._timeouts = request, request.timeouts
         path = Path(request.address.target)
         if not path.is_file():
-            raise SourceError(f"{request.address.shown}: no such file. Expected a SQLite database")
+            raise SourceError(
+                f"{request.address.shown}: no such file",
+                hint=f"Expected a SQLite database. Check {arg('url', setting='data.sql.url')}",
+            )
         self._deadline = time.monotonic() + self._timeouts.statement_s
         self._connection = connect_read_only(
             path,
@@ -142,7 +147,19 @@ class SqliteSession:
                 f"{where}: {error}. A database in WAL mode needs a folder that can be written, or a writer's "
                 "-shm file next to it"
             )
-        return SourceError(f"{where}: {error}. Check table, columns, query and where")
+        return SourceError(f"{where}: {error}", hint=self._advice(str(error)))
+
+    def _advice(self, said: str) -> str:
+        if not said.startswith("no such table"):
+            return "Check table, columns, query and where"
+        with suppress(sqlite3.Error):
+            rows = self._connection.execute(
+                "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') "
+                "AND name NOT LIKE 'sqlite_%' ORDER BY name"
+            )
+            if names := [str(name) for (name,) in rows.fetchmany(_MOST_TABLES)]:
+                return f"Tables there: {', '.join(names)}"
+        return "The database has no tables: check its path"
 
 
 def connect_read_only(path: Path, **given: Any) -> sqlite3.Connection:

@@ -469,6 +469,10 @@ def parse_database_url(url: str | Path) -> DatabaseURL:
     scheme, _, rest = text.partition("://")
     scheme = scheme.partition("+")[0].lower()
     if scheme == "sqlite":
+        if not rest.startswith("/"):
+            raise ConfigError(
+                f"{text} names a host, and a SQLite database is a file", hint=f"Write sqlite:///{rest}"
+            )
         return _sqlite(unquote(rest.partition("?")[0])[1:])
     if scheme not in POSTGRES:
         raise ConfigError(
