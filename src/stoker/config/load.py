@@ -20,7 +20,7 @@ from yaml.reader import ReaderError
 from stoker.config.models import ONLY_IN, OTHER_NAMES, Config, StageConfig, Stages, Steps
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
 from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, Problem
 from stoker.train.config import STAGES
 
 # ----------------------------------------------------------------------------------------------------------
@@ -442,13 +442,13 @@ def _build(
         settings, notes = modernize(settings, where)
         overrides, more = modernize(overrides, COMMAND_LINE)
         notes += [*more, *of_then(settings, overrides, where)]
-    unknown: list[str] = []
+    unknown: list[Problem] = []
     flat = _flatten(settings, "", where, unknown)
     if unknown:
         unknown += _say_earlier(settings, where, earlier)
     _check_names(overrides, unknown)
     if unknown:
-        raise ConfigError("\n".join(unknown))
+        raise ConfigError.of_all(unknown)
     if not earlier and counts_windows_now(flat):
         notes.append(f"{where}: training.batch_size counts windows; `stoker compat` counts trajectories")
     file, command = translate(flat, where), translate(overrides, COMMAND_LINE)
@@ -486,7 +486,7 @@ def _validated(
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, merged, file, command))) from error
+        raise ConfigError.of_all(_explain(error, merged, file, command)) from error
     _check_together(config, file, command)
     return config
 
@@ -598,7 +598,7 @@ def parse_value(text: str) -> object:
 
 
 def _flatten(
-    settings: Mapping[str, object], prefix: str, where: str, unknown: list[str]
+    settings: Mapping[str, object], prefix: str, where: str, unknown: list[Problem]
 ) -> dict[str, object]:
     """Return nested settings by dotted name; names of no setting go to `unknown` as messages."""
     flat: dict[str, object] = {}
@@ -614,7 +614,9 @@ def _flatten(
                 _put(flat, below, found, where)
         elif value is not None:  # a section with nothing below it reads as null
             unknown.append(
-                f"{where}: {name} is {shown(value)}. Expected settings below it, as {_example(name)}"
+                Problem(
+                    f"{where}: {name} is {shown(value)}", f"Expected settings below it, as {_example(name)}"
+                )
             )
     return flat
 
@@ -630,11 +632,13 @@ def _put(flat: dict[str, object], name: str, value: object, where: str) -> None:
     flat[name] = value
 
 
-def _check_names(overrides: Mapping[str, object], unknown: list[str]) -> None:
+def _check_names(overrides: Mapping[str, object], unknown: list[Problem]) -> None:
     for name in overrides:
         if name in all_sections():
             unknown.append(
-                f"{COMMAND_LINE}: {name} is a section. Give one of its settings, as {_example(name)}"
+                Problem(
+                    f"{COMMAND_LINE}: {name} is a section", f"Give one of its settings, as {_example(name)}"
+                )
             )
         elif name not in all_settings() and name not in EARLIER and _mapping_of(name) is None:
             unknown.append(_say_unknown(name, COMMAND_LINE))
@@ -649,20 +653,22 @@ def _mapping_of(name: str) -> str | None:
     return owner if setting is not None and setting.mapping else None
 
 
-def _say_unknown(name: str, where: str) -> str:
+def _say_unknown(name: str, where: str) -> Problem:
     near = nearest(name, [*all_settings(), *EARLIER, *all_sections()])
     hint = f"did you mean {near}?" if near else "docs/config.md lists them all"
-    return f"{where}: {name} is not a setting ({hint})"
+    return Problem(f"{where}: {name} is not a setting ({hint})")
 
 
-def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[str]:
+def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[Problem]:
     """Say where to take a file of the earlier latent cache that a command of today cannot read."""
     if earlier or not is_earlier(settings):
         return []
     return [
-        f"{where}: this looks like a file of the earlier latent cache. "
-        f"`stoker compat train --config {where}` reads it as it was meant; so do `stoker compat precompute` "
-        "and `stoker compat validate`"
+        Problem(
+            f"{where}: this looks like a file of the earlier latent cache",
+            f"`stoker compat train --config {where}` reads it as it was meant; so do `stoker compat "
+            "precompute` and `stoker compat validate`",
+        )
     ]
 
 
@@ -725,9 +731,9 @@ def _at(nested: Mapping[str, object], name: str) -> object:
 
 def _explain(
     error: ValidationError, merged: Mapping[str, object], file: SettingsLayer, command: SettingsLayer
-) -> list[str]:
-    """Return one line for each setting with a wrong value."""
-    lines: dict[str, str] = {}
+) -> list[Problem]:
+    """Return one problem for each setting with a wrong value."""
+    lines: dict[str, Problem] = {}
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
         name = next(
@@ -737,20 +743,21 @@ def _explain(
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
         detail = _explain_entry(problem, name) if name in _ENTRIES else None
-        lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
-            f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
-        )
+        if detail is None:
+            detail = Problem(f"is {shown(merged[name])}", f"Expected {all_settings()[name].expects}")
+        lines[name] = detail.within(f"{layer.where}: {layer.spelled.get(name, name)} ")
     return list(lines.values())
 
 
-def _explain_entry(problem: Mapping[str, Any], name: str) -> str | None:
+def _explain_entry(problem: Mapping[str, Any], name: str) -> Problem | None:
     """Say what is wrong with one entry of a list, from pydantic's error; None: it is the list itself."""
     place = problem["loc"][name.count(".") + 1 :]
     if not place and problem["type"] != "value_error":
         return None
     ((path, detail),) = wrong_fields([{**problem, "loc": place}], schema_of(_ENTRIES[name]))
     entry, _, field = path.partition(".")
-    return ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), detail])
+    start = ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), ""])
+    return detail.within(start)
 
 
 _ENTRIES: Mapping[str, Any] = {"stages": Stages, "training.transforms": Steps}
@@ -768,12 +775,13 @@ def _check_batch(layer: SettingsLayer) -> None:
 
 def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer) -> None:
     """Raise ConfigError for settings that contradict each other."""
-    for name, fact in _contradictions(config, file, command):
+    for name, found in _contradictions(config, file, command):
         from_command = any(key == name or key.startswith(f"{name}.") for key in command.values)
-        raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
+        where = (command if from_command else file).where
+        raise ConfigError.of_all([found.within(f"{where}: {name} ")])
 
 
-def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, str]]:
+def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, Problem]]:
     """Yield what would change samples that are to be served from the files they are in."""
     if not config.precompute.in_place:
         return
@@ -794,38 +802,48 @@ def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, str]]:
         if given:
             yield (
                 "precompute.in_place",
-                f"is true, which serves samples from the files they are in, but {fact}. Give {cure}, or "
-                "precompute.in_place=false",
+                Problem(
+                    f"is true, which serves samples from the files they are in, but {fact}",
+                    f"Give {cure}, or precompute.in_place=false",
+                ),
             )
 
 
-def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer) -> Iterator[tuple[str, str]]:
+def _contradictions(
+    config: Config, file: SettingsLayer, command: SettingsLayer
+) -> Iterator[tuple[str, Problem]]:
     """Yield settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
     for name, kinds in misplaced(config.data, kind):
-        fact = f"is given, but data.kind={kind} has no use for it. Leave it out, or give data.kind="
-        yield f"data.{name}", fact + " or ".join(kinds)
+        fact = f"is given, but data.kind={kind} has no use for it"
+        yield f"data.{name}", Problem(fact, f"Leave it out, or give data.kind={' or '.join(kinds)}")
     for name in misplaced_in_encoder(config.encoder, config.encoder.kind):
-        fact = f"is given, but encoder.kind={config.encoder.kind} has no use for it. Leave it out, or give "
-        yield f"encoder.{name}", fact + "encoder.kind=module"
+        fact = f"is given, but encoder.kind={config.encoder.kind} has no use for it"
+        yield f"encoder.{name}", Problem(fact, "Leave it out, or give encoder.kind=module")
     engine = config.precompute.engine
     # A file may hold what another engine needs, for the day that one is asked for.
     given = {**file.values, **command.values} if engine == "ray" else command.values
     for name, cure in beside_engine(engine, given):
-        yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
+        fact = f"is {shown(given[name])}, but precompute.engine={engine} has no use for it"
+        yield name, Problem(fact, cure)
     yield from _conflicts_with_in_place(config)
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
         if url and "://" in url and _has_password(url):
             yield (
                 name,
-                "holds a password, and settings are copied into every run's folder. Put it in ~/.pgpass or "
-                "PGPASSWORD, where PostgreSQL's own library looks for it",
+                Problem(
+                    "holds a password, and settings are copied into every run's folder",
+                    "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it",
+                ),
             )
     if config.training.partition != "global" and config.training.shuffle is not True:
         yield (
             "training.partition",
-            f"is {config.training.partition}, which shuffles the part of each rank, but training.shuffle is "
-            f"{shown(config.training.shuffle)}. Give training.shuffle=true, or leave training.partition out",
+            Problem(
+                f"is {config.training.partition}, which shuffles the part of each rank, but training.shuffle "
+                f"is {shown(config.training.shuffle)}",
+                "Give training.shuffle=true, or leave training.partition out",
+            ),
         )
     yield from _wrong_windows(config)
     yield from _ineffective(config.stages)
@@ -833,8 +851,9 @@ def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer)
     if width % heads:
         share = "Each head takes an equal part of the width"
         if "model.heads" in command.values:
-            yield "model.heads", f"is {heads}, and model.width {width} is not a multiple of it. {share}"
-        yield "model.width", f"{width} is not a multiple of model.heads {heads}. {share}"
+            fact = f"is {heads}, and model.width {width} is not a multiple of it"
+            yield "model.heads", Problem(fact, share)
+        yield "model.width", Problem(f"{width} is not a multiple of model.heads {heads}", share)
 
 
 def _has_password(url: str) -> bool:
@@ -843,24 +862,25 @@ def _has_password(url: str) -> bool:
     return has_password(url)
 
 
-def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:
+def _wrong_windows(config: Config) -> Iterator[tuple[str, Problem]]:
     """Return settings by which no loader can cut windows, and what is wrong with them."""
     for name in ("time_stride", "rollout_horizon"):
         value = getattr(config.training, name)
         if isinstance(value, tuple) and value[0] > value[1]:
             low, high = sorted(cast("tuple[int, int]", value))
-            fact = f"is {shown(value)}. Expected the smaller number first, as [{low}, {high}]"
-            yield f"training.{name}", fact
+            hint = f"Expected the smaller number first, as [{low}, {high}]"
+            yield f"training.{name}", Problem(f"is {shown(value)}", hint)
     fields = config.training.state_fields
     if fields is not None and (not fields or len({*fields}) < len(fields)):
-        yield "training.state_fields", f"is {shown(fields)}. Expected one or more names, each once, or null"
+        hint = "Expected one or more names, each once, or null"
+        yield "training.state_fields", Problem(f"is {shown(fields)}", hint)
 
 
-def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, str]]:
+def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, Problem]]:
     """Yield keys that a stage was given without effect, likewise; defaults may be written out."""
     for place, stage in enumerate(stages):
         for key, owner in ONLY_IN.items():
             value = getattr(stage, key)
             if stage.name != owner and value != StageConfig.model_fields[key].default:
-                fact = f"{key} is {shown(value)}, and the stage {stage.name} has no use for it"
-                yield "stages", f"entry {place}: {fact}. Leave it out, or give it to the stage {owner}"
+                fact = f"entry {place}: {key} is {shown(value)}, and the stage {stage.name} has no use for it"
+                yield "stages", Problem(fact, f"Leave it out, or give it to the stage {owner}")

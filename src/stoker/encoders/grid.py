@@ -510,8 +510,8 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> GridCells:
             for points, size in zip(grid, patch, strict=True)
         )
         raise EncoderError(
-            f"patch {patch} does not divide grid {grid} ({_AXES[len(grid)]}). Use {arg('patch', cure)}"
-            + (", as 1D data has H = 1" if grid[0] == 1 else "")
+            f"patch {patch} does not divide grid {grid} ({_AXES[len(grid)]})",
+            hint=f"Use {arg('patch', cure)}" + (", as 1D data has H = 1" if grid[0] == 1 else ""),
         )
     patches = tuple(points // size for points, size in zip(grid, patch, strict=True))
     most, shown = math.prod(patches), " x ".join(map(str, patches))

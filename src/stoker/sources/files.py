@@ -277,8 +277,10 @@ def refuse_together(bad: Sequence[SourceError], total: int, where: str) -> None:
         raise bad[0]
     more = f"\n  and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
     raise SourceError(
-        f"{where}: {len(bad)} of {total} files cannot be used. Fix them as described below, or give a list "
-        "of files or a pattern without them\n  " + "\n  ".join(error.marked for error in bad[:_NAMED]) + more
+        f"{where}: {len(bad)} of {total} files cannot be used",
+        hint="Fix them as described below, or give a list of files or a pattern without them\n  "
+        + "\n  ".join(error.marked for error in bad[:_NAMED])
+        + more,
     ) from (bad[0].__cause__ or bad[0])
 
 
