@@ -388,7 +388,7 @@ def test_one_setting_nested_and_dotted_in_a_file_is_an_error(tmp_path: Path) -> 
 
 
 def test_a_reference_that_is_not_closed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"command line: '\$\{' is no value"):
+    with pytest.raises(ConfigError, match=r"command line: '\$\{' is not a value"):
         load_config(None, ["data.root=${"])
 
 

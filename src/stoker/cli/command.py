@@ -227,6 +227,14 @@ def split_words(values: Sequence[str]) -> list[str]:
 # Sizes, times and shares as people type them.
 
 
+class BadValueError(typer.BadParameter):
+    """A value on the command line is wrong; `hint` says what would be right."""
+
+    def __init__(self, fact: str, hint: str) -> None:
+        super().__init__(fact)
+        self.hint = hint
+
+
 def size(text: str) -> int:
     """Return bytes. A number without a unit is refused: who types 20 rarely means 20 bytes. 0 needs none.
 
@@ -235,11 +243,10 @@ def size(text: str) -> int:
     """
     found = parse_bytes(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is not a size. Write a number with a unit, as 20GB or 512MiB")
+        raise BadValueError(f"{text!r} is not a size", "Write a number with a unit, as 20GB or 512MiB")
     if found and text.strip()[-1].isdigit():
-        raise typer.BadParameter(
-            f"{text!r} has no unit. Write {text.strip()}GB, or {text.strip()}B for bytes"
-        )
+        hint = f"Write {text.strip()}GB, or {text.strip()}B for bytes"
+        raise BadValueError(f"{text!r} has no unit", hint)
     return found
 
 
@@ -251,7 +258,7 @@ def duration(text: str) -> float:
     """
     number, unit = _split(text)
     if unit not in TIMES:
-        raise typer.BadParameter(f"{text!r} is not a time. Write a number with a unit, as 30d, 12h or 90min")
+        raise BadValueError(f"{text!r} is not a time", "Write a number with a unit, as 30d, 12h or 90min")
     return number * TIMES[unit]
 
 
@@ -264,7 +271,7 @@ def share(text: str) -> float:
     number, unit = _split(text)
     fraction = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 < fraction <= 1:
-        raise typer.BadParameter(f"{text!r} is not a share. Write 5% or 0.05, more than 0 and at most all")
+        raise BadValueError(f"{text!r} is not a share", "Write 5% or 0.05, more than 0 and at most all")
     return fraction
 
 
@@ -668,7 +675,8 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
         path = error.ctx.command_path if error.ctx is not None else "stoker"
         said = error.format_message().rstrip(".")
         if not said.startswith("Usage:"):
-            out.fail(said, code, "" if said.endswith("?") else f"`{path} --help` shows what it takes")
+            shows = "" if said.endswith("?") else f"`{path} --help` shows what it takes"
+            out.fail(said, code, ". ".join(filter(None, (getattr(error, "hint", ""), shows))))
         else:  # a group without a command, whose help it is
             with contextlib.suppress(OSError):
                 error.show()

@@ -374,8 +374,8 @@ def check_weights(config: Config, where: str) -> None:
     said = f"{where}: training.task_weights"
     if config.training.mixture != "weighted":
         raise ConfigError(
-            f"{said} are of training.mixture=weighted, but it is {config.training.mixture}. "
-            "Set it, or leave the weights out"
+            f"{said} need training.mixture=weighted, and training.mixture is {config.training.mixture}. "
+            "Set training.mixture=weighted, or leave task_weights out"
         )
     lacking = [task for task in tasks if task not in weights]
     for name in weights:
@@ -384,7 +384,7 @@ def check_weights(config: Config, where: str) -> None:
             hint = f"Did you mean {near[0]}?" if near else "Leave it out"
             raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}. {hint}")
     if lacking:
-        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each task a number above 0")
+        raise ConfigError(f"{said} has no entry for {', '.join(lacking)}. Give each task a number above 0")
 
 
 _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
@@ -398,7 +398,7 @@ def _check_name(name: str, said: str) -> None:
         )
     if name == "data.task" or (name.partition(".")[0] not in SECTIONS and name not in SINGLE):
         raise ConfigError(
-            f"{said}: a task has no {name} of its own. Set it for all of them; of its own it has "
+            f"{said}: {name} cannot be set for one task. Set it for all tasks; for one task there are "
             f"{', '.join(f'{section}.*' for section in SECTIONS)}, {', '.join(SINGLE)}"
         )
 
@@ -591,8 +591,8 @@ def parse_value(text: str) -> object:
     except OmegaConfBaseException as error:
         fact = str(error).splitlines()[0]
         raise ConfigError(
-            f"{COMMAND_LINE}: {text!r} is no value: {fact}. Expected YAML, or ${{section.name}} for another "
-            "setting's value"
+            f"{COMMAND_LINE}: {text!r} is not a value: {fact}. Expected YAML, or ${{section.name}} for "
+            "another setting's value"
         ) from error
     return parsed["value"]
 

@@ -599,7 +599,7 @@ def _freeze(module: nn.Module) -> None:
         _log.warning(
             "%s (%s) is frozen in place: eval(), and its parameters no longer require gradients. To "
             "train it as well, give a copy: copy.deepcopy(module)",
-            *(type(module).__qualname__, format_count(len(weights), "weight")),
+            *(type(module).__qualname__, format_count(len(weights), "weight tensor")),
         )
     module.eval()
     for parameter in module.parameters():  # TorchScript refuses `module.requires_grad_`

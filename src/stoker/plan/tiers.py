@@ -880,7 +880,7 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
     rows = gpu_table(record_bytes, records, model_bytes=model_bytes)
     whole = ", ".join(row.gpu for row in rows if row.share == 1)
     parts = ", ".join(f"{format_count(row.records)} on {row.gpu}" for row in rows if row.share < 1)
-    places = "; ".join(filter(None, (whole and f"whole on {whole}", parts)))
+    places = "; ".join(filter(None, (whole and f"all on {whole}", parts)))
     left = (
         "half of each left to the model"
         if model_bytes is None

@@ -103,7 +103,7 @@ class UserCode:
 
     def _file_module(self, path: Path) -> ModuleType:
         if not path.is_file():
-            raise ConfigError(f"{self.setting} {self.spec}: {path} is no file. {self.form}")
+            raise ConfigError(f"{self.setting} {self.spec}: {path} is not a file. {self.form}")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # and there it stays: other processes import it by the same name

@@ -80,7 +80,7 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     with command_output(as_json=as_json, debug=debug) as out:
         if where not in ("vast", "script"):
-            raise ConfigError(f"{where!r} is nowhere to launch. Expected vast or script")
+            raise ConfigError(f"{where!r} is not a place to launch. Expected vast or script")
         verb = words[0] if where == "vast" and words[0] in VERBS else "up"
         files, overrides = tell_settings(words[1:] if words[0] == verb and where == "vast" else words)
         if len(files) != 1:

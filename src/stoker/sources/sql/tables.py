@@ -275,7 +275,7 @@ class RowChecker:
             shown = ", ".join(", ".join(map(_shown, key)) for key in self._twice)
             more = " and others" if self._again > len(self._twice) else ""
             raise SourceError(
-                f"{where}: key {names} comes again in {format_count(self._again)} rows: {shown}{more}. {cure}"
+                f"{where}: key {names} is repeated in {format_count(self._again)} rows: {shown}{more}. {cure}"
             )
         kinds = {tag for found in tags for tag in found}
         if not kinds <= KEYS or any(len(found) > 1 for found in tags):
