@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.config.load import IGNORED, RENAMED, SWITCHES
+from stoker.config.earlier import IGNORED, RENAMED, SWITCHES
 from stoker.config.names import Setting, SettingGroup, every_node, shown
 
 HEAD = """# Settings

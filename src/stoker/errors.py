@@ -40,10 +40,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+    from typing import Self
 
 _BEGIN, _PYTHON, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Around an argument in the text of a message until its error takes it out. Unicode has these characters for
@@ -102,6 +104,24 @@ def arg(name: str, *value: object, call: str = "", setting: str = "") -> str:
     return Argument(setting or name, given or None, python).marked
 
 
+class Problem(NamedTuple):
+    """What is wrong, and what to do: one of several that an error names.
+
+    >>> print(Problem("a.yaml: epochs is 0", hint="Expected at least 1"))
+    a.yaml: epochs is 0. Expected at least 1
+    """
+
+    fact: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fact}. {self.hint}" if self.hint else self.fact
+
+    def within(self, place: str) -> Problem:
+        """Return it with a place before the fact."""
+        return Problem(f"{place}{self.fact}", self.hint)
+
+
 class StokerError(Exception):
     """Root of the tree; `exit_code` is the command line's answer.
 
@@ -126,6 +146,15 @@ class StokerError(Exception):
         """The message: its text, and the arguments that it names."""
         super().__init__(*(_as_python(value) if isinstance(value, str) else value for value in args))
 
+    @classmethod
+    def of_all(cls, problems: Sequence[Problem]) -> Self:
+        """Return the error for some problems, a line each. Of one alone, fact and hint stay apart."""
+        if len(problems) == 1:
+            return cls(problems[0].fact, hint=problems[0].hint)
+        error = cls("\n".join(map(str, problems)))
+        error.given = (error.marked, "")
+        return error
+
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the message names."""
@@ -145,6 +174,29 @@ class StokerError(Exception):
     def marked(self) -> str:
         """The message with its arguments marked: for an error that is raised again with more text."""
         return "".join(part if isinstance(part, str) else part.marked for part in self.parts) or str(self)
+
+    @property
+    def marked_fact(self) -> str:
+        """As `fact`, with its arguments marked."""
+        return split_hint(self.marked)[0] if self.given is None else self.given[0]
+
+    @property
+    def marked_hint(self) -> str:
+        """As `hint`, with its arguments marked."""
+        return split_hint(self.marked)[1] if self.given is None else self.given[1]
+
+    @property
+    def problem(self) -> Problem:
+        """Fact and hint together, their arguments marked."""
+        return Problem(self.marked_fact, self.marked_hint)
+
+    def to_json(self) -> dict[str, str]:
+        """Return fact and hint as another process takes them: `kind(end["message"], hint=end["hint"])`."""
+        return {"message": self.marked_fact, "hint": self.marked_hint}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy it with all that it knows, whatever its class takes to be made."""
+        return _restored, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         """Return the message alone; `KeyError` would quote it."""
@@ -167,6 +219,13 @@ def split_hint(message: str) -> tuple[str, str]:
 
 def _as_python(text: str) -> str:
     return "".join(part if isinstance(part, str) else part.python for part in _parts(text))
+
+
+def _restored(kind: type[StokerError], args: tuple[object, ...], known: dict[str, object]) -> StokerError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(known)
+    return error
 
 
 class ConfigError(StokerError, ValueError):
@@ -194,12 +253,15 @@ class TransferError(SourceError):
 
     Args:
         message: What happened.
+        hint: What to do about it.
         transient: Whether trying again may help.
         wait_s: How long the other side asked to wait first.
     """
 
-    def __init__(self, message: str = "", *, transient: bool = False, wait_s: float = 0.0) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, hint: str = "", transient: bool = False, wait_s: float = 0.0
+    ) -> None:
+        super().__init__(message, hint=hint)
         self.transient = transient
         self.wait_s = wait_s
 
@@ -207,8 +269,8 @@ class TransferError(SourceError):
 class DigestError(TransferError):
     """What was fetched is complete and is not what was declared; fetching it again may help once."""
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message, transient=True)
+    def __init__(self, message: str = "", *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, transient=True)
 
 
 class PathRefusedError(SourceError):
@@ -220,11 +282,12 @@ class ServiceError(StokerError):
 
     Args:
         message: What happened.
+        hint: What to do about it.
         status: The HTTP status; 0 where there was none.
     """
 
-    def __init__(self, message: str = "", *, status: int = 0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, hint: str = "", status: int = 0) -> None:
+        super().__init__(message, hint=hint)
         self.status = status
 
 
@@ -255,15 +318,15 @@ class CorruptError(FormatError):
 
     Args:
         fact: What is damaged.
-        advice: What to do about it; the message is both.
+        hint: What to do about it; the message is both.
         shard: File name of the shard that is damaged, where it is one.
         folder: Where that shard lies: copies of a cache have shards of the same names.
     """
 
     def __init__(
-        self, fact: str = "", *, advice: str = "", shard: str = "", folder: Path | None = None
+        self, fact: str = "", *, hint: str = "", shard: str = "", folder: Path | None = None
     ) -> None:
-        super().__init__(fact, hint=advice)
+        super().__init__(fact, hint=hint)
         self.shard = shard
         self.folder = folder
 
@@ -307,13 +370,14 @@ class ResourceError(StokerError):
 
     Args:
         message: What is missing, with figures.
+        hint: What to do about it.
         full: Whether a disk or a quota was full in the middle of writing, which may pass.
     """
 
     exit_code = 6
 
-    def __init__(self, message: str = "", *, full: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, hint: str = "", full: bool = False) -> None:
+        super().__init__(message, hint=hint)
         self.full = full
 
 
@@ -335,14 +399,15 @@ class ConflictError(StokerError):
     """What was asked of a job does not fit the state it is in; asking again gives the same answer.
 
     Args:
-        message: The state, and what would be possible.
+        message: The state.
+        hint: What would be possible.
         state: The state the job is in; empty where no state is the reason.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str = "", *, state: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, hint: str = "", state: str = "") -> None:
+        super().__init__(message, hint=hint)
         self.state = state
 
 
@@ -354,14 +419,15 @@ class DegradedError(StokerError):
     """The service's database does not answer in time, or cannot be written; asking again later may help.
 
     Args:
-        message: What did not work, and what to look at.
+        message: What did not work.
+        hint: What to look at.
         full: Whether room on a disk is what is missing: then reading may still work.
     """
 
     exit_code = 6
 
-    def __init__(self, message: str = "", *, full: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, hint: str = "", full: bool = False) -> None:
+        super().__init__(message, hint=hint)
         self.full = full
 
 

@@ -186,8 +186,8 @@ def test_of_an_address_the_address_is_named(project: Path) -> None:
     [
         (["cache", "show", "file://share/x"], "Expected three slashes"),
         (["cache", "show", "gs://"], "names no bucket"),
-        (["cache", "show", "http://share/x"], "is no address of caches"),
-        (["cache", "gc", "--yes", "raw", "--at-address"], "raw is a folder here"),
+        (["cache", "show", "http://share/x"], "is not an address of caches"),
+        (["cache", "gc", "--yes", "raw", "--at-address"], "raw is a local folder"),
     ],
 )
 def test_a_place_that_cannot_be_meant_is_exit_code_3(project: Path, args: list[str], said: str) -> None:

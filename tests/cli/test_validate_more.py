@@ -246,7 +246,7 @@ def test_launch_is_checked_where_it_was_set_alone(repository: Path, monkeypatch:
     ("settings", "check", "status", "said"),
     [
         pytest.param(
-            "launch.image='Pytorch/Two Words'", "launch image", "fail", "no registry takes", id="form"
+            "launch.image='Pytorch/Two Words'", "launch image", "fail", "not the name of an image", id="form"
         ),
         pytest.param(
             "launch.image=pytorch/pytorch", "launch image", "warn", "another image tomorrow", id="no-tag"

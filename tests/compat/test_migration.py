@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stoker.compat
-from stoker.config.load import EARLIER, MEANT
+from stoker.config.earlier import EARLIER, MEANT
 from stoker.extras.compat.command import EarlierPrecomputeFlags
 from tests.cli.commands import run
 from tests.compat.test_earlier_units import write_samples

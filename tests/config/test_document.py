@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stoker.config.load import EARLIER
+from stoker.config.earlier import EARLIER
 from stoker.config.names import all_sections, all_settings
 from tools.settings_page import describe_settings
 

@@ -73,8 +73,8 @@ def test_a_task_without_settings_of_its_own_has_those_of_all() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tasks.a.training.lr=1", "a task has no training.lr of its own"),
-        ("tasks.a.data.task=z", "a task has no data.task of its own"),
+        ("tasks.a.training.lr=1", "training.lr cannot be set for one task"),
+        ("tasks.a.data.task=z", "data.task cannot be set for one task"),
         ("tasks.a.data.presett=well", "did you mean data.preset"),
         ("tasks.a.data.preset=3", "tasks.a: data.preset is 3. Expected pdebench or well"),
         ("tasks.a=3", "Expected settings, as tasks:"),
@@ -99,9 +99,12 @@ def test_a_block_of_a_misspelt_task_is_said_with_the_name_that_was_meant(file: P
     ("override", "said"),
     [
         ("training.task_weights.bb=2", "task_weights has bb, but data.task is b, a. Leave it out"),
-        ("training.task_weights={a: 1}", "task_weights has nothing for b"),
+        ("training.task_weights={a: 1}", "task_weights has no entry for b"),
         ("training.task_weights={bee: 1, a: 1}", "task_weights has bee"),
-        ("training.mixture=concat", "task_weights are of training.mixture=weighted, but it is concat"),
+        (
+            "training.mixture=concat",
+            "task_weights need training.mixture=weighted, and training.mixture is concat",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_the_tasks_are_refused_at_once(file: Path, override: str, said: str) -> None:

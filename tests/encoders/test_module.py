@@ -370,7 +370,7 @@ def test_that_a_module_is_frozen_in_place_is_said_when_it_changes(caplog) -> Non
 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "Linear (2 weights) is frozen in place" in record.message
+    assert "Linear (2 weight tensors) is frozen in place" in record.message
     assert "copy.deepcopy(module)" in record.message
 
 

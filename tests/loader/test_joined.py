@@ -185,7 +185,7 @@ def test_tables_of_a_database_and_of_parquet_give_the_same(cache: Cache, tmp_pat
             ConfigError,
             "has a field 'x' already",
         ),
-        ({"on": "x"}, ConfigError, r"on='x' is no field.*Expected number, id"),
+        ({"on": "x"}, ConfigError, r"on='x' is not a field.*Expected number, id"),
         ({"on": ["a"]}, ConfigError, "on has 1 keys for 12 samples"),
         ({"missing": "ignore"}, ConfigError, "missing is 'ignore'. Expected refuse, mask, drop"),
         ({"columns": ["label"]}, SourceError, "column label holds no numbers alone"),

@@ -22,7 +22,7 @@ def test_half_the_bytes_are_twice_the_records_and_a_small_set_fits_whole() -> No
         abs(half.records - 2 * whole.records) <= 1
         for half, whole in zip(gpu_table(5e5, 10**9), gpu_table(1e6, 10**9), strict=True)
     )
-    assert say_gpus(10, 5).endswith("half of each left to the model: whole on " + ", ".join(MEMORY_GIB))
+    assert say_gpus(10, 5).endswith("half of each left to the model: all on " + ", ".join(MEMORY_GIB))
     assert [row.share for row in gpu_table(10, 5, model_bytes=10**15)] == [0.0] * len(MEMORY_GIB)
     with pytest.raises(ConfigError, match="5 records of 0 bytes"):
         gpu_table(0, 5)

@@ -109,7 +109,7 @@ def test_workers_import_it_from_the_folder_of_the_command(module: str, tmp_path:
     [
         ("NAME:Wave", ConfigError, r"NAME\.py has no Wave. It has Waves, broken, by_split, same"),
         ("nosuch:Waves", ConfigError, r"there is no module nosuch, neither installed nor in "),
-        ("nosuch.py:Waves", ConfigError, r"nosuch\.py is no file"),
+        ("nosuch.py:Waves", ConfigError, r"nosuch\.py is not a file"),
         ("Waves", ConfigError, r"'Waves'\. Expected module:name"),
         ("NAME:MODULE", ConfigError, r"has no MODULE"),
         ("NAME:broken", SourceError, r"root='here': KeyError at .*NAME\.py:19: 'here'"),

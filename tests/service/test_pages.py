@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 import stoker
-from stoker.errors import DegradedError
+from stoker.errors import ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
+from stoker.service.client import ServiceClient
 from stoker.service.database import WAITING_STATES
 from stoker.service.jobs import JobQueue, Line
 from stoker.service.stream import CLIENTS, FULL
@@ -183,6 +184,33 @@ def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
     assert answer.status_code == 503
     assert "does not answer within 5 s" in answer.text
     assert 'http-equiv="refresh"' in answer.text
+
+
+def test_fact_and_hint_are_apart_on_a_page_in_json_and_at_a_client(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fact, hint = "/data/Exp. Big/<x>.h5 is away", "Mount it. Then ask again"
+
+    def away(*_: object, **__: object) -> None:
+        raise ConflictError(fact, hint=hint)
+
+    monkeypatch.setattr("stoker.service.jobs.Jobs.list", away)
+
+    page, answer = browser.get("/"), running.client.get(running.api("/jobs"))
+    assert '<p class="problem">/data/Exp. Big/&lt;x&gt;.h5 is away</p>' in page.text
+    assert f'<p class="hint">{hint}</p>' in page.text
+    assert (page.status_code, answer.status_code) == (409, 409)
+    assert answer.json() == {"error": f"{fact}. {hint}", "fact": fact, "hint": hint, "fields": []}
+    with pytest.raises(ConflictError) as refused:
+        ServiceClient(running.address, running.token).jobs()
+    assert (refused.value.fact, refused.value.hint) == (fact, hint)
+
+
+def test_what_the_guard_refuses_has_a_hint(running: Running) -> None:
+    answer = httpx.get(running.api("/jobs"), trust_env=False).json()
+
+    assert answer["error"] == f"{answer['fact']}. {answer['hint']}"
+    assert "Authorization" in answer["hint"]
 
 
 def test_every_page_says_that_the_service_is_degraded(running: Running, browser: httpx.Client) -> None:

@@ -492,10 +492,13 @@ def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: py
         ("s3://bucket/x#planted-secret", "a fragment"),
         ("s3://", "names no bucket"),
         ("s3://bucket/../other", "has a part"),
-        ("ftp://bucket/x", "is no address"),
-        ("http://KEY:planted-secret@host/x", r"http://host/x is no address of caches. Expected s3://BUCKET"),
+        ("ftp://bucket/x", "is not an address"),
+        (
+            "http://KEY:planted-secret@host/x",
+            r"http://host/x is not an address of caches. Expected s3://BUCKET",
+        ),
         (Path("gs://"), "names no bucket. Expected gs://BUCKET/FOLDER"),
-        ("s3://ab", "'ab' is no name of a bucket. Expected three characters or more"),
+        ("s3://ab", "'ab' is not the name of a bucket. Expected three characters or more"),
         ("file://share/x", r"three slashes, as file:///share/x"),
     ],
 )

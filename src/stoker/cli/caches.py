@@ -273,8 +273,8 @@ def cache_gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         run = partial(clean, resolve_local(cache_dir), policy, at_address=at_address)
     elif at_address:
         raise ConfigError(
-            f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
-            "what serves nothing always goes"
+            f"--at-address is for caches at a URL, and {cache_dir} is a local folder. Leave it out: from a "
+            "local folder, files that serve nothing are always removed"
         )
     else:
         run = partial(collect, cache_dir, policy)

@@ -47,7 +47,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from stoker.distributed.ranks import RankEnvironment, find_rank_environment
-from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, split_hint
+from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.runtime.signals import EXIT_S, say_end, started_ns
 from stoker.runtime.threads import start_thread
@@ -275,6 +275,14 @@ def split_words(values: Sequence[str]) -> list[str]:
 # Sizes, times and shares as people type them.
 
 
+class BadValueError(typer.BadParameter):
+    """A value on the command line is wrong; `hint` says what would be right."""
+
+    def __init__(self, fact: str, hint: str) -> None:
+        super().__init__(fact)
+        self.hint = hint
+
+
 def size(text: str) -> int:
     """Return bytes. A number without a unit is refused: who types 20 rarely means 20 bytes. 0 needs none.
 
@@ -283,11 +291,10 @@ def size(text: str) -> int:
     """
     found = parse_bytes(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is not a size. Write a number with a unit, as 20GB or 512MiB")
+        raise BadValueError(f"{text!r} is not a size", "Write a number with a unit, as 20GB or 512MiB")
     if found and text.strip()[-1].isdigit():
-        raise typer.BadParameter(
-            f"{text!r} has no unit. Write {text.strip()}GB, or {text.strip()}B for bytes"
-        )
+        hint = f"Write {text.strip()}GB, or {text.strip()}B for bytes"
+        raise BadValueError(f"{text!r} has no unit", hint)
     return found
 
 
@@ -299,7 +306,7 @@ def duration(text: str) -> float:
     """
     number, unit = _split(text)
     if unit not in TIMES:
-        raise typer.BadParameter(f"{text!r} is not a time. Write a number with a unit, as 30d, 12h or 90min")
+        raise BadValueError(f"{text!r} is not a time", "Write a number with a unit, as 30d, 12h or 90min")
     return number * TIMES[unit]
 
 
@@ -312,7 +319,7 @@ def share(text: str) -> float:
     number, unit = _split(text)
     fraction = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 < fraction <= 1:
-        raise typer.BadParameter(f"{text!r} is not a share. Write 5% or 0.05, more than 0 and at most all")
+        raise BadValueError(f"{text!r} is not a share", "Write 5% or 0.05, more than 0 and at most all")
     return fraction
 
 
@@ -507,17 +514,16 @@ class CommandOutput:
             self.note("nothing was deleted")
             raise typer.Exit
 
-    def fail(self, message: str, exit_code: int, told: tuple[str, str] | None = None) -> typer.Exit:
-        """Report a failure, `told` as fact and hint where it is; the caller raises what comes back."""
-        fact, hint = told or split_hint(message.strip())
+    def fail(self, fact: str, exit_code: int, hint: str = "") -> typer.Exit:
+        """Report a failure; the caller raises what comes back."""
         if exit_code == Interrupted.exit_code:  # of all ranks at once
-            self.note(message.strip())
+            self.note(fact.strip())
         else:
             for line in error_lines(fact, hint):
                 self.warn(line)
         if self.as_json and not self._rank:
             try:
-                self.write_json({"error": message, "fact": fact, "hint": hint, "exit_code": exit_code})
+                self.write_json(error_json(fact, hint, exit_code))
             except ResourceError as error:
                 self.note(str(error))
             except BrokenPipeError:
@@ -530,6 +536,12 @@ def error_lines(fact: str, hint: str) -> list[str]:
     plain = os.environ.get("NO_COLOR") or not sys.stderr.isatty()
     names = ("error:", "hint:") if plain else (_RED.format("error:"), _CYAN.format("hint:"))
     return [f"{name} {text}" for name, text in zip(names, (fact, hint), strict=True) if text]
+
+
+def error_json(fact: str, hint: str, exit_code: int) -> dict[str, JsonValue]:
+    """Return an error as `--json` shows it; `error` is the entire message."""
+    error = f"{fact}. {hint}" if hint else fact
+    return {"error": error, "fact": fact, "hint": hint, "exit_code": exit_code}
 
 
 _RED, _CYAN = "\x1b[1;31m{}\x1b[0m", "\x1b[1;36m{}\x1b[0m"
@@ -577,7 +589,8 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
         except StokerError as error:
             if debug:
                 traceback.print_exc()
-            raise out.fail(_as_typed(error), error.exit_code, told=_told(error)) from None
+            fact, hint = (_as_typed(StokerError(text)) for text in (error.marked_fact, error.marked_hint))
+            raise out.fail(fact, error.exit_code, hint) from None
         except KeyboardInterrupt as error:
             said = str(error) if isinstance(error, Interrupted) else INTERRUPTED
             raise out.fail(said, Interrupted.exit_code) from None
@@ -586,7 +599,8 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
         except Exception as error:  # noqa: BLE001 (the process edge: an unforeseen error is one line too)
             if debug:
                 traceback.print_exc()
-            raise out.fail(_unforeseen(error), StokerError.exit_code) from None
+            fact, hint = _unforeseen(error)
+            raise out.fail(fact, StokerError.exit_code, hint) from None
 
 
 def cli_command(command: Callable[..., None]) -> Callable[..., None]:
@@ -604,14 +618,6 @@ def cli_command(command: Callable[..., None]) -> Callable[..., None]:
     return with_parameters(run, command, own, without=next(iter(signature(command).parameters)))
 
 
-def _told(error: StokerError) -> tuple[str, str]:
-    """Return fact and hint in words that can be typed."""
-    if error.given is None:
-        return split_hint(_as_typed(error))
-    fact, hint = (_as_typed(StokerError(text)) for text in error.given)
-    return fact, hint
-
-
 def _as_typed(error: StokerError) -> str:
     """Return the message in words that can be typed: arguments of the library are settings there."""
     if not error.arguments:
@@ -621,11 +627,11 @@ def _as_typed(error: StokerError) -> str:
     return in_settings(error)
 
 
-def _unforeseen(error: Exception) -> str:
-    """Return one line for an error of no class of ours: about a file, or else a bug."""
+def _unforeseen(error: Exception) -> tuple[str, str]:
+    """Return fact and hint for an error of no class of ours: about a file, or else a bug."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}. {_advice(error)}; --debug shows where it happened"
-    return f"unexpected {type(error).__name__}: {error}. --debug shows where; please report it"
+        return f"{error.filename}: {error.strerror}", f"{_advice(error)}; --debug shows where it happened"
+    return f"unexpected {type(error).__name__}: {error}", "--debug shows where; please report it"
 
 
 def _advice(error: OSError) -> str:
@@ -717,7 +723,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
         said = error.format_message().rstrip(".")
         if not said.startswith("Usage:"):
             fact, hint = _wrong_usage(error)
-            out.fail(f"{fact}. {hint}", code, told=(fact, hint))
+            out.fail(fact, code, hint)
         else:  # a group without a command, whose help it is
             with contextlib.suppress(OSError):
                 error.show()
@@ -726,7 +732,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except BrokenPipeError:
         code = 1
     except ResourceError as error:
-        code = out.fail(str(error), error.exit_code).exit_code
+        code = out.fail(error.fact, error.exit_code, error.hint).exit_code
     say_end(code or 0)
     _end_in_time(code or 0)
     sys.exit(code)
@@ -752,12 +758,12 @@ def _wrong_usage(error: Any) -> tuple[str, str]:
         )
         expected = expected if expected.startswith("a ") else f"a number {expected}"
         return f"{name} is {refused[0]['input']}", f"Expected {expected}. {takes}"
-    fact, hint = split_hint(said)
-    if fact.startswith("No such command"):
-        hint = hint.replace("Did you mean '", f"Did you mean '{path} ").replace(
-            f"'{path} stoker ", "'stoker "
-        )
-    return fact, hint if hint.endswith("?") else f"{hint}. {takes}".removeprefix(". ")
+    fact, mean, near = said.partition(". Did you mean ")
+    if mean:
+        named = near.startswith("'stoker ") or not fact.startswith("No such command")
+        return fact, "Did you mean " + (near if named else near.replace("'", f"'{path} ", 1))
+    hint = getattr(error, "hint", "")
+    return fact, f"{hint}. {takes}" if hint else takes
 
 
 def _option_hint(error: Any, option: str) -> str:

@@ -309,7 +309,7 @@ def plan(
         load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
         return
     if markdown or picture:
-        raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
+        raise ConfigError("--markdown and --picture need --simulate. Add --simulate, or leave them out")
     _refuse_words(words or [])
     settings = load_settings(out, *config_and_overrides(words or []))
     from stoker.cli import output

@@ -25,8 +25,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.command import INTERRUPTED, error_lines, keep_standard_streams, name_of_rank, printing
-from stoker.errors import ConfigError, Interrupted, ResourceError, split_hint
+from stoker.cli.command import (
+    INTERRUPTED,
+    error_json,
+    error_lines,
+    keep_standard_streams,
+    name_of_rank,
+    printing,
+)
+from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.runtime.processes.child import SpawnedProcess, oom_kills
 from stoker.runtime.processes.heartbeat import Heartbeat, HeartbeatPage
 from stoker.runtime.signals import GUARD_VARIABLE, TOGETHER_S, Lifeline, started_ns
@@ -217,8 +224,8 @@ def main() -> None:
         command()
         return
     if not linux:
-        needed = f"`stoker {name}` needs Linux (memfd, pidfd), and this is {sys.platform}. Run it there"
-        sys.exit(_fail(needed, ConfigError.exit_code, words))
+        needed = f"`stoker {name}` needs Linux (memfd, pidfd), and this is {sys.platform}"
+        sys.exit(_fail(needed, ConfigError.exit_code, words, "Run it there"))
     sys.exit(guard(words))
 
 
@@ -233,7 +240,8 @@ def guard(words: Sequence[str]) -> int:
             notes_fd = notes_fd or os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
             child = _GuardedChild(words, watched, notes_fd)
         except OSError as error:
-            return _fail(_not_started(error), ResourceError.exit_code, words)
+            fact = f"the command's process cannot be started: {error}"
+            return _fail(fact, ResourceError.exit_code, words, _not_started(error))
         end = child.run()
         if not end.while_encoding:
             return _passed_on(end, words)
@@ -245,14 +253,13 @@ def guard(words: Sequence[str]) -> int:
             break
         _say(f"the encoding process {end.describe()}. Starting it again; what is stored stays")
     stack = f"\nIts last stacks:\n{end.stack[-STACK_CHARS:]}" if end.stack else ""
-    message = (
-        f"the encoding process {end.describe()}: failure {failed[place]} there, {starts} in all. "
-        f"What is stored stays, and the same command resumes once the cause is fixed{stack}"
-    )
-    return _fail(message, EXIT_STALLED if end.overdue else EXIT_FAILED, words)
+    fact = f"the encoding process {end.describe()}: failure {failed[place]} there, {starts} in all"
+    hint = f"What is stored stays, and the same command resumes once the cause is fixed{stack}"
+    return _fail(fact, EXIT_STALLED if end.overdue else EXIT_FAILED, words, hint)
 
 
 def _not_started(error: OSError) -> str:
+    """Return what to do about it."""
     hints = {
         errno.EMFILE: "Allow more open files (ulimit -n), then run this again",
         errno.ENFILE: "The machine has no open file left: end other programs, then run this again",
@@ -261,8 +268,7 @@ def _not_started(error: OSError) -> str:
         errno.EACCES: f"Check that {sys.executable} may be executed",
         errno.ENOENT: f"Check that {sys.executable} is there",
     }
-    hint = hints.get(error.errno or 0, "Correct that, then run this again")
-    return f"the command's process cannot be started: {error}. {hint}"
+    return hints.get(error.errno or 0, "Correct that, then run this again")
 
 
 def _passed_on(end: ChildEnd, words: Sequence[str]) -> int:
@@ -270,10 +276,10 @@ def _passed_on(end: ChildEnd, words: Sequence[str]) -> int:
         return _answer(end.output, end.code)
     if end.unanswered:
         hint = "See what is mounted there, then run the same command again: what is stored stays"
-        return _fail(f"the command {end.describe()}. {hint}", EXIT_STALLED, words)
+        return _fail(f"the command {end.describe()}", EXIT_STALLED, words, hint)
     if end.asked:
         return _fail(INTERRUPTED, Interrupted.exit_code, words)
-    return _fail(f"the command {end.describe()}. The same command resumes", EXIT_FAILED, words)
+    return _fail(f"the command {end.describe()}", EXIT_FAILED, words, "The same command resumes")
 
 
 def _say(text: str) -> None:
@@ -281,14 +287,13 @@ def _say(text: str) -> None:
         print(name_of_rank() + text, file=sys.stderr, flush=True)  # noqa: T201  the command line's own line
 
 
-def _fail(message: str, code: int, words: Sequence[str]) -> int:
-    fact, hint = split_hint(message)
+def _fail(fact: str, code: int, words: Sequence[str], hint: str = "") -> int:
     if code == Interrupted.exit_code:
-        _say(message)
+        _say(fact)
     else:
         for line in error_lines(fact, hint):
             _say(line)
-    report = json.dumps({"error": message, "fact": fact, "hint": hint, "exit_code": code}) + "\n"
+    report = json.dumps(error_json(fact, hint, code)) + "\n"
     return _answer(report if "--json" in words else "", code)
 
 

@@ -171,7 +171,7 @@ def _job(words: list[str], batch_size: int | None) -> BenchJob | None:
         return job_of_cache(paths[0], batch_size or BATCH_SIZE)
     if batch_size is not None:
         raise ConfigError(
-            f"--batch-size {batch_size} is of a CACHE. Write training.batch_size={batch_size} after a CONFIG"
+            f"--batch-size {batch_size} is for a CACHE. Write training.batch_size={batch_size} after a CONFIG"
         )
     if not paths:
         return None

@@ -7,9 +7,9 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,286 +17,21 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
-from stoker.config.models import ONLY_IN, OTHER_NAMES, Config, StageConfig, Stages, Steps
+from stoker.config.earlier import (
+    EARLIER,
+    SettingsLayer,
+    counts_windows_now,
+    is_earlier,
+    leaves,
+    lift_sequential,
+    modernize,
+    of_then,
+    translate,
+)
+from stoker.config.models import ONLY_IN, Config, StageConfig, Stages, Steps
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
 from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
-from stoker.errors import ConfigError
-from stoker.train.config import STAGES
-
-# ----------------------------------------------------------------------------------------------------------
-# Settings of earlier systems: what each means here.
-#
-# A name that still means something sets what it means; one that means nothing any more is accepted with a
-# note. A layer (the file, or the command line) is translated separately, so that the command line may
-# override an earlier name in the file.
-#
-# `translate` serves every command. `modernize` goes further, for `stoker compat` and `stoker.compat` alone:
-# it gives names that exist today the meaning that they had then, and leaves out what belonged to other
-# programs.
-
-
-RENAMED: Mapping[str, str] = {
-    "data.patch_size": "encoder.patch_size",
-    "training.num_workers": "precompute.workers",
-    "training.learning_rate": "training.lr",
-    "training.max_grad_norm": "training.grad_clip",
-    "precompute.identity": "identity",
-    "data.torch.identity": "data.torch.version",
-}
-"""Earlier name to today's, with the same values."""
-
-SWITCHES: Mapping[str, Mapping[bool, tuple[str, object]]] = {
-    "training.force_ram_preload": {True: ("training.tier", "host")},
-    "training.force_legacy_loader": {True: ("training.tier", "disk")},
-    "training.use_preloaded_cache": {False: ("training.tier", "disk")},
-}
-"""Earlier switch to what it sets, per position; the other position leaves things automatic."""
-
-IGNORED: Mapping[str, str] = {
-    "training.pin_memory": "memory is pinned where the tier gains from it",
-    "training.prefetch_factor": "depth follows the measured latency",
-    "training.persistent_workers": "serving uses no worker processes",
-    "training.num_gpus": "`torchrun --nproc-per-node N -m stoker train CONFIG` starts one process for each",
-    "training.use_parallel_encoding": "workers read, one process encodes",
-}
-"""Earlier name to why it has no effect."""
-
-EARLIER = (*RENAMED, *SWITCHES, *IGNORED)
-"""All earlier names that are known."""
-
-MEANT: Mapping[str, str] = {
-    "training.batch_size": "training.batch_trajectories",
-    "seed": "training.seed",
-    "training.patience": "training.early_stop_patience",
-    "optimizer.lr": "training.lr",
-    "optimizer.weight_decay": "training.weight_decay",
-    "stages.operator.epochs": "training.epochs",
-    "stages.operator.patience": "training.early_stop_patience",
-    "stages.operator.optimizer.lr": "training.lr",
-    "stages.operator.optimizer.weight_decay": "training.weight_decay",
-}
-"""Today's meaning of names in a file of the earlier latent cache; the more special ones last: they win."""
-
-STAGE_MEANT: Mapping[str, str] = {
-    "patience": "early_stop_patience",
-    "optimizer.lr": "lr",
-    **{name: name for name in StageConfig.model_fields if name != "name"},
-}
-"""Today's meaning of names in a section of `stages` other than `operator`, which has its own above."""
-
-BATCH_TRAJECTORIES = 16
-"""Trajectories in a batch of an earlier file that gives no `training.batch_size`."""
-
-OTHER_SECTIONS = frozenset({
-    "stages", "checkpoint", "checkpoints", "logging", "operator", "optimizer", "diffusion", "distillation",
-    "evaluation", "ttc", "tracker", "wandb",
-})  # fmt: skip
-"""Sections of earlier files that belonged to other programs: a file with one of them is an earlier one."""
-
-_Stages: TypeAlias = dict[str, dict[str, object]]
-
-ALIKE = 0.85
-"""Names at least this much alike are taken for one name misspelt, which is an error."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SettingsLayer:
-    """Settings from one place, by today's dotted name."""
-
-    where: str
-    """The file, or `command line`; begins every message."""
-    values: dict[str, object] = field(default_factory=dict[str, object])
-    spelled: dict[str, str] = field(default_factory=dict[str, str])
-    """Today's name to the one that the user wrote."""
-    notes: list[str] = field(default_factory=list[str])
-
-    def put(self, name: str, value: object, spelled: str) -> None:
-        """Set `name`.
-
-        Raises:
-            ConfigError: It is set already, under this or another name.
-        """
-        if name in self.values:
-            first = self.spelled[name]
-            again = "is given twice" if first == spelled else f"and {spelled} are the same setting"
-            raise ConfigError(f"{self.where}: {first} {again}. Give it once")
-        self.values[name], self.spelled[name] = value, spelled
-
-
-def translate(given: Mapping[str, object], where: str) -> SettingsLayer:
-    """Return settings of one place under today's names.
-
-    Args:
-        given: Dotted name, today's or an earlier one, to value.
-        where: For messages.
-
-    Raises:
-        ConfigError: Two names set the same thing.
-    """
-    layer = SettingsLayer(where=where)
-    for name, value in given.items():
-        if name not in EARLIER:
-            layer.put(name, value, name)
-        elif name in RENAMED:
-            layer.put(RENAMED[name], value, name)
-        elif name in IGNORED:
-            layer.notes.append(f"{where}: {name} has no effect any more: {IGNORED[name]}")
-    for name in SWITCHES:
-        if name in given:
-            _switch(layer, name, given[name])
-    return layer
-
-
-def _switch(layer: SettingsLayer, name: str, position: object) -> None:
-    """Set what a switch means; today's own name for it must not say something else."""
-    if not isinstance(position, bool):
-        raise ConfigError(f"{layer.where}: {name} is {shown(position)}. Expected true or false")
-    if position not in SWITCHES[name]:
-        return
-    target, value = SWITCHES[name][position]
-    present = layer.values.get(target, value)
-    spelled = layer.spelled.get(target, name)
-    if present != value:
-        raise ConfigError(
-            f"{layer.where}: {name}={shown(position)} means {target}={shown(value)}, "
-            f"but {spelled} says {shown(present)}. Give one of them"
-        )
-    layer.values[target], layer.spelled[target] = value, spelled
-
-
-def modernize(given: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:
-    """Return the settings of an earlier file, or of its command line, by the names that mean the same now.
-
-    Args:
-        given: Nested, or by dotted name.
-        where: Begins every note.
-
-    Returns:
-        Settings by dotted name, for `translate`, and notes: a line for what has no effect, one for each
-        setting that was given in two places. A name that is nearly a known one stays in, so that reading
-        it says which one it resembles.
-    """
-    kept: dict[str, object] = {}
-    spelled: dict[str, str] = {}
-    left: dict[str, None] = {}
-    notes: list[str] = []
-    flat = dict(_leaves(given))
-    if stages := _take_stages(flat):
-        kept["stages"], spelled["stages"] = stages, "stages"
-    order = [*MEANT]
-    for name in sorted(flat, key=lambda name: order.index(name) if name in MEANT else -1):
-        value, today = flat[name], MEANT.get(name, name)
-        if not _is_known(today) and not _resembles(name):
-            left[name if _stage_of(name) else _shortest(name)] = None
-            continue
-        if value is None and today in all_settings() and "null" not in all_settings()[today].expects:
-            continue  # unset, as an earlier file says it
-        if today in kept and kept[today] != value:
-            notes.append(f"{where}: {name} {shown(value)} is used, not {spelled[today]} {shown(kept[today])}")
-        kept[today], spelled[today] = value, name
-    if left:
-        notes.append(f"{where}: no effect here: {', '.join(left)} (docs/migration.md#settings)")
-    return kept, notes
-
-
-def _take_stages(flat: dict[str, object]) -> dict[str, dict[str, object]]:
-    """Move stages that `stoker train` has out of `flat`; nothing where `operator` is the only one."""
-    found: dict[str, dict[str, object]] = {}
-    whole = flat.get("stages")
-    if isinstance(whole, Mapping):
-        del flat["stages"]
-        for key, own in cast("Mapping[str, object]", whole).items():
-            name = f"stages.{as_name(key)}"
-            if stage := _stage_of(name):
-                found[stage] = {}
-            if own or stage is None:
-                flat |= _leaves({name: own})
-    for name in [name for name in flat if name not in MEANT]:
-        stage, leaf = _stage_of(name), name.split(".", 2)[-1]
-        if stage and leaf in STAGE_MEANT:
-            found.setdefault(stage, {})[STAGE_MEANT[leaf]] = flat.pop(name)
-    return {"operator": {}} | found if any(name != "operator" or own for name, own in found.items()) else {}
-
-
-def _stage_of(name: str) -> str | None:
-    """Return the stage of today that an earlier name is about; None: none."""
-    section, _, rest = name.partition(".")
-    stage = rest.partition(".")[0]
-    stage = OTHER_NAMES.get(stage, stage)
-    return stage if section == "stages" and stage in STAGES else None
-
-
-def of_then(given: dict[str, object], overrides: dict[str, object], where: str) -> list[str]:
-    """Add to the settings of an earlier file what it did not say and meant; notes about it."""
-    both = {**given, **overrides}
-    stages, more = given.get("stages"), overrides.get("stages")
-    if isinstance(stages, dict) and isinstance(more, dict):
-        file, command = cast("_Stages", stages), cast("_Stages", more)
-        overrides["stages"] = {
-            name: file.get(name, {}) | command.get(name, {}) for name in {**file, **command}
-        }
-    if "training.start_every" not in both:
-        given["training.start_every"] = "${training.time_stride}"  # pairs began a stride apart
-    if "training.batch_trajectories" in both or "training.batch_size" in both:
-        return []
-    given["training.batch_trajectories"] = BATCH_TRAJECTORIES
-    return [f"{where}: training.batch_size is not given: {BATCH_TRAJECTORIES} trajectories"]
-
-
-def lift_sequential(file: SettingsLayer, overrides: Mapping[str, object]) -> None:
-    """Let `training.use_parallel_encoding=true` on the command line lift the file's `num_workers: 0`."""
-    if overrides.get("training.use_parallel_encoding") is True and file.values.get("precompute.workers") == 0:
-        del file.values["precompute.workers"]
-
-
-def is_earlier(given: Mapping[str, object]) -> bool:
-    """Return True for the settings of an earlier file: by a section, or a name, that only those had."""
-    return any(
-        name in EARLIER or name.partition(".")[0] in OTHER_SECTIONS - {*all_sections(), *all_settings()}
-        for name, _ in _leaves(given)
-    )
-
-
-def counts_windows_now(flat: Mapping[str, object]) -> bool:
-    """Return True for an earlier file whose `training.batch_size` meant trajectories."""
-    return "training.batch_size" in flat and not flat.keys().isdisjoint([*SWITCHES, *IGNORED])
-
-
-def _leaves(given: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield values by dotted name; a setting that is a mapping is one value."""
-    for key, value in given.items():
-        name = f"{prefix}{as_name(key)}"
-        if isinstance(value, Mapping) and not _is_known(name):
-            yield from _leaves(cast("Mapping[str, object]", value), f"{name}.")
-        elif name not in all_sections() or value is not None:
-            yield name, value
-
-
-def _is_known(name: str) -> bool:
-    owner = all_settings().get(name.rpartition(".")[0])
-    entry = name.startswith("tasks.") or (owner is not None and owner.mapping)
-    return name in all_settings() or name in EARLIER or entry
-
-
-def _shortest(name: str) -> str:
-    """Return the shortest unknown prefix of a name: `logging` for `logging.wandb.on`."""
-    known = (*all_settings(), *EARLIER, *MEANT)
-    parts = name.split(".")
-    heads = (".".join(parts[:n]) for n in range(1, len(parts)))
-    return next((head for head in heads if not any(k.startswith(f"{head}.") for k in known)), name)
-
-
-def _resembles(name: str) -> bool:
-    """Return True if `name`, in a known section, is nearly a known name: it may be a typing error."""
-    section, _, leaf = name.rpartition(".")
-    if section not in all_sections():
-        return False
-    known = (*all_settings(), *EARLIER)
-    leaves = [other.rpartition(".")[2] for other in known if other.startswith(f"{section}.")]
-    return any(
-        SequenceMatcher(None, leaf, other).ratio() >= ALIKE or other.endswith(f"_{leaf}") for other in leaves
-    )
-
+from stoker.errors import ConfigError, Problem
 
 # ----------------------------------------------------------------------------------------------------------
 # Settings of single tasks: `tasks: {name: {...}}`, over those of all.
@@ -330,7 +65,7 @@ def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
         task, block = (entry["task"], {entry["setting"]: value}) if entry else (str(key), value)
         if not isinstance(block, Mapping):
             raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
-        for name, one in _leaves(cast("Mapping[str, object]", block)):
+        for name, one in leaves(cast("Mapping[str, object]", block)):
             _check_name(name, f"{where}: tasks.{task}.{name}")
             blocks.setdefault(task, {})[name] = one
     return blocks
@@ -374,8 +109,8 @@ def check_weights(config: Config, where: str) -> None:
     said = f"{where}: training.task_weights"
     if config.training.mixture != "weighted":
         raise ConfigError(
-            f"{said} are of training.mixture=weighted, but it is {config.training.mixture}. "
-            "Set it, or leave the weights out"
+            f"{said} need training.mixture=weighted, and training.mixture is {config.training.mixture}. "
+            "Set training.mixture=weighted, or leave task_weights out"
         )
     lacking = [task for task in tasks if task not in weights]
     for name in weights:
@@ -384,7 +119,7 @@ def check_weights(config: Config, where: str) -> None:
             hint = f"Did you mean {near[0]}?" if near else "Leave it out"
             raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}. {hint}")
     if lacking:
-        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each task a number above 0")
+        raise ConfigError(f"{said} has no entry for {', '.join(lacking)}. Give each task a number above 0")
 
 
 _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
@@ -398,7 +133,7 @@ def _check_name(name: str, said: str) -> None:
         )
     if name == "data.task" or (name.partition(".")[0] not in SECTIONS and name not in SINGLE):
         raise ConfigError(
-            f"{said}: a task has no {name} of its own. Set it for all of them; of its own it has "
+            f"{said}: {name} cannot be set for one task. Set it for all tasks; for one task there are "
             f"{', '.join(f'{section}.*' for section in SECTIONS)}, {', '.join(SINGLE)}"
         )
 
@@ -601,8 +336,8 @@ class _Unknown:
 
     names: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """By the place that they are in."""
-    others: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Facts and hints about names that are not settings but something else."""
+    others: list[Problem] = field(default_factory=list[Problem])
+    """About names that are not settings but something else."""
 
     @property
     def is_any(self) -> bool:
@@ -614,14 +349,16 @@ class _Unknown:
     def error(self) -> ConfigError:
         """Return one error about all of them; many names become the first few and a count."""
         facts = [f"{where}: {_not_settings(names)}" for where, names in self.names.items()]
-        hints = [hint for _, hint in self.others if hint]
+        hints = [problem.hint for problem in self.others if problem.hint]
         every = [name for names in self.names.values() for name in names]
         meant = dict.fromkeys(filter(None, map(_meant, every)))
         if meant and len(every) <= MOST_NAMED + 1:
             hints.insert(0, f"Did you mean {' and '.join(meant)}?")
         elif every and not hints:
             hints.append("`stoker init --all` prints all settings")
-        return ConfigError("\n".join([*facts, *(fact for fact, _ in self.others)]), hint=" ".join(hints))
+        return ConfigError(
+            "\n".join([*facts, *(problem.fact for problem in self.others)]), hint=" ".join(hints)
+        )
 
 
 def _not_settings(names: Sequence[str]) -> str:
@@ -700,9 +437,8 @@ def _flatten(settings: Mapping[str, object], prefix: str, where: str, unknown: _
                 _put(flat, below, found, where)
         elif value is not None:  # a section with nothing below it reads as null
             unknown.others.append(
-                (
-                    f"{where}: {name} is {shown(value)}",
-                    f"Expected settings below it, as {_example(name)}",
+                Problem(
+                    f"{where}: {name} is {shown(value)}", f"Expected settings below it, as {_example(name)}"
                 )
             )
     return flat
@@ -723,9 +459,8 @@ def _check_names(overrides: Mapping[str, object], unknown: _Unknown) -> None:
     for name in overrides:
         if name in all_sections():
             unknown.others.append(
-                (
-                    f"{COMMAND_LINE}: {name} is a section",
-                    f"Give one of its settings, as {_example(name)}",
+                Problem(
+                    f"{COMMAND_LINE}: {name} is a section", f"Give one of its settings, as {_example(name)}"
                 )
             )
         elif name not in all_settings() and name not in EARLIER and _mapping_of(name) is None:
@@ -741,15 +476,15 @@ def _mapping_of(name: str) -> str | None:
     return owner if setting is not None and setting.mapping else None
 
 
-def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[tuple[str, str]]:
+def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[Problem]:
     """Say where to take a file of the earlier latent cache that a command of today cannot read."""
     if earlier or not is_earlier(settings):
         return []
     return [
-        (
+        Problem(
             f"{where}: this looks like a file of the earlier latent cache",
-            f"`stoker compat train --config {where}` reads it as it was meant; so do "
-            "`stoker compat precompute` and `stoker compat validate`",
+            f"`stoker compat train --config {where}` reads it as it was meant; so do `stoker compat "
+            "precompute` and `stoker compat validate`",
         )
     ]
 
@@ -813,11 +548,11 @@ def _at(nested: Mapping[str, object], name: str) -> object:
     return place
 
 
-def _wrong_values(lines: Sequence[str]) -> ConfigError:
+def _wrong_values(problems: Sequence[Problem]) -> ConfigError:
     """Return one error about all wrong values; of many, the first few and a count."""
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    lines = [line.replace(". Expected", ": expected", 1) for line in lines]
+    if len(problems) == 1:
+        return ConfigError.of_all(problems)
+    lines = [str(problem).replace(". Expected", ": expected", 1) for problem in problems]
     shown_lines = lines if len(lines) <= MOST_NAMED + 1 else lines[:MOST_NAMED]
     more = [f"and {len(lines) - len(shown_lines)} more"] if len(shown_lines) < len(lines) else []
     return ConfigError("\n".join([*shown_lines, *more]), hint="Correct these settings")
@@ -825,9 +560,9 @@ def _wrong_values(lines: Sequence[str]) -> ConfigError:
 
 def _explain(
     error: ValidationError, merged: Mapping[str, object], file: SettingsLayer, command: SettingsLayer
-) -> list[str]:
-    """Return one line for each setting with a wrong value."""
-    lines: dict[str, str] = {}
+) -> list[Problem]:
+    """Return one problem for each setting with a wrong value."""
+    lines: dict[str, Problem] = {}
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
         name = next(
@@ -837,20 +572,21 @@ def _explain(
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
         detail = _explain_entry(problem, name) if name in _ENTRIES else None
-        lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
-            f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
-        )
+        if detail is None:
+            detail = Problem(f"is {shown(merged[name])}", f"Expected {all_settings()[name].expects}")
+        lines[name] = detail.within(f"{layer.where}: {layer.spelled.get(name, name)} ")
     return list(lines.values())
 
 
-def _explain_entry(problem: Mapping[str, Any], name: str) -> str | None:
+def _explain_entry(problem: Mapping[str, Any], name: str) -> Problem | None:
     """Say what is wrong with one entry of a list, from pydantic's error; None: it is the list itself."""
     place = problem["loc"][name.count(".") + 1 :]
     if not place and problem["type"] != "value_error":
         return None
     ((path, detail),) = wrong_fields([{**problem, "loc": place}], schema_of(_ENTRIES[name]))
     entry, _, field = path.partition(".")
-    return ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), detail])
+    start = ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), ""])
+    return detail.within(start)
 
 
 _ENTRIES: Mapping[str, Any] = {"stages": Stages, "training.transforms": Steps}
@@ -868,12 +604,13 @@ def _check_batch(layer: SettingsLayer) -> None:
 
 def _check_together(config: Config, file: SettingsLayer, command: SettingsLayer) -> None:
     """Raise ConfigError for settings that contradict each other."""
-    for name, fact in _contradictions(config, file, command):
+    for name, found in _contradictions(config, file, command):
         from_command = any(key == name or key.startswith(f"{name}.") for key in command.values)
-        raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
+        where = (command if from_command else file).where
+        raise ConfigError.of_all([found.within(f"{where}: {name} ")])
 
 
-def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, str]]:
+def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, Problem]]:
     """Yield what would change samples that are to be served from the files they are in."""
     if not config.precompute.in_place:
         return
@@ -894,38 +631,48 @@ def _conflicts_with_in_place(config: Config) -> Iterator[tuple[str, str]]:
         if given:
             yield (
                 "precompute.in_place",
-                f"is true, which serves samples from the files they are in, but {fact}. Give {cure}, or "
-                "precompute.in_place=false",
+                Problem(
+                    f"is true, which serves samples from the files they are in, but {fact}",
+                    f"Give {cure}, or precompute.in_place=false",
+                ),
             )
 
 
-def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer) -> Iterator[tuple[str, str]]:
+def _contradictions(
+    config: Config, file: SettingsLayer, command: SettingsLayer
+) -> Iterator[tuple[str, Problem]]:
     """Yield settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
     for name, kinds in misplaced(config.data, kind):
-        fact = f"is given, but data.kind={kind} has no use for it. Leave it out, or give data.kind="
-        yield f"data.{name}", fact + " or ".join(kinds)
+        fact = f"is given, but data.kind={kind} has no use for it"
+        yield f"data.{name}", Problem(fact, f"Leave it out, or give data.kind={' or '.join(kinds)}")
     for name in misplaced_in_encoder(config.encoder, config.encoder.kind):
-        fact = f"is given, but encoder.kind={config.encoder.kind} has no use for it. Leave it out, or give "
-        yield f"encoder.{name}", fact + "encoder.kind=module"
+        fact = f"is given, but encoder.kind={config.encoder.kind} has no use for it"
+        yield f"encoder.{name}", Problem(fact, "Leave it out, or give encoder.kind=module")
     engine = config.precompute.engine
     # A file may hold what another engine needs, for the day that one is asked for.
     given = {**file.values, **command.values} if engine == "ray" else command.values
     for name, cure in beside_engine(engine, given):
-        yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
+        fact = f"is {shown(given[name])}, but precompute.engine={engine} has no use for it"
+        yield name, Problem(fact, cure)
     yield from _conflicts_with_in_place(config)
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
         if url and "://" in url and _has_password(url):
             yield (
                 name,
-                "holds a password, and settings are copied into every run's folder. Put it in ~/.pgpass or "
-                "PGPASSWORD, where PostgreSQL's own library looks for it",
+                Problem(
+                    "holds a password, and settings are copied into every run's folder",
+                    "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it",
+                ),
             )
     if config.training.partition != "global" and config.training.shuffle is not True:
         yield (
             "training.partition",
-            f"is {config.training.partition}, which shuffles the part of each rank, but training.shuffle is "
-            f"{shown(config.training.shuffle)}. Give training.shuffle=true, or leave training.partition out",
+            Problem(
+                f"is {config.training.partition}, which shuffles the part of each rank, but training.shuffle "
+                f"is {shown(config.training.shuffle)}",
+                "Give training.shuffle=true, or leave training.partition out",
+            ),
         )
     yield from _wrong_windows(config)
     yield from _ineffective(config.stages)
@@ -933,8 +680,9 @@ def _contradictions(config: Config, file: SettingsLayer, command: SettingsLayer)
     if width % heads:
         share = "Each head takes an equal part of the width"
         if "model.heads" in command.values:
-            yield "model.heads", f"is {heads}, and model.width {width} is not a multiple of it. {share}"
-        yield "model.width", f"{width} is not a multiple of model.heads {heads}. {share}"
+            fact = f"is {heads}, and model.width {width} is not a multiple of it"
+            yield "model.heads", Problem(fact, share)
+        yield "model.width", Problem(f"{width} is not a multiple of model.heads {heads}", share)
 
 
 def _has_password(url: str) -> bool:
@@ -943,24 +691,25 @@ def _has_password(url: str) -> bool:
     return has_password(url)
 
 
-def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:
+def _wrong_windows(config: Config) -> Iterator[tuple[str, Problem]]:
     """Return settings by which no loader can cut windows, and what is wrong with them."""
     for name in ("time_stride", "rollout_horizon"):
         value = getattr(config.training, name)
         if isinstance(value, tuple) and value[0] > value[1]:
             low, high = sorted(cast("tuple[int, int]", value))
-            fact = f"is {shown(value)}. Expected the smaller number first, as [{low}, {high}]"
-            yield f"training.{name}", fact
+            hint = f"Expected the smaller number first, as [{low}, {high}]"
+            yield f"training.{name}", Problem(f"is {shown(value)}", hint)
     fields = config.training.state_fields
     if fields is not None and (not fields or len({*fields}) < len(fields)):
-        yield "training.state_fields", f"is {shown(fields)}. Expected one or more names, each once, or null"
+        hint = "Expected one or more names, each once, or null"
+        yield "training.state_fields", Problem(f"is {shown(fields)}", hint)
 
 
-def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, str]]:
+def _ineffective(stages: Sequence[StageConfig]) -> Iterator[tuple[str, Problem]]:
     """Yield keys that a stage was given without effect, likewise; defaults may be written out."""
     for place, stage in enumerate(stages):
         for key, owner in ONLY_IN.items():
             value = getattr(stage, key)
             if stage.name != owner and value != StageConfig.model_fields[key].default:
-                fact = f"{key} is {shown(value)}, and the stage {stage.name} has no use for it"
-                yield "stages", f"entry {place}: {fact}. Leave it out, or give it to the stage {owner}"
+                fact = f"entry {place}: {key} is {shown(value)}, and the stage {stage.name} has no use for it"
+                yield "stages", Problem(fact, f"Leave it out, or give it to the stage {owner}")

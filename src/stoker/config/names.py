@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from stoker.config.models import Config
 from stoker.config.sections import SIZE_FORMAT
-from stoker.errors import Argument, StokerError
+from stoker.errors import Argument, Problem, StokerError
 from stoker.schema import Json
 
 
@@ -242,8 +242,8 @@ def without_null(schema: Schema) -> Schema:
     return options[0] if len(options) == 1 else schema
 
 
-def wrong_fields(errors: Sequence[Any], schema: Schema) -> list[tuple[str, str]]:
-    """Return of each wrong field its path and one sentence or two about it.
+def wrong_fields(errors: Sequence[Any], schema: Schema) -> list[tuple[str, Problem]]:
+    """Return of each wrong field its path and what is wrong with it.
 
     Values of unknown fields, URLs, and long texts are not repeated: they may be secret, or huge.
 
@@ -251,7 +251,7 @@ def wrong_fields(errors: Sequence[Any], schema: Schema) -> list[tuple[str, str]]
         errors: Of a `ValidationError`, see its `errors()`.
         schema: Of what was validated, see `schema_of`.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Problem] = {}
     places = [error["loc"] for error in errors]
     for error in errors:
         loc = error["loc"]
@@ -266,19 +266,20 @@ def wrong_fields(errors: Sequence[Any], schema: Schema) -> list[tuple[str, str]]
     return list(found.items())
 
 
-def _problem(error: Mapping[str, Any], path: Sequence[str], parent: Schema, schema: Schema) -> str:
+def _problem(error: Mapping[str, Any], path: Sequence[str], parent: Schema, schema: Schema) -> Problem:
     kind = error["type"]
     if kind == "value_error":  # raised by a validator of ours
-        return str(error["ctx"]["error"])
+        cause = error["ctx"]["error"]
+        return Problem(cause.fact, cause.hint) if isinstance(cause, StokerError) else Problem(str(cause))
     if kind == "extra_forbidden":
-        return f"no field has this name{_meant(path[-1], [*parent.get('properties', {})])}"
+        return Problem(f"no field has this name{_meant(path[-1], [*parent.get('properties', {})])}")
     expected = f"Expected {expectation(schema)}"
     if kind in ("missing", "union_tag_not_found"):
-        return f"it is missing. {expected}"
+        return Problem("it is missing", expected)
     value = error["input"][path[-1]] if kind == "union_tag_invalid" else error["input"]
     choices = _choices(schema)
     near = nearest(value, choices) if isinstance(value, str) else None
-    return f"{_shown(value)} is given. {expected}{f' (did you mean {near}?)' if near else ''}"
+    return Problem(f"{_shown(value)} is given", f"{expected}{f' (did you mean {near}?)' if near else ''}")
 
 
 def _find(schema: Schema, loc: Sequence[int | str]) -> tuple[list[str], Schema, Schema]:

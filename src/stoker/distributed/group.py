@@ -113,10 +113,11 @@ class RankHeartbeat:
         self._ended.set()
         self._thread.join(2 * BEAT_S)
 
-    def leave_note(self, text: str, *, asked: bool = False) -> None:
-        """Say why this rank ends, and whether it was asked to; other ranks may be gone already."""
+    def leave_note(self, text: str, *, hint: str = "", asked: bool = False) -> None:
+        """Say why this rank ends, what to do, and if it was asked to end; other ranks may be gone."""
+        note = {"text": text, "hint": hint, "asked": asked}
         try:
-            self._store.set(f"ended/{self._env.rank}", json.dumps({"text": text, "asked": asked}))
+            self._store.set(f"ended/{self._env.rank}", json.dumps(note))
         except RuntimeError:
             return
 
@@ -160,10 +161,10 @@ class RankHeartbeat:
                 if not still:
                     return None
                 if time.monotonic() - begun > SILENT_S:
-                    return StalledError(self._gone(still, what, since))
+                    return self._gone(still, what, since)
                 time.sleep(BEAT_S / 2)
         except RuntimeError:  # the meeting point itself is gone
-            return StalledError(self._gone([0], what, since))
+            return self._gone([0], what, since)
 
     def _has_left(self, rank: int) -> bool:
         """Return True if a rank said that it is done, or why it ends."""
@@ -181,7 +182,7 @@ class RankHeartbeat:
         for rank in ranks:
             note = self._note(rank)
             if note is not None and not (asked and note["asked"]):
-                return StalledError(note["text"])
+                return StalledError(note["text"], hint=note["hint"])
         now, silent = time.monotonic(), list[int]()
         for rank in ranks:
             count = self._count(rank)
@@ -190,7 +191,7 @@ class RankHeartbeat:
                 self._seen[rank] = count, now
             elif count and now - moved > SILENT_S:
                 silent.append(rank)
-        return StalledError(self._gone(silent, what, since)) if silent else None
+        return self._gone(silent, what, since) if silent else None
 
     def _count(self, rank: int) -> str:
         """Return how far a rank has counted, and what it is at; empty before its first count."""
@@ -205,10 +206,10 @@ class RankHeartbeat:
     def _read(self, key: str, default: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else default
 
-    def _gone(self, ranks: list[int], what: str, since: float) -> str:
+    def _gone(self, ranks: list[int], what: str, since: float) -> StalledError:
         env, several = self._env, len(ranks) > 1
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
-        return (
+        return StalledError(
             f"{who} of {env.world_size} ended without a message (killed, stopped or cut off): rank "
             f"{env.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} "
             f"at {what}. All ranks end now. Run it again, with as many ranks as there are, to continue "
@@ -268,12 +269,13 @@ class RankGroup(Ranks):
         if asked or (isinstance(error, RuntimeError) and not isinstance(error, StokerError)):
             lost = self._heartbeat.blame("its own end", time.monotonic(), asked=asked)
             if lost is not None:
-                self._heartbeat.leave_note(str(lost))
+                self._heartbeat.leave_note(lost.fact, hint=lost.hint)
                 raise lost from error
-        told = str(error) or type(error).__name__
-        self._heartbeat.leave_note(
-            told if isinstance(error, StalledError) else f"rank {self.rank} ended: {told}", asked=asked
-        )
+        hint = error.hint if isinstance(error, StokerError) else ""
+        told = error.fact if isinstance(error, StokerError) else str(error) or type(error).__name__
+        if not isinstance(error, StalledError):
+            told = f"rank {self.rank} ended: {told}"
+        self._heartbeat.leave_note(told, hint=hint, asked=asked)
 
     def all_gather(self, text: str, what: str) -> list[str]:
         """See `Ranks`."""
@@ -290,7 +292,7 @@ class RankGroup(Ranks):
         if (ended := self._heartbeat.ended(missing, what, begun)) is not None:
             raise ended
         if time.monotonic() - begun > self._timeout_s:
-            raise StalledError(self._late(missing, what))
+            raise self._late(missing, what)
         time.sleep(_LOOK_S / 10)
 
     def all_sum(self, values: Sequence[float], what: str) -> list[float]:
@@ -339,15 +341,15 @@ class RankGroup(Ranks):
         except RuntimeError as error:  # torch has no class of its own for what fails between processes
             blamed = self._heartbeat.blame(what, begun)
             if blamed is None and time.monotonic() - begun >= self._timeout_s:
-                blamed = StalledError(self._late([r for r in range(self.world_size) if r != self.rank], what))
+                blamed = self._late([r for r in range(self.world_size) if r != self.rank], what)
             if blamed is None:
                 raise
             raise blamed from error
         finally:
             self._heartbeat.at = before
 
-    def _late(self, ranks: list[int], what: str) -> str:
-        return (
+    def _late(self, ranks: list[int], what: str) -> StalledError:
+        return StalledError(
             f"rank {self.rank} of {self.world_size} waited {self._timeout_s:g} s at {what}, and not all "
             f"came: {self._heartbeat.whereabouts(ranks)}. Give more time with "
             "training.rank_deadline, or look at what holds them up"

@@ -95,7 +95,7 @@ def describe_function(function: Callable[..., object]) -> dict[str, Json]:
         return {**describe_function(function.__func__), "owner": described}
     if not isinstance(function, types.FunctionType):
         if not isinstance(inspect.getattr_static(function, "__call__", None), types.FunctionType):
-            raise EncoderError(_unseen(function, "it is compiled"))
+            raise _unseen(function, "it is compiled")
         return _instance(function, "__call__")
     if _in_library(function):
         return {"class": qualified_name(function), "source": None}
@@ -113,7 +113,7 @@ def bound_module(function: Callable[..., object]) -> nn.Module | None:
 def _instance(thing: object, call: str) -> dict[str, Json]:
     """Class, code of it and of its bases, and settings of an object that is run by its method `call`."""
     if not hasattr(thing, "__dict__"):
-        raise EncoderError(_unseen(thing, "it has no __dict__ that shows its settings"))
+        raise _unseen(thing, "it has no __dict__ that shows its settings")
     code: dict[str, Json] = {}
     for kind in type(thing).__mro__:
         if not _in_library(kind):
@@ -212,11 +212,11 @@ def _source(thing: Any) -> Json:
             text += bytecode_text(thing)  # several in one line have one text
         return hashlib.sha256(text.encode()).hexdigest()
     except (OSError, TypeError) as error:
-        raise EncoderError(_unseen(thing, str(error))) from error
+        raise _unseen(thing, str(error)) from error
 
 
-def _unseen(thing: object, why: str) -> str:
-    return (
+def _unseen(thing: object, why: str) -> EncoderError:
+    return EncoderError(
         f"{qualified_name(thing)} has no source text and settings to tell it by ({why}), so that a change "
         f"would go unseen. {_CURE}"
     )
@@ -254,8 +254,8 @@ def _held(value: object, where: str) -> Json:
     try:
         return _parts(value, where)
     except RecursionError as error:
-        text = f"{where[:100]} is nested too deep to be distinguished from another. {_CURE}"
-        raise EncoderError(text) from error
+        fact = f"{where[:100]} is nested too deep to be distinguished from another"
+        raise EncoderError(fact, hint=_CURE) from error
     finally:
         _ABOVE.reset(token)
 
@@ -277,7 +277,7 @@ def _array_or_text(value: Any, where: str) -> Json:
     if isinstance(value, np.dtype | re.Pattern):
         return repr(cast("object", value))
     if value.dtype.hasobject:
-        raise EncoderError(_alike(value, where))
+        raise _alike(value, where)
     array = np.ascontiguousarray(value)
     return [array.dtype.str, list(value.shape), hashlib.sha256(array.tobytes()).hexdigest()]
 
@@ -300,11 +300,11 @@ def _code_value(value: Any, where: str) -> Json:
     kinds = type(value).__mro__
     if hasattr(value, "__dict__") and not any(is_library(kind) for kind in kinds if kind not in _EMPTY):
         return _followed(value)
-    raise EncoderError(_alike(value, where))
+    raise _alike(value, where)
 
 
-def _alike(value: object, where: str) -> str:
-    return (
+def _alike(value: object, where: str) -> EncoderError:
+    return EncoderError(
         f"{where} is a {qualified_name(type(value))}, which cannot be distinguished from others of its kind. "
         f"{_CURE}"
     )
@@ -599,7 +599,7 @@ def _freeze(module: nn.Module) -> None:
         _log.warning(
             "%s (%s) is frozen in place: eval(), and its parameters no longer require gradients. To "
             "train it as well, give a copy: copy.deepcopy(module)",
-            *(type(module).__qualname__, format_count(len(weights), "weight")),
+            *(type(module).__qualname__, format_count(len(weights), "weight tensor")),
         )
     module.eval()
     for parameter in module.parameters():  # TorchScript refuses `module.requires_grad_`

@@ -442,8 +442,8 @@ def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
     if len(points := [name for name in timed if schema[name].folded]) == 1:
         return points[0]
     raise ConfigError(
-        f"windows need one field with time; this cache has {', '.join(timed) or 'none'}. "
-        + ("Name one with Windows(field=...)" if timed else _KEEP_TIME)
+        f"windows need one field with time; this cache has {', '.join(timed) or 'none'}",
+        hint="Name one with Windows(field=...)" if timed else _KEEP_TIME,
     )
 
 

@@ -403,7 +403,7 @@ def check_mode(mode: str, **settings: object) -> None:
         ConfigError: As said.
     """
     if mode not in get_args(Mode):
-        raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
+        raise ConfigError(f"mode is {mode!r}. Expected {', '.join(get_args(Mode))}")
     for name, value in settings.items():
         if value is not None and OF_MODE[name] != mode:
             raise ConfigError(
@@ -446,9 +446,9 @@ def _check_named(weights: Mapping[str, object], names: Sequence[str]) -> None:
     if unknown:
         near = get_close_matches(unknown[0], lacking or names, n=1)
         hint = f"Did you mean {near[0]}?" if near else "Leave it out"
-        raise ConfigError(f"weights names {unknown[0]!r}, which is none of {', '.join(names)}. {hint}")
+        raise ConfigError(f"weights names {unknown[0]!r}, which is not one of {', '.join(names)}. {hint}")
     if lacking:
-        raise ConfigError(f"weights has nothing for {', '.join(lacking)}. Give each a number above 0")
+        raise ConfigError(f"weights has no entry for {', '.join(lacking)}. Give each a number above 0")
 
 
 def _is_weight(value: object) -> bool:
@@ -598,7 +598,7 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
         )
     for name, why in REFUSED.items():
         if settings.get(name) is not None:
-            raise ConfigError(f"{name}= means nothing in a mixture: {why}. Give Loaders made with {name}=")
+            raise ConfigError(f"{name}= has no effect in a mixture: {why}. Give Loaders made with {name}=")
 
 
 def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:
@@ -816,7 +816,9 @@ class Mixture(EpochIterable):
                 caches are filled, which would end for this rank alone.
         """
         if name not in self.loaders:
-            raise ConfigError(f"{name!r} is none of {', '.join(self.loaders)}. Use mix='batch' for one alone")
+            raise ConfigError(
+                f"{name!r} is not one of {', '.join(self.loaders)}. Use mix='batch' for one alone"
+            )
         if any(is_filling(one) and design_of(one).share.world_size > 1 for one in self.loaders.values()):
             raise ConfigError(
                 f"only({name!r}) needs complete caches, and ranks serve the epoch in which they are filled. "

@@ -94,8 +94,9 @@ class Repairer:
         try:
             repaired = self._encode_again(cache, error, cache.filler)
         except StokerError as reason:
-            fact = f"{error.fact}. Encoding it again from its source failed: {reason}"
-            raise CorruptError(fact, shard=error.shard, folder=error.folder) from reason
+            fact = f"{error.fact}. Encoding it again from its source failed: {reason.marked_fact}"
+            hint = reason.marked_hint
+            raise CorruptError(fact, hint=hint, shard=error.shard, folder=error.folder) from reason
         repaired.filler, repaired.joined = cache.filler, cache.joined
         return repaired
 

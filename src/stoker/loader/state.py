@@ -255,7 +255,7 @@ class EpochPlace:
         """
         (number,) = whole_numbers(epoch=epoch)
         if number < 0:
-            raise ConfigError(f"epoch {number} is not one. Expected 0 or more")
+            raise ConfigError(f"the epoch is {number}. Expected 0 or more")
         if number != self.at[0]:
             self.at, self._restored = (number, 0), False
 

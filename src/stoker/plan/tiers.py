@@ -229,11 +229,11 @@ def _compressed(ratio: float, rates: Rates) -> str:
     )
 
 
-def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
+def _does_not_fit(facts: PlanFacts, tier: str, stored: int) -> ResourceError:
     """Return the error for a tier that was asked for and cannot hold `stored` records."""
     demand = facts.demand
     free, limit = facts.free(tier)
-    return (
+    return ResourceError(
         f"tier {tier}: {format_count(stored)} records of {format_bytes(demand.record_bytes)} take "
         f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {tier} "
         f"memory may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
@@ -565,7 +565,7 @@ def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: PlanFacts)
     if tier == "device" and demand.on_cpu:
         tier = "host"
     if tier in budgets and stored * demand.record_bytes > budgets[tier]:
-        raise ResourceError(say_need(facts, tier, stored))
+        raise _does_not_fit(facts, tier, stored)
     device = 0 if demand.on_cpu else _fitting(stored, demand.record_bytes, budgets["device"])
     if tier not in ("auto", "device"):
         device = 0
@@ -880,7 +880,7 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
     rows = gpu_table(record_bytes, records, model_bytes=model_bytes)
     whole = ", ".join(row.gpu for row in rows if row.share == 1)
     parts = ", ".join(f"{format_count(row.records)} on {row.gpu}" for row in rows if row.share < 1)
-    places = "; ".join(filter(None, (whole and f"whole on {whole}", parts)))
+    places = "; ".join(filter(None, (whole and f"all on {whole}", parts)))
     left = (
         "half of each left to the model"
         if model_bytes is None

@@ -188,13 +188,13 @@ class ChildFill:
     def _explained(self, end: dict[str, Any], child: LoggedChild) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
-            return kind(f"filling {self._path} while training failed: {end['message']}")
+            return kind(f"filling {self._path} while training failed: {end['message']}", hint=end["hint"])
         ended, tail = child.exit, child.tail()
-        text = (
-            f"process {child.pid}, which fills {self._path}, {ended}. What is committed stays; run it "
-            f"again to resume{f'. It said: {tail}' if tail else ''}"
+        kind = ResourceError if ended is not None and ended.out_of_memory else StokerError
+        return kind(
+            f"process {child.pid}, which fills {self._path}, {ended}{f'. It said: {tail}' if tail else ''}",
+            hint="What is committed stays; run it again to resume",
         )
-        return ResourceError(text) if ended is not None and ended.out_of_memory else StokerError(text)
 
 
 def _pickled(task: FillTask) -> bytes:

@@ -45,9 +45,11 @@ from stoker.store.values import view_bytes
 RANDOM_ENCODER = (
     "the encoder gives other values when it is called again on the same samples: field {name!r} changes"
     "{far}, since the encoder draws random numbers, or keeps something from one call to the next; a cache "
-    "would keep one draw, and each fill another. Return what does not change, as the mean in place of a "
-    "sample (`vae.encode(x).latent_dist.mean`), or seed the generator at the start of each call "
-    "(`torch.manual_seed(0)`)"
+    "would keep one draw, and each fill another"
+)
+FIXED_ENCODER = (
+    "Return what does not change, as the mean in place of a sample (`vae.encode(x).latent_dist.mean`), or "
+    "seed the generator at the start of each call (`torch.manual_seed(0)`)"
 )
 
 TOLERANCE = 1e-4
@@ -86,7 +88,7 @@ def refuse_random(first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, 
         floats = tensor.is_floating_point() and not exact
         if not floats or far > max(TOLERANCE, 2 * torch.finfo(tensor.dtype).eps):
             by = f" by {far:.2g} of its largest value" if 0 < far < float("inf") else ""
-            raise EncoderError(RANDOM_ENCODER.format(name=name, far=by))
+            raise EncoderError(RANDOM_ENCODER.format(name=name, far=by), hint=FIXED_ENCODER)
 
 
 def distance(stored: Tensor, fresh: Tensor) -> float:

@@ -310,8 +310,8 @@ class EncoderProcesses:
     def _failed(self, device: _Device, child: LoggedChild, frame: Frame) -> None:
         kind = getattr(errors, frame["error"], StokerError)
         if kind not in OWN_FAULTS:
-            raise kind(f"the encoder on {device.name}: {frame['message']}")
-        self._lose(device, child, kind(frame["message"]))
+            raise kind(f"the encoder on {device.name}: {frame['message']}", hint=frame["hint"])
+        self._lose(device, child, kind(frame["message"], hint=frame["hint"]))
 
     def _lose(self, device: _Device, child: LoggedChild, error: StokerError) -> None:
         """Do without a process: say why, have its groups read again, and start another unless that is vain.
@@ -338,11 +338,12 @@ class EncoderProcesses:
             if self._tries[works[0].key] >= MAX_TRIES:
                 raise type(error)(
                     f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: "
-                    f"{error.marked}. What is "
-                    f"stored stays; run it again to resume once the cause is fixed. Stacks and output: "
-                    f"{child.log}"
+                    f"{error.marked_fact}",
+                    hint=f"{_before(error)}What is stored stays; run it again to resume once the cause is "
+                    f"fixed. Stacks and output: {child.log}",
                 )
-        said = type(error)(f"the encoder on {device.name} is lost{at}: {error.marked}; output: {child.log}")
+        fact = f"the encoder on {device.name} is lost{at}: {error.marked_fact}; output: {child.log}"
+        said = type(error)(fact, hint=error.marked_hint)
         if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
             self._give_up(device, said)
             return
@@ -361,8 +362,8 @@ class EncoderProcesses:
         if not left:
             raise type(error)(
                 f"no device is left of {', '.join(one.name for one in self._devices)}. The last: "
-                f"{error.marked}. "
-                "What is stored stays; run it again to resume"
+                f"{error.marked_fact}",
+                hint=f"{_before(error)}What is stored stays; run it again to resume",
             ) from self._last
         self._last = error
         log.warning("%s. Its groups go to the rest: %s", error, ", ".join(left))
@@ -467,6 +468,11 @@ class _Device:
         )
 
 
+def _before(error: StokerError) -> str:
+    """Return the hint of an error, as a sentence before another."""
+    return f"{error.marked_hint}. " if error.marked_hint else ""
+
+
 def _gone(child: LoggedChild, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(child.pidfd, select.POLLIN)
@@ -501,12 +507,12 @@ def serve(connection: Connection) -> int:
         return 0  # the caller is gone
     except StokerError as error:
         kind = next((kind for kind in OWN_FAULTS if isinstance(error, kind)), type(error))
-        channel.send({"kind": "failed", "error": kind.__name__, "message": error.marked})
+        channel.send({"kind": "failed", "error": kind.__name__, **error.to_json()})
         return 1
     except Exception as error:  # noqa: BLE001  a process edge: the caller decides what becomes of it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
-        channel.send({"kind": "failed", "error": "StokerError", "message": message})
+        channel.send({"kind": "failed", "error": "StokerError", "message": message, "hint": ""})
         return 1
     return 0
 

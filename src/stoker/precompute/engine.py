@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
 from stoker.encoders.wrappers import keep_fields
-from stoker.errors import ConfigError, IncompleteError, Interrupted, RecordError, StokerError, arg
+from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, RecordError, StokerError, arg
 from stoker.plan.resources import Resources, encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
 from stoker.precompute.encoder_processes import unpickled
@@ -331,18 +331,18 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     try:
         cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
     except StokerError as error:
-        _tell_ranks(name, "", str(error), filling=False)
+        _tell_ranks(name, "", error.problem, filling=False)
         raise
-    told = _tell_ranks(name, cache.fingerprint, "", filling=cache.filling is not None)
+    told = _tell_ranks(name, cache.fingerprint, None, filling=cache.filling is not None)
     agree_on_order(cache, filling=_is_filled_by_any(told, name, cache.fingerprint))
     return cache
 
 
-_Told = tuple[str, str, str, bool]
+_Told = tuple[str, str, Problem | None, bool]
 """What a rank says of its call: name and fingerprint of the cache, its error, whether it fills the cache."""
 
 
-def _tell_ranks(name: str, fingerprint: str, error: str, *, filling: bool) -> list[_Told]:
+def _tell_ranks(name: str, fingerprint: str, error: Problem | None, *, filling: bool) -> list[_Told]:
     """Return what all ranks of torch's process group say, which are all to make this call; none: no group.
 
     The timeout is that of the group.
@@ -363,8 +363,8 @@ def _is_filled_by_any(told: Sequence[_Told], name: str, fingerprint: str) -> boo
         StokerError: Another rank failed.
     """
     for rank, (their_name, theirs, error, _) in enumerate(told):
-        if error:
-            raise StokerError(f"rank {rank} could not begin to fill {their_name}: {error}")
+        if error is not None:
+            raise StokerError.of_all([error.within(f"rank {rank} could not begin to fill {their_name}: ")])
         if (their_name, theirs) != (name, fingerprint):
             raise ConfigError(
                 f"rank {rank} fills {their_name}/{theirs}, this one {name}/{fingerprint}. Call precompute "
@@ -753,12 +753,13 @@ def fill_in_child(connection: Connection) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
         end = _fill_from(task_fd)
     except StokerError as error:
-        end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
+        end = {"kind": "failed", "error": type(error).__name__, **error.to_json()}
     except Interrupted as error:
         end = {"kind": "failed", "error": Interrupted.__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
         traceback.print_exc()
-        end = {"kind": "failed", "error": "StokerError", "message": f"{type(error).__name__}: {error}"}
+        message = f"{type(error).__name__}: {error}"
+        end = {"kind": "failed", "error": "StokerError", "message": message, "hint": ""}
     with suppress(OSError):  # the caller is gone, and with it everybody to be told
         channel.send(end)
     return 0

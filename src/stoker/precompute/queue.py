@@ -409,7 +409,7 @@ class SampleLedger:
             IncompleteError: The first `FIRST` samples all failed, and they are more than is allowed.
         """
         if fault.stage == CHANGED:
-            raise SourceError(fault.error)
+            raise SourceError(fault.error, hint=fault.hint)
         attempts = self._attempts.get(fault.number, 0) + 1
         self._attempts[fault.number] = attempts
         if fault.retry and attempts < ATTEMPTS:
@@ -468,7 +468,7 @@ class SampleLedger:
             return
         raise IncompleteError(
             f"the first {len(self._hopeless)} samples all failed, and none was read. The last is sample "
-            f"{fault.number} ({fault.stage}): {fault.error}\nFix the cause and "
+            f"{fault.number} ({fault.stage}): {fault.error}. Fix the cause and "
             f"{retry_hint({fault.stage}, self._nan)}. Or allow more samples to fail with "
             f"{arg('max_quarantined', 1.0)}"
         )

@@ -169,8 +169,9 @@ class ChangeGuard:
             if isinstance(error.__cause__, OSError):
                 raise  # it cannot be read, which says nothing about its content
             raise ChangedError(
-                f"{path} is being written while it is encoded, seen when sample {number} was read: {error}. "
-                "Nothing read since then is stored"
+                f"{path} is being written while it is encoded, seen when sample {number} was read: "
+                f"{error.marked_fact}. Nothing read since then is stored",
+                hint=error.marked_hint,
             ) from error
         if (now.bytes, now.digest) != (known.bytes, known.digest):
             raise ChangedError(
@@ -232,6 +233,8 @@ class SampleFault:
     """`sample`: the sample's own fault; `transient`: may pass (input/output, memory, a hang)."""
     retry: bool
     """True if another try within the run makes sense."""
+    hint: str = ""
+    """What to do, where `error` does not say so: of `CHANGED`."""
 
 
 def passing_fault(number: int, stage: str, error: str) -> SampleFault:
@@ -426,9 +429,9 @@ class SampleReader:
     def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
         passing = isinstance(error, MemoryError) or _from_the_system(error)
         ours = isinstance(error, StokerError) and str(error)
-        text = str(error) if ours else f"{type(error).__name__}: {error}"
+        text, hint = str(error) if ours else f"{type(error).__name__}: {error}", ""
         if isinstance(error, ChangedError):
-            stage = CHANGED
+            stage, text, hint = CHANGED, error.marked_fact, error.marked_hint
         elif isinstance(error, DecodeError):
             stage = "decode"
         return SampleFaultError(
@@ -438,6 +441,7 @@ class SampleReader:
                 error=text[:_ERROR_CHARS],
                 kind="transient" if passing else "sample",
                 retry=stage not in ("decode", "check"),
+                hint=hint,
             )
         )
 

@@ -837,8 +837,8 @@ class Supervisor:
         raise WorkerError(
             f"{self._start_failures} workers in a row could not start. The last: {loss.cause}"
             + (f"\n{tail}" if tail else "")
-            + f"\nOutput and stack: {worker.process.log}. Reading in this process "
-            f"({arg('workers', 0)}) may show more"
+            + f"\nOutput and stack: {worker.process.log}",
+            hint=f"Reading in this process ({arg('workers', 0)}) may show more",
         )
 
     def _blame(self, worker: Worker, loss: WorkerLoss) -> None:

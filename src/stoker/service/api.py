@@ -214,8 +214,9 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
         raise ConfigError(
-            f"config.dataset_ids: {error}; POST to the same address registers one, as "
-            '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+            f"config.dataset_ids: {error.marked_fact}",
+            hint=f"{error.marked_hint}; POST to the same address registers one, as "
+            '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}',
         ) from None
     services.access.check_settings(config.settings)
     for one in services.datasets.resolve(config.dataset_ids):

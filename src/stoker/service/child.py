@@ -106,8 +106,8 @@ def config_of(given: Mapping[str, Any]) -> JobConfig:
         return JobConfig.model_validate(given)
     except ValidationError as error:
         found = wrong_fields(error.errors(), schema_of(JobConfig))
-        lines = [f"config.{path}: {problem}" if path else f"config: {problem}" for path, problem in found]
-        raise ConfigError("\n".join(lines)) from None
+        wrong = [problem.within(f"config.{path}: " if path else "config: ") for path, problem in found]
+        raise ConfigError.of_all(wrong) from None
 
 
 def _fail(journal: Journal, error: Exception) -> int:

@@ -170,9 +170,12 @@ class ServiceClient:
 
     def _refused(self, status: int, text: bytes, what: str) -> StokerError:
         try:
-            said = str(json_object(text, what).get("error") or "no reason given")
+            answer = json_object(text, what)
+            said, hint = str(answer.get("error") or "no reason given"), str(answer.get("hint") or "")
+            fact = said.removesuffix(f". {hint}") if hint else said
         except ServiceError:
-            said = text[:200].decode("utf-8", "replace")
+            said, hint = text[:200].decode("utf-8", "replace"), ""
+            fact = said
         token = ServiceError(
             f"{self.address} does not take the token ({said}). Give that of its state folder: --state-dir, "
             "--token-file or $STOKER_TOKEN",
@@ -180,13 +183,13 @@ class ServiceClient:
         )
         known: dict[int, StokerError] = {
             401: token,
-            404: NotFoundError(said),
-            409: ConflictError(said),
-            422: ConfigError(said),
-            503: DegradedError(said),
-            504: StalledError(said),
+            404: NotFoundError(fact, hint=hint),
+            409: ConflictError(fact, hint=hint),
+            422: ConfigError(fact, hint=hint),
+            503: DegradedError(fact, hint=hint),
+            504: StalledError(fact, hint=hint),
         }
-        return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
+        return known.get(status) or ServiceError(f"{what}: {status}: {fact}", hint=hint, status=status)
 
 
 def _job(id: str) -> str:
@@ -225,9 +228,9 @@ def read_token(path: Path) -> str:
     return _first_line(path, "It is in the state folder of the service; give --state-dir or --token-file")
 
 
-def _first_line(path: Path, advice: str) -> str:
+def _first_line(path: Path, hint: str) -> str:
     try:
         return path.read_text().strip().splitlines()[0]
     except (OSError, ValueError, IndexError) as error:
         why = getattr(error, "strerror", None) or "it holds no text"
-        raise ConfigError(f"{path} cannot be read: {why}", hint=advice) from None
+        raise ConfigError(f"{path} cannot be read: {why}", hint=hint) from None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -175,7 +176,7 @@ class RetryGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._why = ""
+        self._why: DegradedError | None = None
         self._shut_until = 0.0
 
     def enter(self, timeout_s: float) -> None:
@@ -188,20 +189,20 @@ class RetryGate:
         """
         with self._lock:
             now = time.monotonic()
-            if not self._why:
+            if self._why is None:
                 return
             if now < self._shut_until:
-                raise DegradedError(self._why)
+                raise copy(self._why)
             self._shut_until = now + timeout_s
 
-    def shut(self, why: str) -> None:
+    def shut(self, why: DegradedError) -> None:
         """Note that a caller waited without an answer."""
         with self._lock:
             self._why, self._shut_until = why, time.monotonic() + AGAIN_S
 
     def open(self) -> None:
         """Note that the database answered."""
-        self._why = ""
+        self._why = None
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -524,7 +525,7 @@ class Database:
             waited_s = time.monotonic() - began
             explained = self._explain(error, waited_s)
             if waited_s > _VAIN_S and _is_lost(error) and not self.is_sqlite:
-                self._gate.shut(str(explained))
+                self._gate.shut(explained)
             else:
                 self._gate.open()
             self.trouble.note(what, str(explained))
@@ -539,12 +540,12 @@ class Database:
         if self._silence is not None and self._silence.was_cut():
             cause = f"it did not answer for {waited_s:.0f} s"
         if full := any(text in cause for text in _FULL):
-            advice = "Free space on its disk; existing data can still be read"
+            hint = "Free space on its disk; existing data can still be read"
         elif self.is_sqlite:
-            advice = "Check its disk, and which process has the file open; it is tried again automatically"
+            hint = "Check its disk, and which process has the file open; it is tried again automatically"
         else:
-            advice = "Check that it runs and can be reached; it is tried again automatically"
-        return DegradedError(f"{self}: the database does not do it: {cause}. {advice}", full=full)
+            hint = "Check that it runs and can be reached; it is tried again automatically"
+        return DegradedError(f"{self}: the database does not do it: {cause}", hint=hint, full=full)
 
     def _sqlite_arguments(self) -> dict[str, Any]:
         path = Path(self.url.database or "")

@@ -26,7 +26,7 @@ from pydantic import (
 from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, Problem
 from stoker.plugins import load_extension
 from stoker.service.security import texts_in
 
@@ -135,7 +135,7 @@ class JobConfig(BaseModel):
         name = str(info.field_name)
         default = cls.model_fields[name].default
         if value != default:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}={value!r} has no effect here: {WITHOUT_EFFECT[name]}. Leave it out, or give its "
                 f"default {default!r}"
             )
@@ -145,13 +145,13 @@ class JobConfig(BaseModel):
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("a data set is named twice. Name each once")
+            raise ConfigError("a data set is named twice. Name each once")
         return value
 
     @model_validator(mode="after")
     def _has_validation(self) -> JobConfig:
         if self.validation_split == 0 and self.early_stop_patience:
-            raise ValueError(
+            raise ConfigError(
                 f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has no loss "
                 "to watch. Give early_stop_patience=0, or a validation_split above 0"
             )
@@ -237,7 +237,7 @@ def check(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
         raise ConfigError(f"data sets of kind {kind!r} cannot be trained on. Known are {', '.join(NETWORKS)}")
     wrong = [*_wrong_fields(config, kind), *_wrong_sets(config, kind, datasets)]
     if wrong:
-        raise ConfigError("\n".join(wrong))
+        raise ConfigError.of_all(wrong)
     return kind
 
 
@@ -340,39 +340,39 @@ def _task(dataset: Mapping[str, Any]) -> str:
     return f"{plain[:40].strip('_-') or 'data'}-{str(dataset['id'])[:8]}"
 
 
-def _wrong_fields(config: JobConfig, kind: str) -> Iterator[str]:
+def _wrong_fields(config: JobConfig, kind: str) -> Iterator[Problem]:
     fields = type(config).model_fields
     for name, why in UNUSED_FIELDS[kind].items():
         value, default = getattr(config, name), fields[name].default
         if value != default:
-            yield (
-                f"{name}={value!r} has no effect on {kind} data: {why}. Leave it out, or give its default "
-                f"{default!r}"
+            yield Problem(
+                f"{name}={value!r} has no effect on {kind} data: {why}",
+                f"Leave it out, or give its default {default!r}",
             )
     network = config.model_architecture
     if network not in (None, NETWORKS[kind]):
-        yield (
-            f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}. "
-            "Leave it out"
+        yield Problem(
+            f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}",
+            "Leave it out",
         )
     allowed = SETTINGS.get(kind, ())
     for name in config.settings if allowed else ():
         if name not in allowed:
             near = nearest(name, allowed)
             hint = f"Did you mean {near}?" if near else f"Allowed are {', '.join(allowed)}"
-            yield f"settings: {name!r} cannot be set by a job. {hint}"
+            yield Problem(f"settings: {name!r} cannot be set by a job", hint)
 
 
-def _wrong_sets(config: JobConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _wrong_sets(config: JobConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     specs: list[Mapping[str, Any]] = [one["spec"] for one in datasets]
     if kind != "radio" and len(datasets) > 1:
-        yield f"{len(datasets)} data sets of kind {kind} are named. Expected one, of one folder"
+        yield Problem(f"{len(datasets)} data sets of kind {kind} are named", "Expected one, of one folder")
     if kind == "radio" and len({(spec["url"], spec["table"]) for spec in specs}) > 1:
-        yield "the data sets are in several databases. Expected one: register them from there"
+        yield Problem("the data sets are in several databases", "Expected one: register them from there")
     if kind == "hdf5" and not config.validation_split:
-        yield "validation_split=0: the operator needs a validation error. Give one above 0"
+        yield Problem("validation_split=0: the operator needs a validation error", "Give one above 0")
     usual = type(config).model_fields["validation_split"].default
     if specs[0].get("named_splits") and config.validation_split != usual:
-        yield (
-            f"validation_split={config.validation_split}: the data names its validation part. Leave it out"
+        yield Problem(
+            f"validation_split={config.validation_split}: the data names its validation part", "Leave it out"
         )

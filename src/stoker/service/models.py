@@ -294,6 +294,8 @@ LOGIN_CODE: Example = {"path": "/login?code=6eYVWuS94pygBw0nhGMeRP1hPgI1N4ep", "
 _TOO_LARGE = "2048 is given. Expected a whole number from 1 to 1024"
 FAULT: Example = {
     "error": f"the request is refused: config.batch_size: {_TOO_LARGE}",
+    "fact": f"the request is refused: config.batch_size: {_TOO_LARGE}",
+    "hint": "",
     "fields": [{"path": "config.batch_size", "problem": _TOO_LARGE}],
 }
 EVENT = f'id: 1208\nevent: metrics\ndata: {{"job_id": "{JOB}", "at": 1772366460.0, "epoch": 42}}\n\n'
@@ -332,7 +334,8 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Errors as responses: `{"error": "one line", "fields": [...]}` and the status of the error's class.
+# Errors as responses: `{"error": "fact. hint", "fact", "hint", "fields": [...]}` and the status of the
+# error's class.
 
 
 STATUS: tuple[tuple[type[StokerError], int], ...] = (
@@ -363,7 +366,20 @@ class ErrorOut(BaseModel):
     """Why a request was not done."""
 
     error: str
+    """All of it: fact and hint."""
+    fact: str
+    hint: str
+    """What to do; empty where there is nothing to say."""
     fields: list[FieldErrorOut] = []
+
+
+def error_body(fact: str, hint: str = "") -> dict[str, Any]:
+    """Return the body of the answer to a request that was not done.
+
+    >>> error_body("job 7 is over", "Start another")["error"]
+    'job 7 is over. Start another'
+    """
+    return {"error": f"{fact}. {hint}" if hint else fact, "fact": fact, "hint": hint, "fields": []}
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -391,18 +407,20 @@ def status_of(error: Exception) -> int:
 def _of_ours(_request: Request, error: Exception) -> Response:
     status = status_of(error)
     wait = {"Retry-After": "2"} if status in (503, 504) else None
-    return JSONResponse({"error": str(error), "fields": []}, status, headers=wait)
+    body = error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
+    return JSONResponse(body, status, headers=wait)
 
 
 def _of_fields(request: Request, error: Exception) -> Response:
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
-        FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=problem)
+        FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))
         for path, problem in wrong_fields(errors, _schema_of(request))
     ]
     said = "; ".join(f"{fault.path or 'the body'}: {fault.problem}" for fault in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    body = ErrorOut(error=f"the request is refused: {said}{more}", fields=found[:100])
+    fact = f"the request is refused: {said}{more}"
+    body = ErrorOut(error=fact, fact=fact, hint="", fields=found[:100])
     return JSONResponse(body.model_dump(), 422)
 
 
@@ -431,7 +449,7 @@ def _of_routing(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(_allowed(request))
     said = {404: "nothing is at this address", 405: "this address does not take that method"}
     detail = said.get(status) or str(getattr(error, "detail", error))
-    return JSONResponse({"error": detail, "fields": []}, status, headers=headers)
+    return JSONResponse(error_body(detail), status, headers=headers)
 
 
 def _allowed(request: Request) -> list[str]:

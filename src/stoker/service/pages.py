@@ -386,9 +386,9 @@ class PageRoute(APIRoute):
             try:
                 return await answer(request)
             except StokerError as error:
-                return problem(request, status_of(error), str(error))
+                return problem(request, status_of(error), error.fact, error.hint)
             except RequestValidationError:
-                return problem(request, 404, "nothing is at this address. See the list of jobs")
+                return problem(request, 404, "nothing is at this address", "See the list of jobs")
 
         return handler
 
@@ -398,9 +398,10 @@ Status = Annotated[State | None, Query()]
 PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 
 
-def problem(request: Request, status: int, text: str) -> Response:
+def problem(request: Request, status: int, fact: str, hint: str = "") -> Response:
     """Return the page of an error; it reloads automatically where waiting may help."""
-    return page(request, "problem.html", status, title="Problem", text=text, again=status in (503, 504))
+    again = status in (503, 504)
+    return page(request, "problem.html", status, title="Problem", fact=fact, hint=hint, again=again)
 
 
 @router.get("/")
@@ -491,10 +492,10 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
 def part_samples(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
     """Return some samples of a data set, or why they cannot be read."""
     try:
-        found, problem = services.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), ""
+        found, fact, hint = services.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), "", ""
     except (SourceError, StalledError, ResourceError) as error:
-        found, problem = [], str(error)
-    return page(request, "parts/samples.html", samples=found, problem=problem)
+        found, fact, hint = [], error.fact, error.hint
+    return page(request, "parts/samples.html", samples=found, fact=fact, hint=hint)
 
 
 @router.get("/caches")

@@ -91,7 +91,7 @@ def probe(
         ) from None
     if "error" in answer:
         of_class: type[StokerError] = getattr(errors, str(answer.get("class")), SourceError)
-        raise of_class(str(answer["error"]))
+        raise of_class(str(answer["error"]), hint=str(answer["hint"]))
     return answer["found"]
 
 
@@ -124,7 +124,7 @@ def serve(connection: Connection) -> None:
     try:
         answer = {"found": PROBES[request.pop("what")](request.pop("kind"), request.pop("spec"), **request)}
     except StokerError as error:
-        answer = {"error": str(error), "class": type(error).__name__}
+        answer = {"error": error.fact, "hint": error.hint, "class": type(error).__name__}
     connection.socket.sendall(json.dumps(answer).encode())
 
 

@@ -38,7 +38,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stoker.errors import ConfigError, PathRefusedError, StokerError
+from stoker.errors import ConfigError, PathRefusedError, Problem, StokerError
 from stoker.runtime.files import create_file, replace_atomically
 from stoker.runtime.jsonio import read_object
 from stoker.sources.sql.query import parse_database_url
@@ -322,6 +322,14 @@ class RequestLimits:
     """Until an answer begins; a stream after that has no limit."""
 
 
+class Refusal(HTTPException):
+    """The answer of the guard to a request that it does not let through."""
+
+    def __init__(self, status: int, fact: str, hint: str = "") -> None:
+        self.problem = Problem(fact, hint)
+        super().__init__(status, str(self.problem))
+
+
 class Guard:
     """Let only requests that keep the rules above reach the application, and limit each in size and time.
 
@@ -387,29 +395,29 @@ class Guard:
             return
         except ClientDisconnect:
             return
-        except HTTPException as error:
+        except Refusal as error:
             refusal = error
         except TimeoutError:
             if has_started:
                 raise
-            refusal = HTTPException(504, "no answer in time. Try again")
+            refusal = Refusal(504, "no answer in time", "Try again")
         except Exception:
             log.exception("%s %s failed", request.method, scope["path"])
             if has_started:
                 raise
-            refusal = HTTPException(500, "a fault of the service; its log has it")
+            refusal = Refusal(500, "a fault of the service; its log has it")
         await self._refuse(request, refusal, receive, send, is_unread=is_unread)
 
     def _check_form(self, request: Request) -> None:
         headers = request.headers.raw
         if sum(len(name) + len(value) for name, value in headers) > self._limits.header_bytes:
-            raise HTTPException(431, f"headers of more than {self._limits.header_bytes:,} bytes. Send fewer")
+            raise Refusal(431, f"headers of more than {self._limits.header_bytes:,} bytes", "Send fewer")
         for name in ONCE:
             if len(request.headers.getlist(name)) > 1:
-                raise HTTPException(400, f"the header {name} is given twice. Send it once")
+                raise Refusal(400, f"the header {name} is given twice", "Send it once")
         target = request.scope["path"] + unquote_plus(request.scope["query_string"].decode("latin-1"))
         if _CONTROL.search(target):
-            raise HTTPException(400, "the address holds control characters. Remove them")
+            raise Refusal(400, "the address holds control characters", "Remove them")
 
     def _check_host(self, request: Request) -> None:
         match = _HOST.fullmatch(request.headers.get("host", ""))
@@ -417,14 +425,14 @@ class Guard:
         # An address of this machine is never what another site's name was made to resolve to.
         is_own_address = _is_address(name) and name == (request.scope.get("server") or ("",))[0]
         if name not in self._hosts and not is_own_address:
-            raise HTTPException(403, "the service is not known by this Host. Start it with --allow-host NAME")
+            raise Refusal(403, "the service is not known by this Host", "Start it with --allow-host NAME")
 
     def _check_origin(self, request: Request) -> None:
         origin, host = request.headers.get("origin", "").lower(), request.headers.get("host", "").lower()
         if origin and origin not in (f"http://{host}", f"https://{host}"):
-            raise HTTPException(403, "a page of another Origin asks. Only pages of this service may")
+            raise Refusal(403, "a page of another Origin asks", "Only pages of this service may")
         if request.headers.get("sec-fetch-site", "").lower() not in ("", "same-origin", "none"):
-            raise HTTPException(403, "another site asks (Sec-Fetch-Site). Open the address by hand")
+            raise Refusal(403, "another site asks (Sec-Fetch-Site)", "Open the address by hand")
 
     def _check_sender(self, request: Request) -> None:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
@@ -435,8 +443,8 @@ class Guard:
                 return
             session = None  # a client that sends a token means it
         if session is None and not _is_public(request):
-            raise HTTPException(
-                401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
+            raise Refusal(
+                401, "no valid token or session", "Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
             )
 
     def _check_change(self, request: Request) -> None:
@@ -450,15 +458,15 @@ class Guard:
         )  # fmt: skip
         is_harmless = request.method in SAFE or _is_public(request)
         if request.state.session is not None and not is_harmless and not is_named:
-            raise HTTPException(403, "a change with a cookie needs an Origin. Send the token instead")
+            raise Refusal(403, "a change with a cookie needs an Origin", "Send the token instead")
 
     async def _read_body(self, request: Request) -> bytes:
         limits = self._limits
         most = limits.public_bytes if _is_public(request) else limits.body_bytes
         length = request.headers.get("content-length") or "0"
         if not _NUMBER.fullmatch(length):
-            raise HTTPException(400, "Content-Length is not a size that a body can have")
-        too_large = HTTPException(413, f"a body of more than {most:,} bytes. Send less")
+            raise Refusal(400, "Content-Length is not a size that a body can have")
+        too_large = Refusal(413, f"a body of more than {most:,} bytes", "Send less")
         if int(length) > most:
             raise too_large
         body = bytearray()
@@ -469,8 +477,8 @@ class Guard:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise HTTPException(
-                408, f"the body was not complete within {limits.body_s:g} s. Send it faster"
+            raise Refusal(
+                408, f"the body was not complete within {limits.body_s:g} s", "Send it faster"
             ) from None
         return bytes(body)
 
@@ -481,10 +489,10 @@ class Guard:
                 body, depth=limits.depth, members=limits.members, text_chars=limits.text_chars
             )
             if fault:
-                raise HTTPException(422, f"the body is refused: {fault}")
+                raise Refusal(422, f"the body is refused: {fault}")
 
     async def _refuse(
-        self, request: Request, refusal: HTTPException, receive: Receive, send: Send, *, is_unread: bool
+        self, request: Request, refusal: Refusal, receive: Receive, send: Send, *, is_unread: bool
     ) -> None:
         """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
         status = refusal.status_code
@@ -493,7 +501,9 @@ class Guard:
         if status == 401 and wants_page:
             response = self._login_page(request.scope["path"])
         else:
-            response = JSONResponse({"error": refusal.detail}, status)
+            fact, hint = refusal.problem
+            body = {"error": refusal.detail, "fact": fact, "hint": hint, "fields": []}
+            response = JSONResponse(body, status)
         if status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         if status == 504:
@@ -722,7 +732,7 @@ class Roots:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise PathRefusedError(_why(path, error)) from None
+                raise _refused(path, error) from None
         raise PathRefusedError(f"{_shown(path)} does not exist below {self}. Name an existing path")
 
     def _places(self, parts: tuple[str, ...]) -> list[tuple[_Root, tuple[str, ...]]]:
@@ -783,10 +793,14 @@ def _walk(root: str, parts: Sequence[str]) -> int:
     return fd
 
 
-def _why(path: str, error: OSError) -> str:
+def _refused(path: str, error: OSError) -> PathRefusedError:
     if isinstance(error, NotADirectoryError) or error.errno == errno.ELOOP:
-        return f"{_shown(path)} leads through a symbolic link, or through a file. Name the real path"
-    return f"{_shown(path)} cannot be opened: {error.strerror}. Let the service read it, or name another"
+        return PathRefusedError(
+            f"{_shown(path)} leads through a symbolic link, or through a file", hint="Name the real path"
+        )
+    return PathRefusedError(
+        f"{_shown(path)} cannot be opened: {error.strerror}", hint="Let the service read it, or name another"
+    )
 
 
 def _shown(path: str) -> str:

@@ -142,7 +142,7 @@ def add_removed_addresses(app: FastAPI) -> None:
 
 def _refuse(app: FastAPI, path: str, way: str, methods: list[str]) -> None:
     async def gone() -> Response:
-        return JSONResponse({"error": way, "fields": []}, 410)
+        return JSONResponse(models.error_body(way), 410)
 
     app.add_api_route(path, gone, methods=methods, include_in_schema=False)
 
@@ -151,9 +151,10 @@ API = "/api/v1/training"
 DESCRIPTION = """Jobs that train on cached data: make, follow, pause, resume and cancel them.
 
 Every request needs `Authorization: Bearer TOKEN`; the token is in the file `token` of the state folder. A
-request that fails is answered with `{"error": ..., "fields": [{"path", "problem"}]}`. Events come as
-Server-Sent Events (`/events`, `/jobs/{job_id}/events`), each with a number: connect with the last one seen
-(`Last-Event-ID`, or `?after=`), and none is missed.
+request that fails is answered with `{"error", "fact", "hint", "fields": [{"path", "problem"}]}`: `fact` says
+what is wrong, `hint` what to do, `error` both. Events come as Server-Sent Events (`/events`,
+`/jobs/{job_id}/events`), each with a number: connect with the last one seen (`Last-Event-ID`, or `?after=`),
+and none is missed.
 """
 HEADERS = (
     ("Content-Security-Policy", pages.policy()),

@@ -33,10 +33,8 @@ CLIENTS = 32
 POLL_S = 0.25
 HEARTBEAT_S = 15.0
 """Seconds without events after which a client gets a heartbeat."""
-FULL = (
-    f"the limit of {CLIENTS} open event streams is reached. Close a page in another tab or a client, or ask "
-    "for the state instead"
-)
+FULL = f"the limit of {CLIENTS} open event streams is reached"
+FULL_HINT = "Close a page in another tab or a client, or ask for the state instead"
 SEND_S = 20.0
 """How long a client may leave sent data unread before it is disconnected; it may reconnect."""
 SESSION_LOOK_S = 0.5
@@ -257,7 +255,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if self._feed.full:
-            await JSONResponse({"error": FULL, "fields": []}, 503, {"Retry-After": "5"})(scope, receive, send)
+            body = {"error": f"{FULL}. {FULL_HINT}", "fact": FULL, "hint": FULL_HINT, "fields": []}
+            await JSONResponse(body, 503, {"Retry-After": "5"})(scope, receive, send)
             return
 
         async def write(text: str) -> None:

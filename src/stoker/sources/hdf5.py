@@ -308,7 +308,7 @@ def _detect(file: Any, where: str) -> str:
     if not len(file):
         raise SourceError(f"{where} holds no datasets", hint="Name a file that holds data")
     raise SourceError(
-        f"{where} has neither PDEBench's nor The Well's layout. {contents(file)} Declare its datasets and "
+        f"{where} has neither PDEBench's nor The Well's layout. {contents(file)}. Declare its datasets and "
         f"axes, for example {arg('fields', {'u': 'n t x'})} (n sample, t time, x y z space, c channel)"
     )
 
@@ -319,7 +319,7 @@ def _common_schema(files: Sequence[DescribedFile], strides: Mapping[str, int]) -
     for file in files:
         schema = _file_schema(file.layout, strides, where=str(file.path))
         if first and schema != first:
-            raise SourceError(_differences(files[0].path, first, file.path, schema))
+            raise _differences(files[0].path, first, file.path, schema)
         first = schema
     return first
 
@@ -338,7 +338,7 @@ def _file_schema(layout: FileLayout, strides: Mapping[str, int], *, where: str) 
     return schema
 
 
-def _differences(one: Path, first: Schema, other: Path, second: Schema) -> str:
+def _differences(one: Path, first: Schema, other: Path, second: Schema) -> SourceError:
     only = sorted(first.keys() ^ second.keys())
     if only:
         fact = f"only one of {one} and {other} has {', '.join(only)}"
@@ -346,7 +346,9 @@ def _differences(one: Path, first: Schema, other: Path, second: Schema) -> str:
         name = next(name for name in first if first[name] != second[name])
         a, b = first[name], second[name]
         fact = f"{name!r} is {a.dtype} {a.shape} in {one} and {b.dtype} {b.shape} in {other}"
-    return f"{fact}, expected the same in all files of a source. Make them two sources, or fix the file"
+    return SourceError(
+        f"{fact}, expected the same in all files of a source. Make them two sources, or fix the file"
+    )
 
 
 def _select(

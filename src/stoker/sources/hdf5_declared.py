@@ -72,7 +72,7 @@ def declared_layout(file: Any, fields: Mapping[str, str], name: str, *, where: s
     values, left_out = _declared_parameters(file, numbers, PurePosixPath(name).stem, where=where)
     wanted = {key: one for key, one in every.items() if key not in numbers}
     if not wanted:
-        raise SourceError(f"{where}: fields names no dataset. {contents(file)} Declare one of these")
+        raise SourceError(f"{where}: fields names no dataset. {contents(file)}. Declare one of these")
     found = _datasets(file, wanted, where)
     return replace(found, values=values, left_out=left_out)
 
@@ -92,7 +92,7 @@ def _datasets(file: Any, wanted: Mapping[str, tuple[str, tuple[str, ...]]], wher
     if not groups:
         missing = ", ".join(repr(dataset) for dataset, _ in wanted.values())
         raise SourceError(
-            f"{where}: no group holds {missing}. {contents(file)} Declare paths as they are in the file; a "
+            f"{where}: no group holds {missing}. {contents(file)}. Declare paths as they are in the file; a "
             "dataset with all samples needs an axis 'n'"
         )
     others = [name for name in sorted(set(file) - set(groups)) if not is_dataset(file, name)]
@@ -152,7 +152,7 @@ def _declared_parameters(
     for name, parameter in names.items():
         if parameter not in values:
             raise SourceError(
-                f"{where} has no dataset and no parameter {parameter!r}. {contents(file)} Its parameters "
+                f"{where} has no dataset and no parameter {parameter!r}. {contents(file)}. Its parameters "
                 f"(numeric attributes, and numbers in its name) are {', '.join(values) or 'none'}. Declare "
                 f"one of these, or the axes of {name!r}"
             )
@@ -167,7 +167,7 @@ def open_piece(parent: Any, dataset: str, axes: tuple[str, ...], *, where: str) 
     """
     found = parent.get(dataset)
     if not is_dataset(parent, dataset):
-        raise SourceError(f"{where} has no dataset {dataset!r}. {contents(parent)} Declare one of these")
+        raise SourceError(f"{where} has no dataset {dataset!r}. {contents(parent)}. Declare one of these")
     return make_piece(found, dataset, axes, where=where)
 
 
@@ -214,7 +214,7 @@ def say_left_out(groups: Sequence[str], datasets: Sequence[str], *, where: str) 
 
 
 def contents(parent: Any, limit: int = 8) -> str:
-    """Return the entries of a group, for error messages."""
+    """Return the entries of a group as a sentence without its full stop, for error messages."""
     shown: list[str] = []
     for name in list(parent)[:limit]:
         kind = parent.get(name, getclass=True)
@@ -224,4 +224,4 @@ def contents(parent: Any, limit: int = 8) -> str:
             f"{name}/" if kind is h5py.Group else f"{name} {'' if shape is None else tuple(shape)}".strip()
         )
     more = f" and {len(parent) - limit} more" if len(parent) > limit else ""
-    return f"It has {', '.join(shown)}{more}." if shown else "It is empty."
+    return f"It has {', '.join(shown)}{more}" if shown else "It is empty"

@@ -341,7 +341,7 @@ def pdebench_layout(
     else:
         raise SourceError(
             f"{where} has none of PDEBench's datasets (tensor, data, density, pressure, Vx, velocity, or "
-            f"groups with data). {contents(file)} Declare them, for example {arg('fields', {'u': 'n t x'})}"
+            f"groups with data). {contents(file)}. Declare them, for example {arg('fields', {'u': 'n t x'})}"
         )
     unused = set(stated) - {piece.dataset for one in found.fields for piece in one.pieces}
     if unused:
@@ -433,7 +433,7 @@ class _PDEBenchReader:
                     coordinates = find_coordinates(*dict.fromkeys((self._file, parent)))
                 found = read_axes(shape, layouts, coordinates, rank or space_rank(self._stem))
                 if found.axes is None:
-                    raise SourceError(self._unclear(unknown, shape, coordinates, found))
+                    raise self._unclear(unknown, shape, coordinates, found)
                 stated = found.axes
             axes |= dict.fromkeys(unknown, stated)
         return tuple(open_piece(parent, name, axes.get(name, ()), where=self._where) for name in names)
@@ -444,7 +444,7 @@ class _PDEBenchReader:
         shape: tuple[int, ...],
         coordinates: Coordinates,
         found: AxesReading,
-    ) -> str:
+    ) -> SourceError:
         """Say what is known about the axes, and the declaration for each way to read them."""
         lengths = ", ".join(f"{axis} {' x '.join(map(str, size))}" for axis, size in coordinates.items())
         known = f"its coordinates have lengths {lengths}" if lengths else "it has no coordinates"
@@ -456,7 +456,7 @@ class _PDEBenchReader:
             f"{arg('fields', one)} ({describe_axes(axes, shape)})"
             for one, axes in zip(fields, options, strict=True)
         )
-        return (
+        return SourceError(
             f"{self._where}: the axes of dataset {names[0]!r} {shape} {fact}: {known}. Declare them with "
             f"{arg('preset', 'pdebench')} and {readings}"
         )
@@ -497,7 +497,7 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
     if not is_well(file):
         raise SourceError(
             f"{where} is not in The Well's layout (groups dimensions, t0_fields, t1_fields, t2_fields). "
-            f"{contents(file)} Use {arg('preset', 'pdebench')}, or declare {arg('fields')}"
+            f"{contents(file)}. Use {arg('preset', 'pdebench')}, or declare {arg('fields')}"
         )
     space = attribute_words(file["dimensions"], "spatial_dims")
     if not space or not set(space) <= {*SPACE}:
@@ -746,7 +746,7 @@ def _axis_piece(
     if word not in sizes:
         raise SourceError(f"{where}: the data has no time axis, so there are no {what}. {hint}")
     if word not in named:
-        raise SourceError(f"{where} states no {what}. {contents(parent)} {hint}")
+        raise SourceError(f"{where} states no {what}. {contents(parent)}. {hint}")
     path, points = named[word], sizes[word]
     shape = tuple(int(size) for size in parent[path].shape)
     for axes, claim in (((word,), ()), (("n", word), (rows,))):
@@ -767,7 +767,7 @@ def _add_boundaries(file: Any, found: _Additions, where: str) -> None:
     if group is None or not len(group):
         raise SourceError(
             f"{where} states no boundary conditions (The Well has a group boundary_conditions). "
-            f"{contents(file)} Leave 'boundary' out of include"
+            f"{contents(file)}. Leave 'boundary' out of include"
         )
     for name in sorted(group):
         own = group[name]

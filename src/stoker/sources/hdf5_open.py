@@ -73,22 +73,24 @@ def open_file(path: Path) -> Any:
             "nothing writes (some network file systems), set HDF5_USE_FILE_LOCKING=FALSE"
         ) from error
     except FOREIGN_ERRORS as error:
-        raise SourceError(_open_message(path, error)) from cause_of(error)
+        raise _cannot_open(path, error) from cause_of(error)
 
 
-def _open_message(path: Path, error: Exception) -> str:
+def _cannot_open(path: Path, error: Exception) -> SourceError:
     text = str(error)
     try:
         size = path.stat().st_size
     except OSError:
         size = None
     if isinstance(error, FileNotFoundError) or size is None:
-        return f"{path} does not exist (any more). Check the path or the mount"
+        return SourceError(f"{path} does not exist (any more). Check the path or the mount")
     if "truncated file" in text:
-        return f"{path} is truncated at {size:,} bytes ({text}). Copy or download it again"
+        return SourceError(f"{path} is truncated at {size:,} bytes ({text}). Copy or download it again")
     if isinstance(error, PermissionError):
-        return f"{path} may not be read ({text}). Change its permissions"
-    return f"{path} is not a readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
+        return SourceError(f"{path} may not be read ({text}). Change its permissions")
+    return SourceError(
+        f"{path} is not a readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
+    )
 
 
 def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
@@ -136,7 +138,8 @@ def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
                 with h5py.File(place, "r") as inner:
                     refuse_pipes(inner, seen)
             except SourceError as error:
-                raise SourceError(f"{file.filename}: {name!r} is an external link; {error.marked}") from error
+                fact = f"{file.filename}: {name!r} is an external link; {error.marked_fact}"
+                raise SourceError(fact, hint=error.marked_hint) from error
             except FOREIGN_ERRORS:
                 continue  # what follows the link will report it
 

@@ -114,7 +114,7 @@ def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:  # before EXIF is asked for, which decodes a PNG
-            raise DecodeError(_too_large(where, f"{image.width} x {image.height} pixels"))
+            raise _too_large(where, f"{image.width} x {image.height} pixels")
         turn = image.getexif().get(_ORIENTATION, 1) if rules is not None and rules.turned else 1
     except (MemoryError, DecodeError):
         raise
@@ -124,14 +124,15 @@ def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, 
             f"Expected one of {', '.join(FORMATS)}. Copy or download it again, or leave it out"
         ) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DecodeError(_too_large(where, str(error))) from error
+        raise _too_large(where, str(error)) from error
     except Exception as error:
         raise DecodeError(f"{where} is damaged: {error}. Copy or download it again") from error
     return image, turn if isinstance(turn, int) else 1
 
 
-def _too_large(where: str, what: str) -> str:
-    return f"{where} is too large: {what}. Up to {MAX_PIXELS:,} pixels are decoded; make it smaller first"
+def _too_large(where: str, what: str) -> DecodeError:
+    hint = f"Up to {MAX_PIXELS:,} pixels are decoded; make it smaller first"
+    return DecodeError(f"{where} is too large: {what}", hint=hint)
 
 
 def _plain(image: Image.Image, data: bytes, color: Color, where: str) -> Image.Image:

@@ -171,7 +171,7 @@ def split_numbers(
     low, high = ranges[wanted]
     chosen = [low <= _hash(key, seed) < high for key in keys]
     if keys and not any(chosen):
-        raise SplitError(_empty(set(keys), ranges, wanted, seed, where))
+        raise _empty(set(keys), ranges, wanted, seed, where)
     return np.flatnonzero(np.array(chosen, dtype=np.bool_)).astype(np.int64)
 
 
@@ -184,18 +184,22 @@ def _ranges(shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
     return {name: (low, high) for name, low, high in zip(names, [0, *ends], ends, strict=False)}
 
 
-def _empty(keys: set[str], ranges: Mapping[str, tuple[int, int]], wanted: str, seed: int, where: str) -> str:
+def _empty(
+    keys: set[str], ranges: Mapping[str, tuple[int, int]], wanted: str, seed: int, where: str
+) -> SplitError:
     """Return why no sample is in a split, and what fills it."""
     counts = _counts(keys, ranges, seed)
     fact = f'{where}: split "{wanted}" is empty: of {len(keys)} independent samples {_shown(counts)}'
     if len(keys) < len(ranges):
-        return f"{fact}. {len(keys)} cannot fill {len(ranges)} splits: ask for fewer splits, or add data"
+        hint = f"{len(keys)} cannot fill {len(ranges)} splits: ask for fewer splits, or add data"
+        return SplitError(fact, hint=hint)
     for other in range(seed + 1, seed + 1 + _TRIED_HASHES // len(keys)):
         found = _counts(keys, ranges, other)
         if all(found.values()):
             cure = f"Give {arg('seed', other, setting='data.seed')}, which gives {_shown(found)}"
-            return f"{fact}, with seed {seed}. {cure}"
-    return f"{fact}, with seed {seed}. Give {wanted} a larger fraction in data.splits, or add data"
+            return SplitError(f"{fact}, with seed {seed}", hint=cure)
+    hint = f"Give {wanted} a larger fraction in data.splits, or add data"
+    return SplitError(f"{fact}, with seed {seed}", hint=hint)
 
 
 def _counts(keys: Iterable[str], ranges: Mapping[str, tuple[int, int]], seed: int) -> dict[str, int]:

@@ -778,8 +778,8 @@ def _collect(child: Child, output: IO[bytes], name: str, timeout_s: float) -> di
                 return found
             if message["kind"] == "refused":
                 raise SourceError(
-                    f"{name} cannot be loaded in a second process, as workers are:\n{message['error']}\n"
-                    f"Fix that, or read in this process with {arg('workers', 0)}"
+                    f"{name} cannot be loaded in a second process, as workers are:\n{message['error']}",
+                    hint=f"Fix that, or read in this process with {arg('workers', 0)}",
                 )
             number, until = int(message["number"]), time.monotonic() + timeout_s
             if message["kind"] == "item":
@@ -788,8 +788,9 @@ def _collect(child: Child, output: IO[bytes], name: str, timeout_s: float) -> di
     output.seek(0)
     tail = output.read().decode(errors="replace").strip()[-_TAIL:]
     raise SourceError(
-        f"{name}: a second process that read item {number} {child.exit}. Workers would do the same: fix the "
-        f"Dataset, or read in this process with {arg('workers', 0)}" + (f". It said: {tail}" if tail else "")
+        f"{name}: a second process that read item {number} {child.exit}"
+        + (f". It said: {tail}" if tail else ""),
+        hint=f"Workers would do the same: fix the Dataset, or read in this process with {arg('workers', 0)}",
     )
 
 

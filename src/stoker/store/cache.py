@@ -369,7 +369,7 @@ class Cache:
         return int(segments.shard[i]), int(segments.row[i]) + number - int(segments.first[i])
 
     def _unusable(self, path: Path, fact: str) -> CorruptError:
-        return CorruptError(fact, advice=_AGAIN, shard=path.name, folder=self.path)
+        return CorruptError(fact, hint=_AGAIN, shard=path.name, folder=self.path)
 
     def _missing(self, number: int) -> MissingRecordError:
         failure = self.quarantined.get(number)
@@ -492,7 +492,7 @@ def _newest(folder: Path) -> Cache:
         hint = f"Did you mean {display_path(folder.parent / near[0])}?" if near else _FIND
         raise FormatError(f"there is no cache at {folder}", hint=hint) from error
     if not found:
-        raise FormatError(_no_cache(folder))
+        raise _no_cache(folder)
     caches = _readable(found)
     complete = [cache for cache in caches if cache.complete]
     newest = max(complete or caches, key=lambda cache: (cache.index.sequence, cache.fingerprint))
@@ -501,13 +501,15 @@ def _newest(folder: Path) -> Cache:
     return newest
 
 
-def _no_cache(folder: Path) -> str:
+def _no_cache(folder: Path) -> FormatError:
     """Return the error for a folder without recipes: it may be the one that holds caches by name."""
     names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
     if not names:
-        return f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. {_FIND}"
+        return FormatError(
+            f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}", hint=_FIND
+        )
     more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
-    return (
+    return FormatError(
         f"{display_path(folder)} is not a cache. It holds caches by name: {', '.join(names[:MOST_NAMED])}"
         f"{more}. "
         f"Name one, as {display_path(folder / names[0])}"

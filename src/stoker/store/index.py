@@ -457,7 +457,7 @@ class DamagedShardError(CorruptError):
     def __init__(self, path: Path, why: Exception) -> None:
         fact = why.fact if isinstance(why, CorruptError) else str(why)
         fact, folder = f"{path} can no longer be read: {fact}", path.parent
-        super().__init__(fact, advice=repair_advice(folder), shard=path.name, folder=folder)
+        super().__init__(fact, hint=repair_advice(folder), shard=path.name, folder=folder)
 
 
 class ShardCatalog:

@@ -268,7 +268,7 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
     if spec is None or spec.shape or spec.floating:
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
         raise ConfigError(
-            f"{arg('on', on)} is no field of {cache.name} that holds a whole number. Expected number"
+            f"{arg('on', on)} is not a field of {cache.name} that holds a whole number. Expected number"
             f"{''.join(f', {name}' for name in whole)}, or a list of keys, one a sample: on=source.keys()"
         )
     segments, found = cache.segments, dict[int, str]()

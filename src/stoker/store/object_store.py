@@ -26,7 +26,7 @@ from obstore.exceptions import (
 )
 from obstore.store import from_url
 
-from stoker.errors import AccessError, ConfigError, ReadOnlyError, ServiceError
+from stoker.errors import AccessError, ConfigError, Problem, ReadOnlyError, ServiceError
 from stoker.store.remote import Expected, RemoteObject, ReplacedError, TransientError
 from stoker.units import MIB
 
@@ -61,19 +61,26 @@ _REASONS = (
     ("error decoding response body", "the answer was cut"),
     ("error sending request", "it could not be reached"),
 )
-_ADVICE = {
-    "NoSuchBucket": "there is no such bucket. Create it, or fix the address",
-    "RequestTimeTooSkewed": "this machine's clock differs too much from the store's. Set it, then run again",
-    "InvalidAccessKeyId": "the store does not know the key. Set the provider's variables (docs/objects.md)",
-    "SignatureDoesNotMatch": "the key's secret is wrong. Set the provider's variables (docs/objects.md)",
-    "ExpiredToken": "the session token has expired. Get a new one",
-    "PermanentRedirect": "the bucket is in another region. Set AWS_REGION",
-    "AuthorizationHeaderMalformed": "the bucket is in another region. Set AWS_REGION",
+_SET_VARIABLES = "Set the provider's variables (docs/objects.md)"
+_KNOWN = {
+    "NoSuchBucket": Problem("there is no such bucket", "Create it, or fix the address"),
+    "RequestTimeTooSkewed": Problem(
+        "this machine's clock differs too much from the store's", "Set it, then run again"
+    ),
+    "InvalidAccessKeyId": Problem("the store does not know the key", _SET_VARIABLES),
+    "SignatureDoesNotMatch": Problem("the key's secret is wrong", _SET_VARIABLES),
+    "ExpiredToken": Problem("the session token has expired", "Get a new one"),
+    "PermanentRedirect": Problem("the bucket is in another region", "Set AWS_REGION"),
+    "AuthorizationHeaderMalformed": Problem("the bucket is in another region", "Set AWS_REGION"),
 }
-_LACKING = (
-    "no credentials were found. Set the provider's variables, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-    "(docs/objects.md)"
+_LACKING = Problem(
+    "no credentials were found",
+    "Set the provider's variables, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (docs/objects.md)",
 )
+
+
+def _known(problem: Problem, where: str, *, status: int = 0) -> AccessError:
+    return AccessError(f"{where}: {problem.fact}", hint=problem.hint, status=status)
 
 
 class _Begun:
@@ -233,7 +240,7 @@ class ObjectRemote:
             raise self._refused(where, operation, str(error)) from None
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise AccessError(f"{where}: {_ADVICE['NoSuchBucket']}", status=404) from None
+                raise _known(_KNOWN["NoSuchBucket"], where, status=404) from None
             raise FileNotFoundError(2, "no such object", f"{self._url}/{name}") from None
         except (BaseError, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, ServiceError | ConfigError | ReadOnlyError):
@@ -243,10 +250,10 @@ class ObjectRemote:
     @staticmethod
     def _refused(where: str, operation: str, text: str) -> ServiceError | ReadOnlyError:
         if _MACHINE_ASKED.search(text):
-            return AccessError(f"{where}: {_LACKING}", status=403)
+            return _known(_LACKING, where, status=403)
         code = match[1] if (match := _CODE.search(text)) else "AccessDenied"
-        if advice := _ADVICE.get(code):
-            return AccessError(f"{where}: {advice}", status=403)
+        if known := _KNOWN.get(code):
+            return _known(known, where, status=403)
         if operation in ("put", "delete"):
             return ReadOnlyError(
                 f"{where}: the store allows no writing ({code}). Use credentials that may write; what is "
@@ -260,10 +267,10 @@ class ObjectRemote:
     @staticmethod
     def _failed(where: str, text: str) -> Exception:
         if _MACHINE_ASKED.search(text):
-            return AccessError(f"{where}: {_LACKING}")
+            return _known(_LACKING, where)
         code = match[1] if (match := _CODE.search(text)) else ""
-        if code in _ADVICE:
-            return AccessError(f"{where}: {_ADVICE[code]}")
+        if code in _KNOWN:
+            return _known(_KNOWN[code], where)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         if 400 <= status < 500 and status not in (408, 425, 429):
             return ServiceError(f"{where}: the store answers {status} {code}", status=status)

@@ -96,7 +96,7 @@ def load_places(path: Path) -> tuple[list[UserFile], list[ColumnPlaces]]:
         entries = read_strict(file.read_all(), where=where)
     try:
         if entries.pop("digest") != digest_json(entries) or entries["format"] != 1:
-            raise CorruptError(f"{where} does not match its digest", advice=CURE)
+            raise CorruptError(f"{where} does not match its digest", hint=CURE)
         files = [
             UserFile(path=Path(f["path"]), bytes=int(f["bytes"]), mtime_ns=int(f["mtime_ns"]))
             for f in entries["files"]
@@ -112,7 +112,7 @@ def load_places(path: Path) -> tuple[list[UserFile], list[ColumnPlaces]]:
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         if isinstance(error, FormatError):
             raise
-        raise CorruptError(f"{where} is malformed: {error!r}", advice=CURE) from error
+        raise CorruptError(f"{where} is malformed: {error!r}", hint=CURE) from error
     return files, columns
 
 
@@ -134,11 +134,11 @@ def open_placed(own: OpenFile, path: Path) -> PlacedFile:
     for column in columns:
         entry = header.tensors.get(column.field)
         if entry is None or int(column.runs[:, 1].sum()) != entry.end - entry.begin:
-            raise CorruptError(f"{where} does not fit its shard: field {column.field!r}", advice=CURE)
+            raise CorruptError(f"{where} does not fit its shard: field {column.field!r}", hint=CURE)
         at = header.data_start + entry.begin
         for offset, size in column.runs.tolist():
             if offset < 0 or size < 1 or offset + size > files[column.file].size:
-                raise CorruptError(f"{where} names bytes beyond its file", advice=CURE)
+                raise CorruptError(f"{where} names bytes beyond its file", hint=CURE)
             pieces.append((at, at + size, files[column.file], offset))
             at += size
     return PlacedFile(own, sorted(pieces, key=lambda piece: piece[0]))
@@ -150,13 +150,13 @@ def _open_user(user: UserFile, folder: Path) -> RegularFile:
         found = user.path.stat()
     except FileNotFoundError as error:
         raise CorruptError(
-            f"{user.path}, which {folder} serves in place, is not there any more", advice=CURE, folder=folder
+            f"{user.path}, which {folder} serves in place, is not there any more", hint=CURE, folder=folder
         ) from error
     if (found.st_size, found.st_mtime_ns) != (user.bytes, user.mtime_ns):
         raise CorruptError(
             f"{user.path}, which {folder} serves in place, was changed since it was indexed: it has "
             f"{found.st_size:,} bytes, expected {user.bytes:,} of an earlier time",
-            advice=CURE,
+            hint=CURE,
             folder=folder,
         )
     return file

@@ -494,7 +494,7 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
         rest = [name for name in inexact if name not in wanted and encoded[name].step_shape]
         large = [name for name in rest if len(encoded[name].shape) > 1 and not encoded[name].kept]
         if dtype in QUANTIZED_DTYPES and large:
-            raise ConfigError(_does_not_pay(encoded, dtype, {*wanted, *large}, large[0]))
+            raise _does_not_pay(encoded, dtype, {*wanted, *large}, large[0])
         if rest:
             logging.getLogger("stoker").info(
                 "fields that take no fewer bytes as %s are stored as they are: %s", dtype, ", ".join(rest)
@@ -532,12 +532,12 @@ def _pays(f: Field) -> bool:
     return scales.shape[-1] * scales.itemsize < f.shape[-1]
 
 
-def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: str) -> str:
+def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: str) -> ConfigError:
     """Say how many bytes a field would take, and a dtype for each field instead."""
     last = encoded[large].shape[-1]
     scales = scale_field(_with_dtype(encoded[large], dtype, quantized=True)).shape[-1]
     instead = {name: dtype if _pays(encoded[name]) else "float16" for name in sorted(names)}
-    return (
+    return ConfigError(
         f"storage dtype {dtype!r} for all fields does not suit {large!r} {encoded[large].shape}: with its "
         f"scales, each {last} numbers of its last axis take {last + 4 * scales} bytes, and {2 * last} in "
         f"float16. Name the dtype of each field: {arg('dtype', instead)}"

@@ -151,7 +151,7 @@ def parse_url(place: str | Path) -> str:
     found = _URL.match(text)
     if found is None or found[1].lower() not in SCHEMES:
         raise ConfigError(
-            f"{masked(text)} is no address of caches. Expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
+            f"{masked(text)} is not an address of caches. Expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
             "az://CONTAINER/FOLDER or file:///FOLDER; a path on this machine has no ://"
         )
     scheme, rest = found[1].lower(), text[found.end() :]
@@ -169,7 +169,7 @@ def parse_url(place: str | Path) -> str:
         raise ConfigError(f"{masked(text)} names no bucket. Expected {scheme}://BUCKET/FOLDER")
     if scheme != "file" and not _BUCKET.fullmatch(parts[0]):
         raise ConfigError(
-            f"{masked(text)}: {parts[0]!r} is no name of a bucket. Expected three characters or more: "
+            f"{masked(text)}: {parts[0]!r} is not the name of a bucket. Expected three characters or more: "
             "letters, digits, '.', '_' and '-', the first a letter or a digit"
         )
     if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):

@@ -201,7 +201,7 @@ class ShardFile:
         folder = self.path.parent
         if (origin := self.file.origin) is not None:
             fact = f"{fact} (it was fetched again from {origin}, and is no better)"
-        return CorruptError(fact, advice=repair_advice(folder), shard=self.path.name, folder=folder)
+        return CorruptError(fact, hint=repair_advice(folder), shard=self.path.name, folder=folder)
 
 
 class FieldReader:
@@ -392,7 +392,7 @@ def read_facts(file: OpenFile, schema: Schema, name: str) -> ShardFacts:
         try:
             blocks[n] = Blocks(n, f, columns[n].offset, seeds, tail[f"{n}.sums"].reshape(-1), offsets.get(n))
         except FormatError as error:
-            raise FormatError(f"{name}: {error}") from error
+            raise FormatError.of_all([error.problem.within(f"{name}: ")]) from error
     contents = tail.get(CONTENTS, np.empty(0, np.uint64)).reshape(-1, 2)
     if len(contents) not in (0, rows):
         raise FormatError(f"{name}: {len(contents)} digests of samples for {rows} rows")

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
-from stoker.errors import ConfigError, FormatError, StalledError, StokerError
+from stoker.errors import ConfigError, FormatError, Problem, StalledError, StokerError
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import (
     PendingFile,
@@ -452,25 +452,28 @@ def _shared(folder: Path) -> RegularFile:
         try:
             file = RegularFile(folder / RECIPE_FILE)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FormatError(f"{folder} holds no {RECIPE_FILE}: it is no cache, or was removed") from error
+            raise FormatError(
+                f"{folder} holds no {RECIPE_FILE}: it is not a cache, or was removed"
+            ) from error
         why = _lock_shared(file, folder)
         if why is None:
             return file
         file.close()
         if time.monotonic() >= until:
-            raise StalledError(f"{folder} could not be opened for {WAIT_S:g} s: {why}")
+            raise StalledError.of_all([why.within(f"{folder} could not be opened for {WAIT_S:g} s: ")])
         time.sleep(LAST_POLL_S)
 
 
-def _lock_shared(file: RegularFile, folder: Path) -> str | None:
+def _lock_shared(file: RegularFile, folder: Path) -> Problem | None:
     """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
     if not try_lock(file.fileno(), shared=True):
-        return "a clean-up holds it. See whether `stoker cache gc` hangs"
+        return Problem("a clean-up holds it", "See whether `stoker cache gc` hangs")
     # The lock counts only if it is on the file that others will open (see `exclusive_use`).
     if _is_current(file, folder):
         return None
     # It was moved away, or its recipe repaired, while we waited; a file system may say so each time.
-    return f"its {RECIPE_FILE} is another file each time it is looked at. See what keeps replacing it"
+    fact = f"its {RECIPE_FILE} is another file each time it is looked at"
+    return Problem(fact, "See what keeps replacing it")
 
 
 def _is_current(file: RegularFile, folder: Path) -> bool:

@@ -222,7 +222,8 @@ def _pull(
     source = peek_cache(attach_mirror(url, cache_dir / COMING, must_exist=True))
     mirror = open_storage(source.path).mirror
     if source.lost:
-        raise IncompleteError(str(source.lost[0].error()))
+        lost = source.lost[0].error()
+        raise IncompleteError(lost.marked_fact, hint=lost.marked_hint)
     assert mirror is not None
     names = wanted.shards(source)
     target = cache_dir / source.path.parent.name / source.path.name
@@ -262,7 +263,7 @@ class _Pull:
         mirror.ensure(entry.file, [(0, entry.bytes)])
         if (damage := self._damage(entry)) is not None:
             fact = f"{mirror.url_of(entry.file)} is damaged: {damage}"
-            raise CorruptError(fact, advice="Push it again from where it is sound", shard=entry.file)
+            raise CorruptError(fact, hint="Push it again from where it is sound", shard=entry.file)
         publish(path, self.target / entry.file)
         path.with_name(f"{MAP_PREFIX}{entry.file}").unlink(missing_ok=True)
         return entry

@@ -10,6 +10,7 @@ arithmetic on the step number. So a checkpoint of these, with the loader's place
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
-from stoker.errors import DivergedError, Interrupted
+from stoker.errors import DivergedError, Interrupted, Problem
 from stoker.monitor.meter import EVERY_S, PARTS, StallJournal, StallMeter, StallReport, journal_name
 from stoker.plan.resources import give_back
 from stoker.plan.tiers import TIERS
@@ -125,13 +126,14 @@ class FiniteGuard:
         bad, stops = self._ranks.all_sum([float(own), float(self._stop())], where)
         self.stopping = stops > 0
         if bad:
-            told = self._ranks.all_gather(_describe(facts) if own else "", where)
+            told = self._ranks.all_gather(json.dumps(_describe(facts)) if own else "", where)
+            causes = [Problem(*json.loads(text)) for text in told if text]
             # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
-            blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]
-            raise DivergedError(blamed[0])
+            blamed = [one for one in causes if one.fact.startswith(LOSS)] or causes
+            raise DivergedError.of_all(blamed[:1])
 
 
-def _describe(facts: StepFacts) -> str:
+def _describe(facts: StepFacts) -> Problem:
     errors = facts.errors.detach().float().cpu()
     bad = ~torch.isfinite(errors)
     count = int(bad.sum())
@@ -142,10 +144,10 @@ def _describe(facts: StepFacts) -> str:
     sample = f"sample {number}{of}"
     blame = f"first at {sample}, time step {start}" if count else f"largest loss at {sample}"
     more = f" ({count} of {len(errors)} examples)" if count else ""
-    return (
-        f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
+    return Problem(
+        f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}",
         f"Expected a finite number. Look at cache[{number}] for NaN or extreme values, else lower "
-        f"training.lr; the last checkpoint is from before this step"
+        "training.lr; the last checkpoint is from before this step",
     )
 
 

@@ -148,7 +148,7 @@ def checkpoint_to_resume(
     if found is None and (there or expected):
         raise CorruptError(
             f"{root}: none of {there} checkpoints is complete, and the run had made some",
-            advice="Bring one back from a copy, or start again as another run",
+            hint="Bring one back from a copy, or start again as another run",
         )
     return found
 

@@ -258,7 +258,7 @@ def test_one_cache_alone_comes_as_it_does_in_the_mixture(abc: list[Cache]) -> No
 
     for name in mixture.names:
         assert all(map(same, mixture.only(name), [batch for batch in mixture if batch.task == name]))
-    with pytest.raises(ConfigError, match="'z' is none of a, b, c"):
+    with pytest.raises(ConfigError, match="'z' is not one of a, b, c"):
         mixture.only("z")
 
 

@@ -50,7 +50,7 @@ def test_a_state_of_another_mode_or_other_weights_is_refused(alike: list[Cache])
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mode": "both"}, "mode 'both'"),
+    ({"mode": "both"}, "mode is 'both'"),
     ({"mode": "round_robin", "exhausted": "all"}, "exhausted is 'all'"),
     ({"mix": "example"}, "mix='batch'"),
     ({"mix": "example", "mode": "weighted"}, "mix is 'example' in mode 'weighted'"),
@@ -59,12 +59,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"exhausted": "longest"}, "exhausted= belongs to mode 'round_robin', and mode is 'concat'"),
     ({"mode": "weighted", "exhausted": "first"}, "exhausted= belongs to mode 'round_robin'"),
     ({"mode": "weighted", "weights": {"a": 1, "bb": 1, "c": 1}}, "names 'bb', .* Did you mean b"),
-    ({"mode": "weighted", "weights": {"a": 1, "b": 1}}, "weights has nothing for c"),
+    ({"mode": "weighted", "weights": {"a": 1, "b": 1}}, "weights has no entry for c"),
     ({"mode": "weighted", "weights": [1, 1]}, "for each of a, b, c"),
     ({"mode": "round_robin", "shuffle": False}, "cache after cache"),
     ({"names": ["x", "x", "y"]}, "called 'x'"),
     ({"names": ["x"]}, "1 names for 3 caches"),
-    ({"indices": [1]}, "indices= means nothing"),
+    ({"indices": [1]}, "indices= has no effect"),
 ]
 
 

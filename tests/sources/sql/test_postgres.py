@@ -130,7 +130,7 @@ def test_infinite_and_distant_times_are_values_of_their_own(server: Server, conn
 @pytest.mark.parametrize(
     ("sql", "says"),
     [
-        ("UPDATE samples SET id = 20 WHERE id IN (30, 40)", "key id comes again in 2 rows: 20"),
+        ("UPDATE samples SET id = 20 WHERE id IN (30, 40)", "key id is repeated in 2 rows: 20"),
         ("UPDATE samples SET id = NULL WHERE id > 370", "key id is NULL in 2 rows"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sql", "says"),
     [
-        ("UPDATE samples SET id = 20 WHERE id IN (30, 40)", "key id comes again in 2 rows: 20"),
+        ("UPDATE samples SET id = 20 WHERE id IN (30, 40)", "key id is repeated in 2 rows: 20"),
         ("UPDATE samples SET id = NULL WHERE id > 370", "key id is NULL in 2 rows"),
         ("UPDATE samples SET id = 'x' WHERE id = 30", "values of type integer, text"),
         ("UPDATE samples SET id = id + 0.5", "values of type float"),
@@ -207,7 +207,7 @@ def test_several_columns_may_be_the_key(database: Path) -> None:
     found = source(database, key=("site", "id"), columns=["power"])
 
     assert found.keys()[0] == '["hill",0]'
-    with pytest.raises(SourceError, match="key site comes again in 38 rows: hill, town"):
+    with pytest.raises(SourceError, match="key site is repeated in 38 rows: hill, town"):
         len(source(database, key="site", columns=["power"]))
 
 
@@ -227,7 +227,7 @@ def test_several_columns_may_be_the_key(database: Path) -> None:
         ("heard", '[{"lat": 1, "lon": 1, "on": false}]', "column heard has 1 entries and none that counts"),
         ("heard", "[" + ",".join(['{"on": true}'] * 5) + "]", "has 5 entries, expected 4 at most"),
         ("heard", '[{"lat": 1, "lon": null, "on": true}]', "has an entry without lon, or it is null"),
-        ("heard", '[{"lat": 1, "lon": NaN, "on": true}]', "NaN is no JSON number"),
+        ("heard", '[{"lat": 1, "lon": NaN, "on": true}]', "NaN is not a JSON number"),
         ("heard", '[{"lat": 1, "lon": 1, "on": true, "snr": {"mean": "10"}}]', "has snr.mean = '10'"),
         ("tx_lat", 91.0, "column tx_lat is 91.0, expected degrees"),
     ],

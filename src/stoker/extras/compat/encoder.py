@@ -322,7 +322,7 @@ class _Shape:
         if rest or wide % cols or rows * cols != run or high % rows:
             raise EncoderError(
                 f"adaptive_avg_pool1d makes {tokens} tokens of {high} x {wide} patches, row after row; these "
-                f"are no equal rectangles, which GridEncoder needs. {_INSTEAD}"
+                f"are not equal rectangles, which GridEncoder needs. {_INSTEAD}"
             )
         return _Shape(grid, patch, tokens, channels, (rows * patch, cols * patch))
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.command import CommandOutput, Debug, Json, Words, command_output, config_and_overrides
-from stoker.errors import ConfigError, TransferError
+from stoker.errors import ConfigError, Problem, TransferError
 from stoker.extras.fetch import command as fetching
 from stoker.extras.launch import command as launching
 from stoker.units import format_bytes
@@ -52,11 +52,16 @@ _REFUSED: Mapping[str, str] = {
     "training.run_dir is another run",
 }
 """Flags that nothing here could honor, and what does the same now."""
-_VERBS_REFUSED: Mapping[str, str] = {
-    "set-key": "a key on a command line is seen by others. Set VAST_API_KEY, or put the key into "
-    f"{launching.KEY_FILES[0]}",
-    "preprocess": "encoding has no machine of its own. `stoker precompute CONFIG` encodes here and `stoker "
-    "push` brings the cache to a remote; with launch.cache=REMOTE:PATH a rented machine does both",
+_VERBS_REFUSED: Mapping[str, Problem] = {
+    "set-key": Problem(
+        "a key on a command line is seen by others",
+        f"Set VAST_API_KEY, or put the key into {launching.KEY_FILES[0]}",
+    ),
+    "preprocess": Problem(
+        "encoding has no machine of its own",
+        "`stoker precompute CONFIG` encodes here and `stoker push` brings the cache to a remote; with "
+        "launch.cache=REMOTE:PATH a rented machine does both",
+    ),
 }
 VERBS = ("launch", "search", "resume", "setup-env", *_VERBS_REFUSED)
 
@@ -136,9 +141,9 @@ def vast_launch(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlie
 
 def _refuse_verb(verb: str) -> None:
     if why := _VERBS_REFUSED.get(verb):
-        raise ConfigError(f"{verb} is not taken: {why}")
+        raise ConfigError.of_all([why.within(f"{verb} is not taken: ")])
     if verb not in VERBS:
-        raise ConfigError(f"{verb!r} is nothing that vast_launch does. Expected {', '.join(VERBS[:4])}")
+        raise ConfigError(f"{verb!r} is not a verb of vast_launch. Expected {', '.join(VERBS[:4])}")
 
 
 def _search(out: CommandOutput, overrides: list[str], limit: int) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.command import CachePath, CommandOutput, ProgressLine, cli_command, size
+from stoker.cli.command import BadValueError, CachePath, CommandOutput, ProgressLine, cli_command, size
 from stoker.cli.output import table
 from stoker.units import format_bytes, format_count, format_seconds
 
@@ -21,7 +21,7 @@ def numbers_between(text: str) -> range:
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
-        raise typer.BadParameter(f"{text!r} is not a range. Write two numbers, as 0:1000")
+        raise BadValueError(f"{text!r} is not a range", "Write two numbers, as 0:1000")
     return range(int(first), int(last))
 
 

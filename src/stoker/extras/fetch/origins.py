@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config.models import Config
-from stoker.errors import ConfigError, StalledError, StokerError, TransferError
+from stoker.errors import ConfigError, Problem, StalledError, StokerError, TransferError
 from stoker.runtime.files import Algorithm
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
 from stoker.runtime.jsonio import parse_json
@@ -115,21 +115,21 @@ def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wa
     Raises:
         ConfigError: Entries or names are wrong; lists all of them.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     found: list[WantedFile | WantedFolder] = []
     for name, entry in files.items():
         folder = name.endswith("/")
         if why := _wrong_name(name.removesuffix("/")) if name != "./" else None:
-            problems.append(f"{where}: the name {name!r} {why}")
+            problems.append(why.within(f"{where}: the name {name!r} "))
             continue
         try:
             kind = _FolderEntry if folder else _Entry
             found.append(_wanted(name, kind.model_validate(dict(entry))))
         except ValidationError as error:
-            problems += [f"{where}: {name}: {_say(one, folder)}" for one in error.errors()]
-    problems += [f"{where}: {line}" for line in _clashes(one.name.removesuffix("/") for one in found)]
+            problems += [Problem(f"{where}: {name}: {_say(one, folder)}") for one in error.errors()]
+    problems += [one.within(f"{where}: ") for one in _clashes(one.name.removesuffix("/") for one in found)]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of_all(problems)
     return tuple(found)
 
 
@@ -140,11 +140,11 @@ def check_names(files: Iterable[WantedFile]) -> None:
         ConfigError: One leads out, comes twice, or is a file in one entry and a folder in another.
     """
     names = [one.name for one in files]
-    problems = [f"the name {name!r} {why}" for name in names if (why := _wrong_name(name))]
-    problems += [f"{name!r} is wanted twice" for name, count in Counter(names).items() if count > 1]
+    problems = [why.within(f"the name {name!r} ") for name in names if (why := _wrong_name(name))]
+    problems += [Problem(f"{name!r} is wanted twice") for name, count in Counter(names).items() if count > 1]
     problems += _clashes(names)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of_all(problems)
 
 
 def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
@@ -198,36 +198,37 @@ def _say(problem: Any, folder: bool) -> str:
     return f"{place}: {said}"
 
 
-def _wrong_name(name: str) -> str | None:
+def _wrong_name(name: str) -> Problem | None:
     """Return why a name is refused; None: it is accepted.
 
-    >>> _wrong_name("burgers/train_000.h5"), _wrong_name("../x")
+    >>> _wrong_name("burgers/train_000.h5"), str(_wrong_name("../x"))
     (None, "has a part '..', which may not begin with a dot")
     """
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        return "is not valid text"
+        return Problem("is not valid text")
     if not 0 < size <= NAME_BYTES:
-        return f"has {size} bytes, expected 1 to {NAME_BYTES}"
+        return Problem(f"has {size} bytes, expected 1 to {NAME_BYTES}")
     if any(unicodedata.category(letter) in {"Cc", "Cf", "Zl", "Zp"} for letter in name) or "\\" in name:
-        return "has a character that a file name should not have"
+        return Problem("has a character that a file name should not have")
     for part in name.split("/"):
         if not part:
-            return "is absolute, or has an empty part. Expected a path below the folder"
+            return Problem("is absolute, or has an empty part", "Expected a path below the folder")
         if part.startswith((".", "~", "-")):
             sign = {".": "a dot", "~": "a tilde", "-": "a dash"}[part[0]]
-            return f"has a part {part!r}, which may not begin with {sign}"
+            return Problem(f"has a part {part!r}, which may not begin with {sign}")
         if len(part.encode()) > PART_BYTES:
-            return f"has a part of {len(part.encode())} bytes, expected at most {PART_BYTES}"
+            return Problem(f"has a part of {len(part.encode())} bytes, expected at most {PART_BYTES}")
     return None
 
 
-def _clashes(names: Iterable[str]) -> list[str]:
+def _clashes(names: Iterable[str]) -> list[Problem]:
     """Return a line for each name that is a file in one entry and a folder in another."""
     files = set(names)
     above = {name.rsplit("/", count)[0]: name for name in files for count in range(1, name.count("/") + 1)}
-    return [f"{name!r} is a file, and the folder of {above[name]!r}" for name in sorted(files & above.keys())]
+    both = sorted(files & above.keys())
+    return [Problem(f"{name!r} is a file, and the folder of {above[name]!r}") for name in both]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -638,7 +639,8 @@ def _rclone_errors(source: str) -> Generator[None]:
     except OSError as error:
         raise TransferError(f"rclone cannot be started: {error.strerror}", transient=True) from error
     except StalledError as error:
-        raise TransferError(f"{source}: {error}", transient=True) from None
+        fact, hint = error.problem.within(f"{source}: ")
+        raise TransferError(fact, hint=hint, transient=True) from None
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[s
         name, number = f"{folder}{image['file_name']}", int(image["id"])
         if number in numbers:
             raise SourceError(
-                f"{path} gives id {number} to {numbers[number]} and to {name}, so it is open whose the "
-                "objects are. Give each image an id of its own"
+                f"{path} gives id {number} to {numbers[number]} and to {name}, so it is unclear which "
+                "of them its objects belong to. Give each image an id of its own"
             )
         numbers[number] = name
         key = name.rpartition(".")[0]

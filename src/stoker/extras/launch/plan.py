@@ -357,7 +357,7 @@ def _image(config: Config) -> CheckRow:
     found = IMAGE.fullmatch(image)
     if found is None:
         error = ConfigError(
-            f"launch.image is {image!r}, which no registry takes. Expected name:tag, as "
+            f"launch.image is {image!r}, which is not the name of an image. Expected name:tag, as "
             "pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel"
         )
         return failed(check, error)

@@ -35,7 +35,7 @@ def _no_flag(text: str) -> str:
 
 def _setting(text: str) -> str:
     if "=" not in text:
-        raise ValueError("is not a setting. Expected key=value")
+        raise ConfigError("is not a setting. Expected key=value")
     return text
 
 
@@ -44,7 +44,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_plai
 
 def _absolute(text: str) -> str:
     if not text.startswith("/"):
-        raise ValueError(f"{text!r} is not absolute. Give a path that begins with /")
+        raise ConfigError(f"{text!r} is not absolute. Give a path that begins with /")
     return text
 
 

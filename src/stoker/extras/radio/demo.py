@@ -502,7 +502,8 @@ def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
     try:
         make_folder(path.parent)
     except ReadOnlyError as error:
-        raise ReadOnlyError(f"{error}, with --database") from error
+        hint = f"{error.marked_hint}, with --database"
+        raise ReadOnlyError(error.marked_fact, hint=hint) from error
     names = ", ".join(COLUMNS)
     try:
         with closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:

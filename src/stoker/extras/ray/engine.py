@@ -297,11 +297,11 @@ class RoundProgress:
         self._record_bytes = 0.0
         """Bytes of one record on disk, roughly: of tasks that have ended only the records are known."""
         self.last_note = ""
-        """The latest note of a task, as a sentence."""
+        """The latest note of a task, as a sentence after another."""
 
     def note(self, text: str) -> None:
         """Pass on a note of a task."""
-        self.last_note = f"It said last: {text}. "
+        self.last_note = f". It said last: {text}"
         if self._sink is not None:
             self._sink.note(text)
 
@@ -589,7 +589,8 @@ class Round:
     def _take_answer(self, task: SliceTask, answer: dict[str, Any]) -> None:
         if answer["kind"] == "failed":
             kind = getattr(errors, answer["error"], StokerError)
-            raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
+            fact = f"node {answer['node']}, samples {task.slice.span}: {answer['message']}"
+            raise kind(fact, hint=answer["hint"])
         if not (answer["finished"] or task.is_halted or answer["encoded"] or answer["failures"]):
             self._lost(task, "something other than Stoker told it to stop")
             return
@@ -624,8 +625,8 @@ class Round:
         if one.losses >= self._cluster.settings.max_retries:
             raise StokerError(
                 f"samples {one.span} were lost with their worker {one.losses + 1} times, at last on {node}: "
-                f"{cause}. {self._progress.last_note}What is stored stays; run it again to resume. "
-                "precompute.ray.max_retries allows more"
+                f"{cause}{self._progress.last_note}",
+                hint="What is stored stays; run it again to resume. precompute.ray.max_retries allows more",
             )
         unstored = self._share.folder.missing(retry_quarantined=True)
         rest = len(np.intersect1d(one.numbers, unstored))

@@ -175,8 +175,9 @@ class RayExecutor:
         except (ResourceError, ConfigError) as error:
             lock.release()
             raise StalledError(
-                f"{folder.submission} names {read_submission(folder)}, which may still run: {error}. "
-                "The job is tried again later"
+                f"{folder.submission} names {read_submission(folder)}, which may still run: "
+                f"{error.marked_fact}",
+                hint=". ".join(filter(None, (error.marked_hint, "The job is tried again later"))),
             ) from error
         except BaseException:
             lock.release()
@@ -240,7 +241,7 @@ class RayJobLock:
         try:
             self._jobs.submit(submission, shlex.join(words), gpus=self._target.gpus)
         except ConfigError as error:  # another token may be set for the next attempt
-            raise ResourceError(str(error)) from error
+            raise ResourceError(error.marked_fact, hint=error.marked_hint) from error
         return RayProcess(self._jobs, self._folder, submission, limits)
 
     def release(self) -> None:

@@ -206,10 +206,11 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
         reporter.note_and_wait(str(error))
         os._exit(1)
     except StokerError as error:
-        answer |= {"error": type(error).__name__, "message": error.marked}
+        answer |= {"error": type(error).__name__, **error.to_json()}
     except Exception as error:  # noqa: BLE001  a process edge: the driver raises it
         traceback.print_exc()
-        answer |= {"error": "StokerError", "message": f"unexpected {type(error).__name__}: {error}"}
+        message = f"unexpected {type(error).__name__}: {error}"
+        answer |= {"error": "StokerError", "message": message, "hint": ""}
     return answer
 
 
@@ -256,8 +257,9 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _LoadedRun
         )
     except SourceError as error:
         raise SourceError(
-            f"node {node} cannot make the recipe of {told['name']}: {error.marked}. All nodes read the data "
-            f"at the paths that {told['driver']} has it at: put it on storage that they share"
+            f"node {node} cannot make the recipe of {told['name']}: {error.marked_fact}",
+            hint=f"All nodes read the data at the paths that {told['driver']} has it at: put it on storage "
+            "that they share",
         ) from error
     _check_recipe(recipe, told, node)
     folder = open_folder(cache_dir, told["name"], recipe)

@@ -277,7 +277,7 @@ def plan_tier(scenario: Scenario, tier: str, records: int) -> Plan:
             rates=rates,
         )
     except ResourceError as error:
-        raise ResourceError(str(error).partition(". Use ")[0].removeprefix(f"tier {tier}: ")) from error
+        raise ResourceError(error.fact.removeprefix(f"tier {tier}: ")) from error
 
 
 def _reserve(scenario: Scenario) -> int | None:

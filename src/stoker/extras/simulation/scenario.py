@@ -459,8 +459,8 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
             else:
                 raise ConfigError(f"{key} is not a key of a simulation ({_near(key)})")
         except ConfigError as error:
-            said = str(error)
-            raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from None
+            fact = error.fact if error.fact.startswith(key) else f"{key}: {error.fact}"
+            raise ConfigError(fact, hint=error.hint) from None
     lacking = [key for key in REQUIRED if KEYS[key][0] not in values]
     if lacking:
         raise ConfigError(
@@ -472,7 +472,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     try:
         return replace(Scenario(**values), prices=Prices(**prices))
     except ConfigError as error:
-        raise ConfigError(_in_keys(str(error))) from None
+        raise ConfigError(_in_keys(error.fact), hint=error.hint) from None
 
 
 def _in_keys(message: str) -> str:

@@ -55,7 +55,7 @@ class Parser:
             try:
                 frame: Frame = json.loads(self._bytes[_HEAD.size : end])
             except ValueError as error:
-                raise WorkerError(f"a frame arrived that is no JSON: {error}") from error
+                raise WorkerError(f"a frame arrived that is not JSON: {error}") from error
             if payload_bytes:
                 frame["payload"] = bytes(self._bytes[end : end + payload_bytes])
             del self._bytes[: end + payload_bytes]

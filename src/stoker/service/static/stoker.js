@@ -261,6 +261,11 @@ function showFaults(form, fields) {
   return left === 0 && fields.length > 0;
 }
 
+// Fact and hint of a request that was refused, a line each.
+function why(answer) {
+  return [answer.fact || answer.error, answer.hint].filter(Boolean).join("\n");
+}
+
 async function finish(operation, place) {
   let now = operation;
   while (now.state === "running") {
@@ -271,7 +276,7 @@ async function finish(operation, place) {
       location.reload();
       return;
     }
-    now = reply.ok ? reply.answer : {state: "failed", error: reply.answer.error};
+    now = reply.ok ? reply.answer : {state: "failed", error: why(reply.answer)};
   }
   const text = document.createElement("p");
   text.className = now.state === "failed" ? "problem" : "lines";
@@ -339,7 +344,7 @@ document.addEventListener("submit", async (event) => {
     const {ok, answer, address} = await ask(form.getAttribute("action"), "POST", body, headers);
     if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
-      if (!showFaults(form, answer.fields || [])) say(answer.error || "the service refused this");
+      if (!showFaults(form, answer.fields || [])) say(why(answer) || "the service refused this");
     } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
@@ -363,7 +368,7 @@ document.addEventListener("htmx:afterRequest", (event) => {
   say("");
   if (successful && elt.dataset.then) location.assign(elt.dataset.then);
   else if (successful) news();
-  else if (xhr.responseText) say(JSON.parse(xhr.responseText).error);
+  else if (xhr.responseText) say(why(JSON.parse(xhr.responseText)));
 });
 
 document.addEventListener("htmx:sendError", () => say("the service does not answer. Is it still running?"));

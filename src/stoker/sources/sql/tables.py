@@ -177,7 +177,7 @@ def _read(session: Session, begin: Callable[[int], None], request: Request) -> T
         (total,) = session.first(request.count_sql(filtered=False)) or (0,)
         dropped = int(total) - seen.count
     if not seen.count:
-        raise SourceError(_nothing_left(request, dropped))
+        raise _nothing_left(request, dropped)
     rows.finish_writing()
     _log_summary(request, seen.count, dropped, rows.size_bytes)
     return TableSnapshot(
@@ -199,13 +199,13 @@ def _take(session: Session, rows: Spill, begin: Callable[[int], None], request: 
     return seen
 
 
-def _nothing_left(request: Request, dropped: int) -> str:
+def _nothing_left(request: Request, dropped: int) -> SourceError:
     if dropped:
-        return (
+        return SourceError(
             f"{request.where_it_is}: where ({request.where}) drops all {format_count(dropped)} rows. "
             "Loosen it, or leave it out"
         )
-    return f"{request.where_it_is} has no rows. Check that it is the right table"
+    return SourceError(f"{request.where_it_is} has no rows. Check that it is the right table")
 
 
 def _log_summary(request: Request, count: int, dropped: int, size_bytes: int) -> None:
@@ -275,7 +275,7 @@ class RowChecker:
             shown = ", ".join(", ".join(map(_shown, key)) for key in self._twice)
             more = " and others" if self._again > len(self._twice) else ""
             raise SourceError(
-                f"{where}: key {names} comes again in {format_count(self._again)} rows: {shown}{more}. {cure}"
+                f"{where}: key {names} is repeated in {format_count(self._again)} rows: {shown}{more}. {cure}"
             )
         kinds = {tag for found in tags for tag in found}
         if not kinds <= KEYS or any(len(found) > 1 for found in tags):
