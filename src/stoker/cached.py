@@ -101,7 +101,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     settings = _known({} if precompute is None else precompute)
     direct = {name: loader.pop(name) for name in _direct_names() if name in loader}
     if twice := direct.keys() & settings.keys():
-        raise ConfigError(f"{min(twice)} is given twice, alone and in precompute=. Give it once")
+        raise ConfigError(f"{min(twice)} is given twice, alone and in precompute=", hint="Give it once")
     encoding: dict[str, Any] = {"device": device, **settings, **direct}
     encoding["wait"] = wait
     device = str(resolve_device(device))
@@ -177,28 +177,30 @@ def _refuse_settings(source: Source, own: Mapping[str, Any]) -> None:
     defaults = inspect.signature(cached).parameters
     if given := [name for name, value in own.items() if value != defaults[name].default]:
         raise ConfigError(
-            f"{', '.join(f'{name}=' for name in given)}: settings of a Dataset, and {source!r} is a source. "
-            "Give them to the source"
+            f"{', '.join(f'{name}=' for name in given)}: settings of a Dataset, and {source!r} is a source",
+            hint="Give them to the source",
         )
 
 
 def _known(settings: object) -> Mapping[str, Any]:
     """`settings`, if it holds nothing but settings of `precompute`."""
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"precompute is {settings!r}. Expected its settings by name, as {{'workers': 4}}")
+        raise ConfigError(
+            f"precompute is {settings!r}", hint="Expected its settings by name, as {'workers': 4}"
+        )
     given, names = cast("Mapping[str, Any]", settings), _precompute_names()
     for name in given:
         if name not in names:
             near = get_close_matches(str(name), names, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Expected one of {', '.join(sorted(names))}"
-            raise ConfigError(f"precompute={{{name!r}: ...}} is not a setting of precompute. {hint}")
+            raise ConfigError(f"precompute={{{name!r}: ...}} is not a setting of precompute", hint=hint)
     return given
 
 
 def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     """Refuse before anything is encoded what `Loader` would refuse after it."""
     if whole_numbers(batch_size=batch_size)[0] < 1:
-        raise ConfigError(f"batch_size is {batch_size}. Expected at least 1")
+        raise ConfigError(f"batch_size is {batch_size}", hint="Expected at least 1")
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
         check_dtype(dtype_name(dtype))
@@ -249,9 +251,9 @@ class MemoryFolder:
         mount = storage_of(base) if base.is_dir() else None
         if mount is None or not mount.in_memory or not os.access(base, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{arg('cache_dir', None)} keeps the cache in memory, in {base}, which is not there, "
-                f"not in memory, or "
-                f"cannot be written. Give a folder, as {arg('cache_dir', '.stoker')}"
+                f"{arg('cache_dir', None)} keeps the cache in memory, in {base}, which is not there, not in "
+                "memory, or cannot be written",
+                hint=f"Give a folder, as {arg('cache_dir', '.stoker')}",
             )
         prefix = f"stoker-{os.getuid()}-"
         for left in base.glob(f"{prefix}*"):

@@ -38,7 +38,6 @@ except inside a reader, where all are wrapped with path, sample and stage.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,9 +125,8 @@ class StokerError(Exception):
     """Root of the tree; `exit_code` is the command line's answer.
 
     Args:
-        args: The message first: a fact with its values, and then what to do. Arguments in it are written with
-            `arg`.
-        hint: What to do, where the message is the fact alone.
+        args: The fact first: what is wrong, with values. Arguments in it are written with `arg`.
+        hint: What to do about it.
 
     >>> error = ConfigError("batch_size is 0", hint="Give at least 1")
     >>> str(error), error.fact, error.hint
@@ -138,12 +136,10 @@ class StokerError(Exception):
     exit_code: int = 1
 
     def __init__(self, *args: object, hint: str = "") -> None:
-        self.given = (str(args[0]), hint) if hint else None
-        """Fact and hint with their arguments marked, where they were given apart."""
+        self.problem = Problem(str(args[0]) if args else type(self).__name__, hint)
+        """Fact and hint, their arguments marked: for an error that is raised again with more text."""
         if hint:
-            args = (f"{args[0]}. {hint}", *args[1:])
-        self.parts = _parts(str(args[0])) if args else ()
-        """The message: its text, and the arguments that it names."""
+            args = (str(self.problem), *args[1:])
         super().__init__(*(_as_python(value) if isinstance(value, str) else value for value in args))
 
     @classmethod
@@ -151,48 +147,36 @@ class StokerError(Exception):
         """Return the error for some problems, a line each. Of one alone, fact and hint stay apart."""
         if len(problems) == 1:
             return cls(problems[0].fact, hint=problems[0].hint)
-        error = cls("\n".join(map(str, problems)))
-        error.given = (error.marked, "")
-        return error
+        return cls("\n".join(map(str, problems)))
+
+    @property
+    def fact(self) -> str:
+        """What is wrong, with values."""
+        return _as_python(self.problem.fact)
+
+    @property
+    def hint(self) -> str:
+        """What to do about it; it may be empty."""
+        return _as_python(self.problem.hint)
+
+    @property
+    def marked(self) -> str:
+        """The message with its arguments marked."""
+        return str(self.problem)
+
+    @property
+    def parts(self) -> tuple[str | Argument, ...]:
+        """The message: its text, and the arguments that it names."""
+        return _parts(self.marked)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the message names."""
         return tuple(part for part in self.parts if isinstance(part, Argument))
 
-    @property
-    def fact(self) -> str:
-        """What is wrong, with values: where no hint was given, the first sentence of the message."""
-        return split_hint(str(self))[0] if self.given is None else _as_python(self.given[0])
-
-    @property
-    def hint(self) -> str:
-        """What to do about it: where no hint was given, the rest of the message; it may be empty."""
-        return split_hint(str(self))[1] if self.given is None else _as_python(self.given[1])
-
-    @property
-    def marked(self) -> str:
-        """The message with its arguments marked: for an error that is raised again with more text."""
-        return "".join(part if isinstance(part, str) else part.marked for part in self.parts) or str(self)
-
-    @property
-    def marked_fact(self) -> str:
-        """As `fact`, with its arguments marked."""
-        return split_hint(self.marked)[0] if self.given is None else self.given[0]
-
-    @property
-    def marked_hint(self) -> str:
-        """As `hint`, with its arguments marked."""
-        return split_hint(self.marked)[1] if self.given is None else self.given[1]
-
-    @property
-    def problem(self) -> Problem:
-        """Fact and hint together, their arguments marked."""
-        return Problem(self.marked_fact, self.marked_hint)
-
     def to_json(self) -> dict[str, str]:
         """Return fact and hint as another process takes them: `kind(end["message"], hint=end["hint"])`."""
-        return {"message": self.marked_fact, "hint": self.marked_hint}
+        return {"message": self.problem.fact, "hint": self.problem.hint}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy it with all that it knows, whatever its class takes to be made."""
@@ -201,20 +185,6 @@ class StokerError(Exception):
     def __str__(self) -> str:
         """Return the message alone; `KeyError` would quote it."""
         return str(self.args[0]) if self.args else type(self).__name__
-
-
-_SENTENCE_END = re.compile(r"(?<=[^\s.])\. (?=[A-Z`(])")
-"""Where a sentence ends and another begins. Messages are written so: a fact, then what to do."""
-
-
-def split_hint(message: str) -> tuple[str, str]:
-    """Return the fact of a message and the hint after it, either may be empty.
-
-    >>> split_hint("batch_size is 0. Expected at least 1")
-    ('batch_size is 0', 'Expected at least 1')
-    """
-    end = _SENTENCE_END.search(message)
-    return (message, "") if end is None else (message[: end.start()], message[end.end() :])
 
 
 def _as_python(text: str) -> str:

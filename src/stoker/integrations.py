@@ -29,7 +29,7 @@ def as_dataloader(loader: Loader) -> DataLoader[Any]:
         ConfigError: It is no Loader; batches of a Mixture have no number that skips could be counted in.
     """
     if not isinstance(cast("object", loader), Loader):
-        raise ConfigError(f"as_dataloader got a {type(loader).__name__}. Expected a stoker.Loader")
+        raise ConfigError(f"as_dataloader got a {type(loader).__name__}", hint="Expected a stoker.Loader")
     return _LoaderAdapter(loader)
 
 
@@ -83,8 +83,9 @@ class _BatchDataset(Dataset[Any]):
             if (loader.epoch, 0) < self._place < place:
                 raise ConfigError(
                     f"batch {number} was asked for instead of the next one, so something shares the batches "
-                    "out among ranks. A loader gives the batches of its own rank: make it with rank= and "
-                    "world_size=, and leave it out of `prepare`"
+                    "out among ranks",
+                    hint="A loader gives the batches of its own rank: make it with rank= and world_size=, "
+                    "and leave it out of `prepare`",
                 )
             loader.load_state_dict(loader.state_dict(place))
             self._pass = iter(loader)

@@ -70,7 +70,8 @@ class Plugin:
         if self.others:
             raise ConfigError(
                 f"{self.name!r} of the group {self.group} is given by several packages: "
-                f"{', '.join(sorted((self.package, *self.others)))}. Uninstall all but one of them"
+                f"{', '.join(sorted((self.package, *self.others)))}",
+                hint="Uninstall all but one of them",
             )
 
     def load(self) -> Any:
@@ -84,9 +85,9 @@ class Plugin:
             return EntryPoint(self.name, self.target, self.group).load()
         except (Exception, SystemExit) as error:  # code of others runs here, which may raise anything
             raise ConfigError(
-                f"{self.name!r} of the group {self.group} cannot be imported from the package {self.package} "
-                f"({self.target}): {type(error).__name__}: {error}. Install what it needs, or correct or "
-                f"uninstall {self.package}"
+                f"{self.name!r} of the group {self.group} cannot be imported from the package "
+                f"{self.package} ({self.target}): {type(error).__name__}: {error}",
+                hint=f"Install what it needs, or correct or uninstall {self.package}",
             ) from error
 
 
@@ -111,12 +112,13 @@ def find_plugin(group: Group, name: str, setting: str) -> Plugin:
     if not any(plugin.is_own for plugin in known.values()):
         raise ConfigError(
             f"{setting} names {name!r}, and no entry point of Stoker itself is known: it runs from files "
-            "that were not installed. Install it: pip install stoker, or pip install -e . in a checkout"
+            "that were not installed",
+            hint="Install it: pip install stoker, or pip install -e . in a checkout",
         )
     noun = group.removeprefix("stoker.").removesuffix("s")
     raise ConfigError(
-        f"{setting} names {name!r}, which is not a {noun}. Expected some of {', '.join(known)}, or an "
-        f"entry point of the group {group} (docs/plugins.md)"
+        f"{setting} names {name!r}, which is not a {noun}",
+        hint=f"Expected some of {', '.join(known)}, or an entry point of the group {group} (docs/plugins.md)",
     )
 
 

@@ -136,7 +136,9 @@ class Field:
     def __post_init__(self) -> None:
         """Refuse shapes and dtypes that no store can hold."""
         if self.dtype not in DTYPE_BYTES:
-            raise RecordError(f"dtype {self.dtype!r} cannot be stored. Known: {', '.join(DTYPE_BYTES)}")
+            raise RecordError(
+                f"dtype {self.dtype!r} cannot be stored", hint=f"Known: {', '.join(DTYPE_BYTES)}"
+            )
         if (self.ragged or self.time) and not self.shape:
             raise RecordError("a scalar field has no axis 0, so it cannot be ragged or have time")
         if any(size < 0 for size in self.shape[1 if self.ragged else 0 :]):
@@ -348,6 +350,7 @@ def check_sample(sample: Sample, schema: Schema, *, where: str) -> None:
         shape = (array.shape[0], *field.shape[1:]) if field.ragged and array.ndim else field.shape
         if array.dtype != expected or array.shape != shape:
             raise RecordError(
-                f"{where}: field {name!r} is {array.dtype} {array.shape}, "
-                f"expected {field.dtype} {field.shape}. One sample differs from the rest; fix or exclude it"
+                f"{where}: field {name!r} is {array.dtype} {array.shape}, expected {field.dtype} "
+                f"{field.shape}",
+                hint="One sample differs from the rest; fix or exclude it",
             )

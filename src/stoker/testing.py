@@ -569,9 +569,11 @@ class Fault:
     def __post_init__(self) -> None:
         """Refuse unknown kinds and numbers out of range."""
         if self.kind not in get_args(Kind):
-            raise ConfigError(f"the fault {self.kind!r} is not known. Expected {', '.join(get_args(Kind))}")
+            raise ConfigError(
+                f"the fault {self.kind!r} is not known", hint=f"Expected {', '.join(get_args(Kind))}"
+            )
         if self.attempts is not None and self.attempts < 1:
-            raise ConfigError(f"attempts is {self.attempts}. Expected 1 or more, or None for always")
+            raise ConfigError(f"attempts is {self.attempts}", hint="Expected 1 or more, or None for always")
 
 
 class FaultySource:
@@ -592,7 +594,7 @@ class FaultySource:
     def __init__(self, source: Source, faults: Sequence[Fault], *, folder: str | Path | None = None) -> None:
         if folder is None and any(fault.attempts is not None for fault in faults):
             raise ConfigError(
-                "attempts are counted over processes, in files. Give folder=, as pytest's tmp_path"
+                "attempts are counted over processes, in files", hint="Give folder=, as pytest's tmp_path"
             )
         self._source = source
         self._faults = list(faults)
@@ -652,8 +654,8 @@ class FaultySource:
         if fault.kind == "kill":
             if os.getpid() == self._maker:
                 raise ConfigError(
-                    "the fault 'kill' would end the process that made the source. Read in another one, with "
-                    "workers=1 or more"
+                    "the fault 'kill' would end the process that made the source",
+                    hint="Read in another one, with workers=1 or more",
                 )
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind in ("hang", "slow"):

@@ -87,13 +87,14 @@ def change(
         name, values = key.name, tensors[key]
         if not isinstance(values, Tensor):
             raise ConfigError(
-                f"field {name!r} has another length in every record, which this transform cannot change. "
-                "Write a function (batch, keys) -> batch for it"
+                f"field {name!r} has another length in every record, which this transform cannot change",
+                hint="Write a function (batch, keys) -> batch for it",
             )
         if values.dim() <= axes:
             raise ConfigError(
                 f"field {name!r} has examples of shape {tuple(values.shape[1:])}, but this transform needs "
-                f"at least {axes} axes. Name others in its `fields`"
+                f"at least {axes} axes",
+                hint="Name others in its `fields`",
             )
     return with_tensors(batch, {key: function(key, tensors[key]) for key in chosen})
 
@@ -112,7 +113,8 @@ def tensors_of(batch: Any) -> dict[TensorKey, Any]:
         if isinstance(batch.z0, dict):
             raise ConfigError(
                 f"windows have the states {', '.join(batch.z0)}, and transforms of stoker.transforms change "
-                "one. Write a function (batch, keys) -> batch, or name one field in Windows(field=...)"
+                "one",
+                hint="Write a function (batch, keys) -> batch, or name one field in Windows(field=...)",
             )
         present = {key: values for key, values in states.items() if values is not None}
         return present | {TensorKey(Role.FIELD, name): values for name, values in batch.cond.items()}
@@ -120,8 +122,8 @@ def tensors_of(batch: Any) -> dict[TensorKey, Any]:
         fields = cast("Mapping[str, Any]", batch)
         return {TensorKey(Role.FIELD, name): values for name, values in fields.items() if name != "index"}
     raise ConfigError(
-        f"a transform got a batch of type {type(batch).__name__}. Expected what the loader hands out, so "
-        "put functions that give something else last"
+        f"a transform got a batch of type {type(batch).__name__}",
+        hint="Expected what the loader hands out, so put functions that give something else last",
     )
 
 
@@ -144,15 +146,17 @@ def _named(tensors: Mapping[TensorKey, Any], fields: Sequence[str], *, windowed:
         field = TensorKey(Role.FIELD, name)
         if name in states and field in tensors:
             raise ConfigError(
-                f"`fields` of a transform names {name!r}, which is a state of the window and a condition. "
-                "Give the condition another name in its source, or write a function (batch, keys) -> batch"
+                f"`fields` of a transform names {name!r}, which is a state of the window and a condition",
+                hint="Give the condition another name in its source, or write a function (batch, keys) -> "
+                "batch",
             )
         key = states.get(name, field)
         if key in tensors:
             chosen.append(key)
         elif name not in states:
             raise ConfigError(
-                f"`fields` of a transform names {name!r}, which is not in the batch. It has {_list(tensors)}"
+                f"`fields` of a transform names {name!r}, which is not in the batch",
+                hint=f"It has {_list(tensors)}",
             )
     return chosen
 
@@ -165,7 +169,8 @@ def _meant(batch: Any, tensors: Mapping[TensorKey, Any], axes: int) -> list[Tens
         example = next((key.name for key in (*found, *tensors)), "image")
         raise ConfigError(
             f"{len(found)} fields could be meant by a transform without `fields`: the batch has "
-            f"{_list(tensors)}. Name one or more in a list, as `fields` ['{example}']"
+            f"{_list(tensors)}",
+            hint=f"Name one or more in a list, as `fields` ['{example}']",
         )
     return found
 
@@ -196,11 +201,13 @@ class Normalize(FieldTransform):
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong mean, std or dtype."""
         if not all(math.isfinite(value) for value in _listed(self.mean)):
-            raise ConfigError(f"Normalize(mean={self.mean!r}). Expected finite numbers")
+            raise ConfigError(f"Normalize(mean={self.mean!r})", hint="Expected finite numbers")
         if not all(value > 0 and math.isfinite(value) for value in _listed(self.std)):
-            raise ConfigError(f"Normalize(std={self.std!r}). Expected finite numbers above 0")
+            raise ConfigError(f"Normalize(std={self.std!r})", hint="Expected finite numbers above 0")
         if self.dtype is not None and self.dtype not in FLOATS:
-            raise ConfigError(f"Normalize(dtype={self.dtype!r}). Expected {', '.join(sorted(FLOATS))}")
+            raise ConfigError(
+                f"Normalize(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
+            )
 
     @staticmethod
     def of(cache: Cache, name: str | None = None, *, dtype: str | None = None) -> Normalize:
@@ -220,8 +227,8 @@ class Normalize(FieldTransform):
         means, stds = (_listed(found.get(key)) for key in ("mean", "std"))
         if not means or any(value is None for value in (*means, *stds)):
             raise ConfigError(
-                f"{cache.path} has no statistics of a field {field_name!r}. "
-                f"Expected one of {', '.join(cache.statistics) or 'none'}"
+                f"{cache.path} has no statistics of a field {field_name!r}",
+                hint=f"Expected one of {', '.join(cache.statistics) or 'none'}",
             )
         stds = tuple(std or 1.0 for std in stds)  # what never varies is only shifted
         return Normalize(mean=means, std=stds, dtype=dtype, fields=None if name is None else (name,))
@@ -237,8 +244,8 @@ class Normalize(FieldTransform):
             if len(row) > 1 and (values.dim() <= -self.axis or values.shape[self.axis] != len(row)):
                 raise ConfigError(
                     f"Normalize has {len(row)} channels, but {key.name!r} has examples of shape "
-                    f"{tuple(values.shape[1:])} and axis={self.axis}. Give one mean and std, or one "
-                    "for each place on that axis"
+                    f"{tuple(values.shape[1:])} and axis={self.axis}",
+                    hint="Give one mean and std, or one for each place on that axis",
                 )
         mean, scale = (row.view(-1, *[1] * (-1 - self.axis)) for row in rows)
         kept = values.dtype if values.is_floating_point() else torch.float32
@@ -259,7 +266,7 @@ class Noise(FieldTransform):
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong deviation."""
         if not all(math.isfinite(value) and value >= 0 for value in _listed(self.std)) or self.std == ():
-            raise ConfigError(f"Noise(std={self.std!r}). Expected finite numbers of at least 0")
+            raise ConfigError(f"Noise(std={self.std!r})", hint="Expected finite numbers of at least 0")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with noise on it."""
@@ -268,7 +275,7 @@ class Noise(FieldTransform):
         def noisy(key: TensorKey, values: Tensor) -> Tensor:
             if not values.is_floating_point():
                 raise ConfigError(
-                    f"Noise on {key.name!r}, which holds {values.dtype}. Put Normalize(...) before it"
+                    f"Noise on {key.name!r}, which holds {values.dtype}", hint="Put Normalize(...) before it"
                 )
             # The later states have an axis more than `z0` and `z1`, whose noise they share.
             later = key.role is Role.FUTURE
@@ -286,8 +293,8 @@ class Noise(FieldTransform):
         std = _listed(self.std)
         if len(std) > 1 and (not shape or shape[-1] != len(std)):
             raise ConfigError(
-                f"Noise has {len(std)} deviations, but examples of shape {tuple(shape)}. Give one number, or "
-                "one per place on the last axis"
+                f"Noise has {len(std)} deviations, but examples of shape {tuple(shape)}",
+                hint="Give one number, or one per place on the last axis",
             )
         return noise * _row(std, noise.device)
 
@@ -324,7 +331,7 @@ class Views(FieldTransform):
     def __post_init__(self) -> None:
         """Refuse less than one view."""
         if self.count < 1:
-            raise ConfigError(f"Views(count={self.count}). Expected at least 1")
+            raise ConfigError(f"Views(count={self.count})", hint="Expected at least 1")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with `count` views of each example."""
@@ -388,8 +395,9 @@ class Flip(FieldTransform):
         if self.negate:
             if not values.is_signed() or max(self.negate) >= values.shape[-1]:
                 raise ConfigError(
-                    f"Flip(negate={tuple(self.negate)}): values are {values.dtype} with "
-                    f"{values.shape[-1]} channels. Expected signed ones, and places among the channels"
+                    f"Flip(negate={tuple(self.negate)}): values are {values.dtype} with {values.shape[-1]} "
+                    "channels",
+                    hint="Expected signed ones, and places among the channels",
                 )
             sign = torch.ones(values.shape[-1], dtype=values.dtype, device=values.device)
             for channel in self.negate:
@@ -443,11 +451,11 @@ class Crop(FieldTransform):
         """Refuse what does not fit together."""
         check_axes(self.axes)
         if self.border not in get_args(Border):
-            raise ConfigError(f"Crop(border={self.border!r}). Expected {', '.join(get_args(Border))}")
+            raise ConfigError(f"Crop(border={self.border!r})", hint=f"Expected {', '.join(get_args(Border))}")
         if min(self._sizes) < 1 or self.padding < 0 or len(self._sizes) != len(self.axes):
             raise ConfigError(
-                f"Crop(size={self.size!r}, axes={tuple(self.axes)}, padding={self.padding}). Expected a size "
-                "of at least 1 for each axis, and a padding of at least 0"
+                f"Crop(size={self.size!r}, axes={tuple(self.axes)}, padding={self.padding})",
+                hint="Expected a size of at least 1 for each axis, and a padding of at least 0",
             )
 
     @property
@@ -478,7 +486,8 @@ class Crop(FieldTransform):
             if room < 0 or self.padding > values.shape[axis] - (self.border == "reflect"):
                 raise ConfigError(
                     f"Crop(size={self.size!r}, padding={self.padding}, border={self.border!r}): axis {axis} "
-                    f"has {values.shape[axis]} points. Choose a smaller size= or padding="
+                    f"has {values.shape[axis]} points",
+                    hint="Choose a smaller size= or padding=",
                 )
             starts.append(integers(child_keys(keys, number), 1, room + 1)[:, 0])
             values = padded(values, axis, self.padding, self.border)
@@ -498,7 +507,7 @@ class Take(FieldTransform):
         """Raise ConfigError for a wrong axis or a step below 1."""
         check_axes(tuple(self.slices))
         if any((one.step or 1) < 1 for one in self.slices.values()):
-            raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1. Mirror with Flip")
+            raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1", hint="Mirror with Flip")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with every example cut in the same way."""
@@ -565,11 +574,12 @@ def check_axes(axes: Sequence[int]) -> None:
         ConfigError: As said.
     """
     if isinstance(axes, int):
-        raise ConfigError(f"axes are {axes}. Expected a list, as ({axes},)")
+        raise ConfigError(f"axes are {axes}", hint=f"Expected a list, as ({axes},)")
     if not axes or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
         raise ConfigError(
-            f"axes are {tuple(axes)}. Expected different negative numbers, counted from the last: "
-            "-3 and -2 are height and width of (H, W, C)"
+            f"axes are {tuple(axes)}",
+            hint="Expected different negative numbers, counted from the last: -3 and -2 are height and "
+            "width of (H, W, C)",
         )
 
 
@@ -602,7 +612,9 @@ class Decode(FieldTransform):
     ) -> None:
         self._rules = Rules(size=size, **rules)
         if self._rules.fit == "short":
-            raise ConfigError("Decode(fit='short') gives images of various sizes. Give stretch or letterbox")
+            raise ConfigError(
+                "Decode(fit='short') gives images of various sizes", hint="Give stretch or letterbox"
+            )
         self._field = field
         self._threads = threads or len(os.sched_getaffinity(0))
         self._pool: Pool | None = None
@@ -669,8 +681,8 @@ class CropImages(FieldTransform):
         for image, (high, wide, top, left) in zip(images, numbers, strict=True):
             if high < height or wide < width:
                 raise ConfigError(
-                    f"CropImages({self.size}) is larger than an image of {high} x {wide}. Crop less, or "
-                    "store a longer short side"
+                    f"CropImages({self.size}) is larger than an image of {high} x {wide}",
+                    hint="Crop less, or store a longer short side",
                 )
             whole = image.view(high, wide, image.shape[1])
             crops.append(whole[top : top + height, left : left + width].permute(2, 0, 1))
@@ -738,7 +750,7 @@ def _images_of(batch: Any, name: str, axes: int) -> list[Tensor]:
         )
     else:
         hint = "CropImages takes the images of a cache of ImageSource(..., fit='short')"
-    raise ConfigError(f"{fact}. {hint}")
+    raise ConfigError(fact, hint=hint)
 
 
 def _are_images(values: Any, axes: int) -> bool:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from stoker.cli.command import (
+    BadValueError,
     CachePath,
     CommandOutput,
     ConfigArgument,
@@ -70,8 +71,8 @@ def _folder_of_caches() -> str:
         if holds_caches(Path(folder)):
             return folder
     raise FormatError(
-        f"no caches found: none of {', '.join(DEFAULT_FOLDERS)} is here. Name the folder, as in `stoker "
-        "cache ls FOLDER`, or make a cache with `stoker demo`"
+        f"no caches found: none of {', '.join(DEFAULT_FOLDERS)} is here",
+        hint="Name the folder, as in `stoker cache ls FOLDER`, or make a cache with `stoker demo`",
     )
 
 
@@ -126,7 +127,7 @@ def cache_why(
     _, overrides = tell_settings(words or [])
     paths = [word for word in words or [] if word not in overrides]
     if len(paths) > 1:
-        raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
+        raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}", hint="Give two at most")
     out.show(explain(a, *paths, overrides=overrides), output.why)
 
 
@@ -159,9 +160,9 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker cache verify data/latent_cache/burgers1d_train --repair --config configs/train_burgers_32dim.yaml
     """
     if repair and subset < 1:
-        raise typer.BadParameter("--repair reads every record: leave --subset out")
+        raise BadValueError("--repair reads every record", "Leave --subset out")
     if not repair and (config or overrides):
-        raise typer.BadParameter("--config and settings go with --repair. Add --repair, or leave them out")
+        raise BadValueError("--config and settings go with --repair", "Add --repair, or leave them out")
     from stoker.cli import output
 
     if repair:
@@ -273,8 +274,8 @@ def cache_gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         run = partial(clean, resolve_local(cache_dir), policy, at_address=at_address)
     elif at_address:
         raise ConfigError(
-            f"--at-address is for caches at a URL, and {cache_dir} is a local folder. Leave it out: from a "
-            "local folder, files that serve nothing are always removed"
+            f"--at-address is for caches at a URL, and {cache_dir} is a local folder",
+            hint="Leave it out: from a local folder, files that serve nothing are always removed",
         )
     else:
         run = partial(collect, cache_dir, policy)
@@ -312,7 +313,7 @@ def data_stage(
       stoker data stage configs/train_burgers_32dim.yaml data.stage_dir=/scratch/staged --prune --dry-run
     """
     if (dry_run or force) and not prune:
-        raise typer.BadParameter("--dry-run and --force go with --prune. Add --prune, or leave them out")
+        raise BadValueError("--dry-run and --force go with --prune", "Add --prune, or leave them out")
     from stoker.cli import output
     from stoker.config import load_config
     from stoker.run.context import Run

@@ -380,8 +380,8 @@ def refuse_ranks(command: str) -> None:
     if environment is not None:
         raise ConfigError(
             f"`stoker {command}` runs in one process, and this is rank {environment.rank} of "
-            f"{environment.world_size}. "
-            "Run it without torchrun; train and precompute are made for several"
+            f"{environment.world_size}",
+            hint="Run it without torchrun; train and precompute are made for several",
         )
 
 
@@ -421,7 +421,8 @@ def printing(stream: TextIO) -> Generator[None]:
     except OSError as error:
         _discard(stream)
         raise ResourceError(
-            f"standard output cannot be written: {error.strerror}. Make room, or send the output elsewhere"
+            f"standard output cannot be written: {error.strerror}",
+            hint="Make room, or send the output elsewhere",
         ) from error
 
 
@@ -505,7 +506,7 @@ class CommandOutput:
             typer.Exit: The answer is no.
         """
         if self.as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise ConfigError(f"{question} There is no terminal to answer on. Add --yes to delete")
+            raise ConfigError(f"{question} There is no terminal to answer on", hint="Add --yes to delete")
         try:
             agreed = typer.confirm(question, err=True)
         except typer.Abort:  # Ctrl-C, or the end of the input
@@ -589,7 +590,7 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
         except StokerError as error:
             if debug:
                 traceback.print_exc()
-            fact, hint = (_as_typed(StokerError(text)) for text in (error.marked_fact, error.marked_hint))
+            fact, hint = (_as_typed(StokerError(text)) for text in (error.problem.fact, error.problem.hint))
             raise out.fail(fact, error.exit_code, hint) from None
         except KeyboardInterrupt as error:
             said = str(error) if isinstance(error, Interrupted) else INTERRUPTED

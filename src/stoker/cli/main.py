@@ -123,8 +123,8 @@ class CommandGroup(TyperGroup):
         except ConfigError as error:
             return _refusal(plugin, error)
         except Exception as error:  # noqa: BLE001  typer has many errors for a function that it cannot read
-            wrong = f"{plugin.target} of the package {plugin.package} is not a command: {error}. Correct it"
-            return _refusal(plugin, ConfigError(wrong))
+            fact = f"{plugin.target} of the package {plugin.package} is not a command: {error}"
+            return _refusal(plugin, ConfigError(fact, hint="Correct it"))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the words name; of an unknown one say in which group it is."""
@@ -309,7 +309,9 @@ def plan(
         load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
         return
     if markdown or picture:
-        raise ConfigError("--markdown and --picture need --simulate. Add --simulate, or leave them out")
+        raise ConfigError(
+            "--markdown and --picture need --simulate", hint="Add --simulate, or leave them out"
+        )
     _refuse_words(words or [])
     settings = load_settings(out, *config_and_overrides(words or []))
     from stoker.cli import output
@@ -416,8 +418,9 @@ def _refuse_words(words: list[str]) -> None:
         stray = [word for word in plain if load_extension("plan.simulate").knows(word)]
         if stray:
             raise ConfigError(
-                f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
-                "other machines. Settings are written with their section, as training.epochs=3"
+                f"{stray[0]} belongs to --simulate, which is not given",
+                hint="Add --simulate to plan for other machines. Settings are written with their section, "
+                "as training.epochs=3",
             )
 
 

@@ -405,7 +405,7 @@ def _body(words: list[str]) -> dict[str, Any]:
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(
-            f"expected one file of settings, found {', '.join(files)}. Settings are written key=value"
+            f"expected one file of settings, found {', '.join(files)}", hint="Settings are written key=value"
         )
     try:
         found = yaml.safe_load(sys.stdin if files == ["-"] else Path(files[0]).read_text()) if files else {}
@@ -413,18 +413,19 @@ def _body(words: list[str]) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"{files[0] if files else 'a setting'} cannot be read: {why}. Expected JSON or YAML"
+            f"{files[0] if files else 'a setting'} cannot be read: {why}", hint="Expected JSON or YAML"
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{files[0]} holds no settings by name. Expected an object with dataset_ids, epochs, ..."
+            f"{files[0]} holds no settings by name", hint="Expected an object with dataset_ids, epochs, ..."
         )
     body = cast("dict[str, Any]", found)
     if "config" not in body:
         body = {"config": body}
     if not isinstance(body["config"], dict):
         raise ConfigError(
-            f"{files[0]}: config is {body['config']!r}. Expected an object with dataset_ids, epochs, ..."
+            f"{files[0]}: config is {body['config']!r}",
+            hint="Expected an object with dataset_ids, epochs, ...",
         )
     return {**body, "config": {**body["config"], **given}}
 

@@ -78,13 +78,16 @@ def init(
         return
     if not what:
         raise ConfigError(
-            "no data was named. Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`"
+            "no data was named",
+            hint="Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`",
         )
     if path.is_dir() or not path.parent.is_dir():
         fact = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise ConfigError(f"{fact}. Name a file with --out, as stoker.yaml")
+        raise ConfigError(fact, hint="Name a file with --out, as stoker.yaml")
     if path.exists() and not force:
-        raise ConfigError(f"{path} exists. Add --force to write over it, or name another file with --out")
+        raise ConfigError(
+            f"{path} exists", hint="Add --force to write over it, or name another file with --out"
+        )
     from stoker.run.look import look
     from stoker.runtime.files import replace_atomically
 

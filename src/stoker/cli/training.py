@@ -66,13 +66,17 @@ def demo(
     given = list(words or [])
     kinds = [word for word in given if "=" not in word]
     if kinds not in ([], ["radio"]):
-        raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
+        raise ConfigError(
+            f"a demo of {' '.join(kinds)} is not known", hint="Expected radio, or key=value alone"
+        )
     overrides = [word for word in given if "=" in word]
     if kinds:
         load_extension("demo.radio")(out, overrides, database)
         return
     if database is not None:
-        raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
+        raise ConfigError(
+            "--database is for the rows of `stoker demo radio`", hint="Leave it out, or add radio"
+        )
     from stoker.cli import output
     from stoker.run.demo import run_demo
 
@@ -164,14 +168,15 @@ def _job(words: list[str], batch_size: int | None) -> BenchJob | None:
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
         raise ConfigError(
-            f"expected one CONFIG with settings, one CACHE, or nothing, found {', '.join(words)}. "
-            "Settings are written key=value and go with a CONFIG"
+            f"expected one CONFIG with settings, one CACHE, or nothing, found {', '.join(words)}",
+            hint="Settings are written key=value and go with a CONFIG",
         )
     if paths and paths[0].is_dir():
         return job_of_cache(paths[0], batch_size or BATCH_SIZE)
     if batch_size is not None:
         raise ConfigError(
-            f"--batch-size {batch_size} is for a CACHE. Write training.batch_size={batch_size} after a CONFIG"
+            f"--batch-size {batch_size} is for a CACHE",
+            hint=f"Write training.batch_size={batch_size} after a CONFIG",
         )
     if not paths:
         return None
@@ -303,7 +308,9 @@ def _budget(text: str) -> float:
     except ValueError:
         most = -1.0
     if name not in ("", "stall") or not 0 <= most <= 1:
-        raise ConfigError(f"--budget {text} is not understood. Expected a part of the time, as 2% or 0.02")
+        raise ConfigError(
+            f"--budget {text} is not understood", hint="Expected a part of the time, as 2% or 0.02"
+        )
     return most
 
 
@@ -317,7 +324,9 @@ def _prices(words: list[str]) -> dict[str, float]:
         except ValueError:
             name = ""
         if not name or found[name] <= 0:
-            raise ConfigError(f"--price {word} is not understood. Expected a GPU and a price, as H100=2.59")
+            raise ConfigError(
+                f"--price {word} is not understood", hint="Expected a GPU and a price, as H100=2.59"
+            )
     return found
 
 

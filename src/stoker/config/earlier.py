@@ -105,7 +105,7 @@ class SettingsLayer:
         if name in self.values:
             first = self.spelled[name]
             again = "is given twice" if first == spelled else f"and {spelled} are the same setting"
-            raise ConfigError(f"{self.where}: {first} {again}. Give it once")
+            raise ConfigError(f"{self.where}: {first} {again}", hint="Give it once")
         self.values[name], self.spelled[name] = value, spelled
 
 
@@ -136,7 +136,7 @@ def translate(given: Mapping[str, object], where: str) -> SettingsLayer:
 def _switch(layer: SettingsLayer, name: str, position: object) -> None:
     """Set what a switch means; today's own name for it must not say something else."""
     if not isinstance(position, bool):
-        raise ConfigError(f"{layer.where}: {name} is {shown(position)}. Expected true or false")
+        raise ConfigError(f"{layer.where}: {name} is {shown(position)}", hint="Expected true or false")
     if position not in SWITCHES[name]:
         return
     target, value = SWITCHES[name][position]
@@ -144,8 +144,9 @@ def _switch(layer: SettingsLayer, name: str, position: object) -> None:
     spelled = layer.spelled.get(target, name)
     if present != value:
         raise ConfigError(
-            f"{layer.where}: {name}={shown(position)} means {target}={shown(value)}, "
-            f"but {spelled} says {shown(present)}. Give one of them"
+            f"{layer.where}: {name}={shown(position)} means {target}={shown(value)}, but {spelled} says "
+            f"{shown(present)}",
+            hint="Give one of them",
         )
     layer.values[target], layer.spelled[target] = value, spelled
 

@@ -58,13 +58,13 @@ def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
         ConfigError: It is not such a mapping, or a task cannot set one of the names.
     """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where}: tasks is {given!r}. Expected settings by task, as {_EXAMPLE}")
+        raise ConfigError(f"{where}: tasks is {given!r}", hint=f"Expected settings by task, as {_EXAMPLE}")
     blocks: dict[str, dict[str, object]] = {}
     for key, value in cast("Mapping[str, Any]", given).items():
         entry = _ENTRY.fullmatch(str(key))
         task, block = (entry["task"], {entry["setting"]: value}) if entry else (str(key), value)
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
+            raise ConfigError(f"{where}: tasks.{task} is {block!r}", hint=f"Expected settings, as {_EXAMPLE}")
         for name, one in leaves(cast("Mapping[str, object]", block)):
             _check_name(name, f"{where}: tasks.{task}.{name}")
             blocks.setdefault(task, {})[name] = one
@@ -109,17 +109,19 @@ def check_weights(config: Config, where: str) -> None:
     said = f"{where}: training.task_weights"
     if config.training.mixture != "weighted":
         raise ConfigError(
-            f"{said} need training.mixture=weighted, and training.mixture is {config.training.mixture}. "
-            "Set training.mixture=weighted, or leave task_weights out"
+            f"{said} need training.mixture=weighted, and training.mixture is {config.training.mixture}",
+            hint="Set training.mixture=weighted, or leave task_weights out",
         )
     lacking = [task for task in tasks if task not in weights]
     for name in weights:
         if name not in tasks:
             near = get_close_matches(name, lacking, n=1)
             hint = f"Did you mean {near[0]}?" if near else "Leave it out"
-            raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}. {hint}")
+            raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}", hint=hint)
     if lacking:
-        raise ConfigError(f"{said} has no entry for {', '.join(lacking)}. Give each task a number above 0")
+        raise ConfigError(
+            f"{said} has no entry for {', '.join(lacking)}", hint="Give each task a number above 0"
+        )
 
 
 _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
@@ -133,8 +135,9 @@ def _check_name(name: str, said: str) -> None:
         )
     if name == "data.task" or (name.partition(".")[0] not in SECTIONS and name not in SINGLE):
         raise ConfigError(
-            f"{said}: {name} cannot be set for one task. Set it for all tasks; for one task there are "
-            f"{', '.join(f'{section}.*' for section in SECTIONS)}, {', '.join(SINGLE)}"
+            f"{said}: {name} cannot be set for one task",
+            hint="Set it for all tasks; for one task there are "
+            f"{', '.join(f'{section}.*' for section in SECTIONS)}, {', '.join(SINGLE)}",
         )
 
 
@@ -242,7 +245,7 @@ def read_settings(path: Path) -> dict[str, object]:
         content = OmegaConf.load(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Expected a YAML file with settings"
+            f"{path} cannot be read: {error.strerror}", hint="Expected a YAML file with settings"
         ) from error
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
@@ -250,8 +253,9 @@ def read_settings(path: Path) -> dict[str, object]:
         raise ConfigError(fact, hint=_yaml_hint(path, error)) from error
     except (UnicodeDecodeError, ReaderError) as error:
         raise ConfigError(
-            f"{path} is not a text file. Expected a YAML file with settings. If it holds data, `stoker init "
-            f"{path}` writes one that reads it"
+            f"{path} is not a text file",
+            hint=f"Expected a YAML file with settings. If it holds data, `stoker init {path}` writes one "
+            "that reads it",
         ) from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
@@ -297,8 +301,9 @@ def _require_file(path: Path) -> None:
     with suppress(OSError):  # a folder that may not be looked into
         if holds_caches(path):
             raise ConfigError(
-                f"{path} holds caches. `stoker cache show {path}` says which; this takes the settings "
-                "that they are made with: a YAML file, as configs/NAME.yaml"
+                f"{path} holds caches",
+                hint=f"`stoker cache show {path}` says which; this takes the settings that they are made "
+                "with: a YAML file, as configs/NAME.yaml",
             )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
@@ -392,10 +397,10 @@ def _parse(overrides: Sequence[str]) -> dict[str, object]:
         name = name.strip()
         if not equals or not name:
             raise ConfigError(
-                f"{COMMAND_LINE}: {text!r} is not a setting. Expected key=value, as training.lr=1e-4"
+                f"{COMMAND_LINE}: {text!r} is not a setting", hint="Expected key=value, as training.lr=1e-4"
             )
         if name in found:
-            raise ConfigError(f"{COMMAND_LINE}: {name} is given twice. Give it once")
+            raise ConfigError(f"{COMMAND_LINE}: {name} is given twice", hint="Give it once")
         found[name] = parse_value(value)
     return found
 
@@ -451,7 +456,7 @@ def _put(flat: dict[str, object], name: str, value: object, where: str) -> None:
         ConfigError: It is set already.
     """
     if name in flat:
-        raise ConfigError(f"{where}: {name} is given twice, nested and with a dot. Give it once")
+        raise ConfigError(f"{where}: {name} is given twice, nested and with a dot", hint="Give it once")
     flat[name] = value
 
 
@@ -598,7 +603,8 @@ def _check_batch(layer: SettingsLayer) -> None:
     if trajectories is not None and layer.values.get("training.batch_size") is not None:
         raise ConfigError(
             f"{layer.where}: training.batch_size counts windows and training.batch_trajectories whole "
-            "trajectories. Give one of them"
+            "trajectories",
+            hint="Give one of them",
         )
 
 

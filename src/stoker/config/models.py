@@ -70,11 +70,12 @@ def stage_name(name: str) -> StageName:
     name = OTHER_NAMES.get(name, name)
     if name in _REFUSED:
         raise ConfigError(
-            f"stage {name!r} trained {_REFUSED[name]}, which this version does not have. For consistent "
-            "roll-outs use the stage consistency; for a diffusion model of your own train on stoker.Loader"
+            f"stage {name!r} trained {_REFUSED[name]}, which this version does not have",
+            hint="For consistent roll-outs use the stage consistency; for a diffusion model of your own "
+            "train on stoker.Loader",
         )
     if name not in STAGES:
-        raise ConfigError(f"stage {name!r} is unknown. Known: {', '.join(STAGES)}")
+        raise ConfigError(f"stage {name!r} is unknown", hint=f"Known: {', '.join(STAGES)}")
     return name
 
 

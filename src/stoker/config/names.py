@@ -381,7 +381,7 @@ def in_settings(error: StokerError) -> str:
     >>> in_settings(ConfigError(f"choose a smaller {arg('horizon')}, or {arg('patch', (1, 4))}"))
     "choose a smaller training.rollout_horizon, or 'encoder.patch_size=[1, 4]'"
     """
-    return "".join(part if isinstance(part, str) else _as_setting(part) for part in error.parts) or str(error)
+    return "".join(part if isinstance(part, str) else _as_setting(part) for part in error.parts)
 
 
 def _as_setting(named: Argument) -> str:

@@ -59,8 +59,9 @@ def meet(env: RankEnvironment, timeout_s: float, *, host: bool) -> Any:
         )
     except RuntimeError as error:
         raise StalledError(
-            f"rank {env.rank} of {env.world_size} found no meeting point at {env.host}:{env.port} "
-            f"within {timeout_s:g} s. Rank 0 or the launcher should have opened it: is MASTER_ADDR right?"
+            f"rank {env.rank} of {env.world_size} found no meeting point at {env.host}:{env.port} within "
+            f"{timeout_s:g} s",
+            hint="Rank 0 or the launcher should have opened it: is MASTER_ADDR right?",
         ) from error
     return PrefixStore(f"stoker/{env.attempt}", store)
 
@@ -211,9 +212,9 @@ class RankHeartbeat:
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return StalledError(
             f"{who} of {env.world_size} ended without a message (killed, stopped or cut off): rank "
-            f"{env.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} "
-            f"at {what}. All ranks end now. Run it again, with as many ranks as there are, to continue "
-            "from what is stored"
+            f"{env.rank} waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at "
+            f"{what}. All ranks end now",
+            hint="Run it again, with as many ranks as there are, to continue from what is stored",
         )
 
 
@@ -351,6 +352,6 @@ class RankGroup(Ranks):
     def _late(self, ranks: list[int], what: str) -> StalledError:
         return StalledError(
             f"rank {self.rank} of {self.world_size} waited {self._timeout_s:g} s at {what}, and not all "
-            f"came: {self._heartbeat.whereabouts(ranks)}. Give more time with "
-            "training.rank_deadline, or look at what holds them up"
+            f"came: {self._heartbeat.whereabouts(ranks)}",
+            hint="Give more time with training.rank_deadline, or look at what holds them up",
         )

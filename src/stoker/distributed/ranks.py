@@ -175,8 +175,9 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     lacking = [name for name in NEEDED if not environ.get(name)]
     if lacking:
         raise ConfigError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(lacking)} is not set. Start with "
-            "`torchrun --nproc-per-node N -m stoker ...`, or unset WORLD_SIZE to run one process"
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(lacking)} is not set",
+            hint="Start with `torchrun --nproc-per-node N -m stoker ...`, or unset WORLD_SIZE to run one "
+            "process",
         )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
@@ -191,8 +192,9 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         and 0 <= node < nodes <= world_size
     ):
         raise ConfigError(
-            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE="
-            f"{local_world_size}. Expected ranks below their number, as torchrun sets them"
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of "
+            f"LOCAL_WORLD_SIZE={local_world_size}",
+            hint="Expected ranks below their number, as torchrun sets them",
         )
     return RankEnvironment(
         rank=rank,

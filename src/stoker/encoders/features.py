@@ -82,7 +82,9 @@ class FeatureEncoder:
     ) -> None:
         for name, value, known in (("pooling", pooling, Pooling), ("processor", processor, Processor)):
             if value not in get_args(known):
-                raise EncoderError(f"{arg(name, value)} is unknown. Expected {' or '.join(get_args(known))}")
+                raise EncoderError(
+                    f"{arg(name, value)} is unknown", hint=f"Expected {' or '.join(get_args(known))}"
+                )
         if encode_batch is not None and encode_batch < 1:
             raise EncoderError(f"encode_batch must be at least 1 image, got {encode_batch}")
         self._folder = _resolve_folder(folder, revision, download=download)
@@ -98,8 +100,9 @@ class FeatureEncoder:
         for name in ("hidden_size", "patch_size"):
             if not isinstance(self._config.get(name), int):
                 raise EncoderError(
-                    f"{self._folder / 'config.json'} has no {name}, so this is not a vision "
-                    "transformer with equal patches. Wrap the model in a ModuleEncoder"
+                    f"{self._folder / 'config.json'} has no {name}, so this is not a vision transformer "
+                    "with equal patches",
+                    hint="Wrap the model in a ModuleEncoder",
                 )
 
     @property
@@ -117,18 +120,19 @@ class FeatureEncoder:
         image = sample_schema.get(self._field)
         if image is None:
             raise EncoderError(
-                f"samples have no field {self._field!r}, only {sorted(sample_schema)}. "
-                "Set FeatureEncoder(field=...) to the one with images"
+                f"samples have no field {self._field!r}, only {sorted(sample_schema)}",
+                hint="Set FeatureEncoder(field=...) to the one with images",
             )
         if image.ragged or image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] != 3:
             raise EncoderError(
-                f"field {self._field!r} is {image.dtype} {image.shape}. Expected uint8 images (3, H, W), "
-                f"as {arg('size', ..., call='ImageSource')} gives them"
+                f"field {self._field!r} is {image.dtype} {image.shape}",
+                hint=f"Expected uint8 images (3, H, W), as {arg('size', ..., call='ImageSource')} gives them",
             )
         passed = {name: field for name, field in sample_schema.items() if name != self._field}
         if self._output in passed:
             raise EncoderError(
-                f"samples have a field {self._output!r} already. Set FeatureEncoder(output=...) to another"
+                f"samples have a field {self._output!r} already",
+                hint="Set FeatureEncoder(output=...) to another",
             )
         width, tokens = self._config["hidden_size"], self._tokens(image.shape[1:])
         shape = (tokens, width) if self._pooling == "tokens" else (width,)
@@ -152,9 +156,9 @@ class FeatureEncoder:
             expected = self._tokens(tuple(batch[self._field].shape[2:]))
             if tuple(tokens.shape[1:]) != (expected, self._config["hidden_size"]):
                 raise EncoderError(
-                    f"{self._folder} gives tokens of shape {tuple(tokens.shape[1:])}, expected {expected} (a "
-                    f"class token, registers, patches) of {self._config['hidden_size']} numbers. Wrap the "
-                    "model in a ModuleEncoder"
+                    f"{self._folder} gives tokens of shape {tuple(tokens.shape[1:])}, expected {expected} "
+                    f"(a class token, registers, patches) of {self._config['hidden_size']} numbers",
+                    hint="Wrap the model in a ModuleEncoder",
                 )
             if self._pooling == "cls":
                 tokens = tokens[:, 0].clone()
@@ -209,7 +213,8 @@ class FeatureEncoder:
             near = tuple(max(patch, round(length / patch) * patch) for length in (height, width))
             raise EncoderError(
                 f"images are {height} x {width}, the model takes patches of {patch} x {patch}, which do not "
-                f"divide them. Give the source {arg('size', near)}"
+                "divide them",
+                hint=f"Give the source {arg('size', near)}",
             )
         return 1 + self._registers + (height // patch) * (width // patch)
 
@@ -222,7 +227,8 @@ class FeatureEncoder:
         if not isinstance(seen, dict) or not {"height", "width"} <= cast("dict[str, Any]", seen).keys():
             raise EncoderError(
                 f"{self._folder / 'preprocessor_config.json'} does not say to what size images are brought "
-                f"(crop_size or size with height and width). Use {arg('processor', 'device')}"
+                "(crop_size or size with height and width)",
+                hint=f"Use {arg('processor', 'device')}",
             )
         return int(seen["height"]), int(seen["width"])
 
@@ -246,7 +252,8 @@ class FeatureEncoder:
             if not isinstance(values, list) or [type(v) in (int, float) for v in values] != [True] * 3:  # pyright: ignore[reportUnknownVariableType]
                 raise EncoderError(
                     f"{self._folder / 'preprocessor_config.json'} lacks image_mean or image_std with a "
-                    "number for each of three channels. Save the model's own processor there"
+                    "number for each of three channels",
+                    hint="Save the model's own processor there",
                 )
         return float(factor), [float(value) for value in mean], [float(value) for value in std]
 
@@ -258,7 +265,8 @@ class FeatureEncoder:
             except ImportError as error:
                 raise EncoderError(
                     f"the model in {self._folder} needs transformers 5.5 or later, which cannot be imported "
-                    f"({error}). pip install 'stoker[features]'"
+                    f"({error})",
+                    hint="pip install 'stoker[features]'",
                 ) from error
             self._model.to(self._device)
         return self._model
@@ -377,8 +385,8 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
     if path.exists() or not isinstance(folder, str) or not _HUB_NAME.fullmatch(name):
         if revision is not None or download:
             raise EncoderError(
-                f"{name} is not the name of a model on the Hugging Face Hub, as facebook/dinov2-base. Leave "
-                "revision and download out for a local folder"
+                f"{name} is not the name of a model on the Hugging Face Hub, as facebook/dinov2-base",
+                hint="Leave revision and download out for a local folder",
             )
         return path
     try:
@@ -386,8 +394,8 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise EncoderError(
-            f"{name} is not a folder here, and to look for it in the Hub cache takes huggingface_hub. pip "
-            "install 'stoker[features]'"
+            f"{name} is not a folder here, and to look for it in the Hub cache takes huggingface_hub",
+            hint="pip install 'stoker[features]'",
         ) from error
     try:
         found = snapshot_download(
@@ -398,7 +406,7 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
         at = "" if revision is None else f" at revision {revision}"
         if download:
             raise EncoderError(
-                f"{fact}{at}, and the Hub was not reached: {error}. Check the network"
+                f"{fact}{at}, and the Hub was not reached: {error}", hint="Check the network"
             ) from error
         raise EncoderError(
             f"{fact}{at}",
@@ -407,8 +415,8 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise EncoderError(
-            f"{name} cannot be fetched from the Hugging Face Hub: {error}. Check its name and revision, and "
-            "log in with `hf auth login` if it is not public"
+            f"{name} cannot be fetched from the Hugging Face Hub: {error}",
+            hint="Check its name and revision, and log in with `hf auth login` if it is not public",
         ) from error
     commit = Path(found).name
     if revision is None or not _COMMIT.fullmatch(revision):
@@ -418,16 +426,17 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
 
 def _read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise EncoderError(f"{path} is not a file. Copy or download it again")
+        raise EncoderError(f"{path} is not a file", hint="Copy or download it again")
     try:
         return read_object(path)
     except OSError as error:
         raise EncoderError(
-            f"{path} cannot be read: {error.strerror}. Give a folder that save_pretrained() of the model and "
-            "of its processor wrote, or the name of a model on the Hub, as facebook/dinov2-base"
+            f"{path} cannot be read: {error.strerror}",
+            hint="Give a folder that save_pretrained() of the model and of its processor wrote, or the name "
+            "of a model on the Hub, as facebook/dinov2-base",
         ) from error
     except ValueError as error:
-        raise EncoderError(f"{path} is not JSON: {error}. Copy or download it again") from error
+        raise EncoderError(f"{path} is not JSON: {error}", hint="Copy or download it again") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -435,8 +444,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
         raise EncoderError(
-            f"{folder} holds no *.safetensors (other weights: {others}, which would have to be unpickled). "
-            "Save the model with save_pretrained(folder, safe_serialization=True)"
+            f"{folder} holds no *.safetensors (other weights: {others}, which would have to be unpickled)",
+            hint="Save the model with save_pretrained(folder, safe_serialization=True)",
         )
     weights: dict[str, Tensor] = {}
     for path in files:
@@ -444,5 +453,5 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 weights.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no dict
         except (OSError, SafetensorError) as error:
-            raise EncoderError(f"{path} cannot be read as weights ({error}). Copy it again") from error
+            raise EncoderError(f"{path} cannot be read as weights ({error})", hint="Copy it again") from error
     return weights

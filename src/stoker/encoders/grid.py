@@ -316,7 +316,9 @@ class GridEncoder:
             (8, 8)
         """
         if not hasattr(source, "schema"):
-            raise EncoderError(f"{source!r} is not a source. For a Dataset give stoker.TorchSource(dataset)")
+            raise EncoderError(
+                f"{source!r} is not a source", hint="For a Dataset give stoker.TorchSource(dataset)"
+            )
         schema = source.schema()
         spec = schema.get(field)
         axes = 0 if spec is None else len(spec.shape) - spec.time
@@ -324,7 +326,8 @@ class GridEncoder:
             shown = ", ".join(f"{name} {one.shape}" for name, one in schema.items())
             raise EncoderError(
                 f"{arg('field', field)} is not a field on a grid, (T, H, W, C) or (T, D, H, W, C). Samples "
-                f"have {shown}. Name one with {arg('field', ..., call='GridEncoder.for_source')}"
+                f"have {shown}",
+                hint=f"Name one with {arg('field', ..., call='GridEncoder.for_source')}",
             )
         *grid, channels = spec.shape[spec.time :]
         if patch is None:
@@ -349,8 +352,8 @@ class GridEncoder:
         found = sample_schema.get(self.field)
         if found is None:
             raise EncoderError(
-                f"samples have no field {self.field!r}, only {sorted(sample_schema)}. "
-                f"Set GridEncoder(field=...)"
+                f"samples have no field {self.field!r}, only {sorted(sample_schema)}",
+                hint="Set GridEncoder(field=...)",
             )
         wanted = (*self.grid, self.channels)
         axes = len(wanted)
@@ -360,9 +363,9 @@ class GridEncoder:
             or (found.ragged and not found.time)
         ):
             raise EncoderError(
-                f"field {self.field!r} has shape {found.shape}, this encoder takes {wanted}, "
-                "with or without a time axis before. Set grid=(H, W) or (D, H, W), and channels, to those of "
-                "the data"
+                f"field {self.field!r} has shape {found.shape}, this encoder takes {wanted}, with or "
+                "without a time axis before",
+                hint="Set grid=(H, W) or (D, H, W), and channels, to those of the data",
             )
         if "latent" in sample_schema:
             raise EncoderError(
@@ -501,8 +504,9 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> GridCells:
     """
     if len(patch) != len(grid):
         raise EncoderError(
-            f"patch {patch} has {len(patch)} numbers, grid {grid} has {len(grid)}. "
-            f"Use {arg('patch', tuple(max(n for n in (4, 2, 1) if points % n == 0) for points in grid))}"
+            f"patch {patch} has {len(patch)} numbers, grid {grid} has {len(grid)}",
+            hint="Use "
+            f"{arg('patch', tuple(max(n for n in (4, 2, 1) if points % n == 0) for points in grid))}",
         )
     if any(points % size for points, size in zip(grid, patch, strict=True)):
         cure = tuple(
@@ -517,16 +521,16 @@ def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> GridCells:
     most, shown = math.prod(patches), " x ".join(map(str, patches))
     if tokens > most:
         raise EncoderError(
-            f"{tokens} tokens from {shown} = {most} patches would be copies of each other. "
-            f"Use {arg('tokens', most)} or fewer, or a smaller patch than {patch}"
+            f"{tokens} tokens from {shown} = {most} patches would be copies of each other",
+            hint=f"Use {arg('tokens', most)} or fewer, or a smaller patch than {patch}",
         )
     layouts = _layouts(tokens, patches)
     if not layouts:
         nearby = (near for step in range(1, most) for near in (tokens - step, tokens + step))
         near = next(near for near in nearby if 0 < near <= most and _layouts(near, patches))
         raise EncoderError(
-            f"{tokens} tokens cannot be laid out on {shown} patches. "
-            f"The nearest number that can is {arg('tokens', near)}"
+            f"{tokens} tokens cannot be laid out on {shown} patches",
+            hint=f"The nearest number that can is {arg('tokens', near)}",
         )
 
     def uneven(layout: Sizes) -> float:

@@ -89,13 +89,14 @@ class MeshEncoder:
             raise EncoderError(f"moving is {self.moving!r}, which must be one of fields {list(self.fields)}")
         if self.dim < self.channels:
             raise EncoderError(
-                f"a token of {self.dim} numbers cannot hold one wave of {self.channels} channels. Use "
-                f"{arg('dim', self.channels)} or more"
+                f"a token of {self.dim} numbers cannot hold one wave of {self.channels} channels",
+                hint=f"Use {arg('dim', self.channels)} or more",
             )
         if self.waves > MOST_WAVES:
             raise EncoderError(
                 f"{self.tokens} tokens of {self.dim // self.channels} waves are {self.waves}, and at most "
-                f"{MOST_WAVES} are fitted. Use fewer {arg('tokens')}, or a smaller {arg('dim')}"
+                f"{MOST_WAVES} are fitted",
+                hint=f"Use fewer {arg('tokens')}, or a smaller {arg('dim')}",
             )
         held = self.dim // self.channels * self.channels
         shapes = {"project": (held, self.dim), "waves": (self.waves, self.space)}
@@ -127,14 +128,15 @@ class MeshEncoder:
             if field is None or field.axes != ("t", "p") or not field.floating or len(field.shape) > 2:
                 raise EncoderError(
                     f"field {name!r} is {None if field is None else field.shape}, the mesh encoder takes "
-                    "floats of time and points, (T, N, C). Samples have such fields: "
-                    f"{', '.join(point_fields(sample_schema)) or 'none'}"
+                    "floats of time and points, (T, N, C)",
+                    hint=f"Samples have such fields: {', '.join(point_fields(sample_schema)) or 'none'}",
                 )
             channels += field.shape[1] if len(field.shape) > 1 else 1
         if channels != self.channels:
             raise EncoderError(
                 f"fields {', '.join(self.fields)} have {channels} channels together, this encoder takes "
-                f"{self.channels}. Give channels={channels}"
+                f"{self.channels}",
+                hint=f"Give channels={channels}",
             )
         place = sample_schema.get(self.coords if self.moving is None else self.moving)
         wanted = ("p",) if self.moving is None else ("t", "p")
@@ -283,8 +285,8 @@ def mesh_encoder_for(
         shown = {name: field.shape for name, field in schema.items()}
         raise EncoderError(
             "the mesh encoder takes fields of time and points, (T, N, C), and a field 'coords' (N, d) or "
-            f"'positions' (T, N, d). Samples have {shown}. Read them with data.arrays.layout=mesh or "
-            "particles"
+            f"'positions' (T, N, d). Samples have {shown}",
+            hint="Read them with data.arrays.layout=mesh or particles",
         )
     sizes = [schema[name].shape[1] if len(schema[name].shape) > 1 else 1 for name in names]
     return MeshEncoder(

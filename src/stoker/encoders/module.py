@@ -218,7 +218,8 @@ def _source(thing: Any) -> Json:
 def _unseen(thing: object, why: str) -> EncoderError:
     return EncoderError(
         f"{qualified_name(thing)} has no source text and settings to tell it by ({why}), so that a change "
-        f"would go unseen. {_CURE}"
+        "would go unseen",
+        hint=_CURE,
     )
 
 
@@ -305,8 +306,8 @@ def _code_value(value: Any, where: str) -> Json:
 
 def _alike(value: object, where: str) -> EncoderError:
     return EncoderError(
-        f"{where} is a {qualified_name(type(value))}, which cannot be distinguished from others of its kind. "
-        f"{_CURE}"
+        f"{where} is a {qualified_name(type(value))}, which cannot be distinguished from others of its kind",
+        hint=_CURE,
     )
 
 
@@ -425,17 +426,19 @@ class ModuleEncoder:
         for name in self._fields:
             if name not in sample_schema:
                 raise EncoderError(
-                    f"samples have no field {name!r}, only {sorted(sample_schema)}. "
-                    f"Set {_argument('field')} to one of them"
+                    f"samples have no field {name!r}, only {sorted(sample_schema)}",
+                    hint=f"Set {_argument('field')} to one of them",
                 )
         timeless = [name for name in self._fields if not sample_schema[name].evolves]
         if (self._time == "steps" and timeless) or (self._time == "whole" and timeless == [*self._fields]):
-            raise EncoderError(f"field {timeless[0]!r} has no time axis. Use {_argument('time', 'none')}")
+            raise EncoderError(
+                f"field {timeless[0]!r} has no time axis", hint=f"Use {_argument('time', 'none')}"
+            )
         passed = {name: f for name, f in sample_schema.items() if name not in self._taken(sample_schema)}
         if clash := passed.keys() & set(self._outputs):
             raise EncoderError(
-                f"outputs {sorted(clash)} are called like fields that pass through. "
-                f"Set {_argument('output')} to another name"
+                f"outputs {sorted(clash)} are called like fields that pass through",
+                hint=f"Set {_argument('output')} to another name",
             )
         ragged = any(sample_schema[name].ragged for name in self._fields)
         probed = self._probe(sample_schema, length=4)
@@ -456,7 +459,8 @@ class ModuleEncoder:
         """
         if any(part.training for part in self._parts):
             raise EncoderError(
-                "the encoder's module is in training mode. Call `module.eval()` and keep it in eval mode"
+                "the encoder's module is in training mode",
+                hint="Call `module.eval()` and keep it in eval mode",
             )
         inputs = [_in_own_axes(batch, name) for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
@@ -466,8 +470,8 @@ class ModuleEncoder:
         for name, tensor in outputs.items():
             if not tensor.ndim or tensor.shape[0] != lead.numel():
                 raise EncoderError(
-                    f"output {name!r} has shape {tuple(tensor.shape)} for {lead.numel()} inputs. "
-                    f"Axis 0 must count the inputs, also when there is one"
+                    f"output {name!r} has shape {tuple(tensor.shape)} for {lead.numel()} inputs",
+                    hint="Axis 0 must count the inputs, also when there is one",
                 )
         shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
         return {**shaped, **{name: v for name, v in batch.items() if name not in self._taken(batch)}}
@@ -506,7 +510,8 @@ class ModuleEncoder:
         if not len(tensors) == len(found) == len(self._outputs):
             raise EncoderError(
                 f"the module returned ({', '.join(type(item).__name__ for item in found)}) for the outputs "
-                f"{list(self._outputs)}. It must return one tensor for each name in {_argument('output')}"
+                f"{list(self._outputs)}",
+                hint=f"It must return one tensor for each name in {_argument('output')}",
             )
         return dict(zip(self._outputs, tensors, strict=True))
 
@@ -525,19 +530,22 @@ class ModuleEncoder:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
             raise EncoderError(
-                f"the module failed on one sample of zeros {shapes}: {error}. "
-                f"Give it what it takes: another field, or other shapes in the source"
+                f"the module failed on one sample of zeros {shapes}: {error}",
+                hint="Give it what it takes: another field, or other shapes in the source",
             ) from error
 
     def _field_of(self, tensor: Tensor, longer: Tensor) -> Field:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
-            raise EncoderError(f"the module returns {dtype}, which cannot be stored. Cast it in the module")
+            raise EncoderError(
+                f"the module returns {dtype}, which cannot be stored", hint="Cast it in the module"
+            )
         ragged = tensor.shape != longer.shape
         if tensor.shape[2:] != longer.shape[2:]:
             raise EncoderError(
                 f"the module returns {tuple(tensor.shape)} and {tuple(longer.shape)} for samples of two "
-                "sizes. Only axis 0 of a record may vary: pool over points in the module"
+                "sizes",
+                hint="Only axis 0 of a record may vary: pool over points in the module",
             )
         shape = (-1, *tensor.shape[2:]) if ragged else tuple(tensor.shape[1:])
         return Field(shape=shape, dtype=dtype, time=self._time != "none", ragged=ragged)
@@ -571,7 +579,8 @@ class ModuleDecoder:
                 if not isinstance(piece, Tensor) or piece.shape[:1] != steps[at : at + DECODED].shape[:1]:
                     raise EncoderError(
                         f"{qualified_name(module)}.decode gives {getattr(piece, 'shape', type(piece))} for "
-                        f"latents {tuple(steps.shape)}. It must return one tensor with a field for each"
+                        f"latents {tuple(steps.shape)}",
+                        hint="It must return one tensor with a field for each",
                     )
                 pieces.append(piece.float())
         fields = torch.cat(pieces)
@@ -610,8 +619,8 @@ def _freeze(module: nn.Module) -> None:
         normalizes = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
         if normalizes and getattr(part, "running_mean", None) is None:
             raise EncoderError(
-                f"{where} normalizes by its batch, so a sample would depend on its neighbors. "
-                f"Use running statistics (track_running_stats=True)"
+                f"{where} normalizes by its batch, so a sample would depend on its neighbors",
+                hint="Use running statistics (track_running_stats=True)",
             )
         if part.training:
-            raise EncoderError(f"{where} stays in training mode after eval(). Fix its `train` method")
+            raise EncoderError(f"{where} stays in training mode after eval()", hint="Fix its `train` method")

@@ -70,10 +70,11 @@ def module_weights(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise EncoderError(
-                f"weight {name!r} of {type(module).__qualname__} has no value yet: every process would "
-                f"make its own. Run the module once on a sample (`module(sample)`) or load a checkpoint with "
-                f"`module.load_state_dict(...)`, then build the encoder; in settings, name a function that "
-                f"does so, or give encoder.checkpoint"
+                f"weight {name!r} of {type(module).__qualname__} has no value yet: every process would make "
+                "its own",
+                hint="Run the module once on a sample (`module(sample)`) or load a checkpoint with "
+                "`module.load_state_dict(...)`, then build the encoder; in settings, name a function that "
+                "does so, or give encoder.checkpoint",
             )
     return {name: tensor.detach() for name, tensor in weights.items()}
 
@@ -106,7 +107,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         EncoderError: It is missing, or not such a file.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise EncoderError(f"{path} is not a file. Give a .safetensors file")
+        raise EncoderError(f"{path} is not a file", hint="Give a .safetensors file")
     if not path.exists():
         checkpoint = arg("checkpoint")
         raise EncoderError(f"{path} does not exist", hint=f"Check {checkpoint}: give a .safetensors file")
@@ -114,7 +115,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load(path.read_bytes())  # not mapped: a file that changes later must not change weights
     except (OSError, SafetensorError) as error:
         raise EncoderError(
-            f"{path} cannot be read as weights ({error}). Give a .safetensors file, or copy it again"
+            f"{path} cannot be read as weights ({error})", hint="Give a .safetensors file, or copy it again"
         ) from error
 
 
@@ -129,8 +130,8 @@ def load_weights(path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
     wanted = {name: ("torch.float32", tuple(shape)) for name, shape in shapes.items()}
     if found != wanted:
         raise EncoderError(
-            f"{path}: weights are {found}, this encoder needs {wanted}. "
-            f"Give the settings that the weights were saved with, or other weights"
+            f"{path}: weights are {found}, this encoder needs {wanted}",
+            hint="Give the settings that the weights were saved with, or other weights",
         )
     return loaded
 
@@ -185,14 +186,16 @@ def read_checkpoint(path: str | Path, *, key: str | None = None, prefix: str = "
     """
     place = Path(path)
     if place.suffix.lower() not in SUFFIXES:
-        raise EncoderError(f"{place} is not a {', '.join(SUFFIXES)} file. Save the weights as one of these")
+        raise EncoderError(
+            f"{place} is not a {', '.join(SUFFIXES)} file", hint="Save the weights as one of these"
+        )
     if place.exists() and not place.is_file():  # a pipe would be waited for
-        raise EncoderError(f"{place} is not a file. Give a {' or '.join(SUFFIXES)} file")
+        raise EncoderError(f"{place} is not a file", hint=f"Give a {' or '.join(SUFFIXES)} file")
     weights = _entry(_content(place), key, place)
     found = {name: value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
         what = f"no names that begin with {prefix!r}" if prefix else "no tensors"
-        raise EncoderError(f"{place}: there are {what}. It has {_few(weights)}")
+        raise EncoderError(f"{place}: there are {what}", hint=f"It has {_few(weights)}")
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
@@ -221,14 +224,14 @@ def load_checkpoint(module: nn.Module, path: str | Path, *, key: str | None = No
         problems.append("; ".join(shapes[:SHOWN]))
     if problems:
         raise EncoderError(
-            f"{path} does not fit {type(module).__qualname__}: {', '.join(problems)}. "
-            f"{_cure(missing, unexpected)}"
+            f"{path} does not fit {type(module).__qualname__}: {', '.join(problems)}",
+            hint=f"{_cure(missing, unexpected)}",
         )
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
         raise EncoderError(
-            f"{path} does not fit {type(module).__qualname__}: {error}. Give its own"
+            f"{path} does not fit {type(module).__qualname__}: {error}", hint="Give its own"
         ) from error
 
 
@@ -239,13 +242,17 @@ def _content(place: Path) -> Mapping[str, Any]:
         content: object = torch.load(place, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise EncoderError(
-            f"{place} holds more than tensors and plain values, and reading it would run its code. Save "
-            "`module.state_dict()` alone"
+            f"{place} holds more than tensors and plain values, and reading it would run its code",
+            hint="Save `module.state_dict()` alone",
         ) from error
     except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise EncoderError(f"{place} cannot be read as weights: {error}. Give a file that can") from error
+        raise EncoderError(
+            f"{place} cannot be read as weights: {error}", hint="Give a file that can"
+        ) from error
     if not isinstance(content, Mapping):
-        raise EncoderError(f"{place} holds a {type(content).__name__}. Save `module.state_dict()` there")
+        raise EncoderError(
+            f"{place} holds a {type(content).__name__}", hint="Save `module.state_dict()` there"
+        )
     return cast("Mapping[str, Any]", content)
 
 
@@ -256,7 +263,9 @@ def _entry(content: Mapping[str, Any], key: str | None, place: Path) -> dict[str
         inner: object = found.get(part)
         if not isinstance(inner, Mapping):
             where = f"its entry {at!r}" if at else "it"
-            raise EncoderError(f"{place}: {where} has no entry {part!r} with weights. It has {_few(found)}")
+            raise EncoderError(
+                f"{place}: {where} has no entry {part!r} with weights", hint=f"It has {_few(found)}"
+            )
         at, found = f"{at}.{part}".strip("."), cast("Mapping[str, Any]", inner)
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if len(tensors) == len(found) and tensors:
@@ -266,10 +275,12 @@ def _entry(content: Mapping[str, Any], key: str | None, place: Path) -> dict[str
         best = next((name for name in ("state_dict", "model", "encoder") if name in inside), inside[0])
         path = f"{at}.{best}".strip(".")
         named = arg("key", path, setting="encoder.checkpoint_key")
-        raise EncoderError(f"{place}: the weights are in one of the entries {_few(inside)}. Give {named}")
+        raise EncoderError(
+            f"{place}: the weights are in one of the entries {_few(inside)}", hint=f"Give {named}"
+        )
     if tensors:  # plain values next to the weights, as an epoch
         return tensors
-    raise EncoderError(f"{place}: there are no tensors. It has {_few(found)}")
+    raise EncoderError(f"{place}: there are no tensors", hint=f"It has {_few(found)}")
 
 
 def _cure(missing: list[str], unexpected: list[str]) -> str:

@@ -62,20 +62,20 @@ class FieldKeepingEncoder:
         for name in self._fields:
             if name not in sample_schema:
                 raise EncoderError(
-                    f"keep names {name!r}, samples have only {', '.join(sorted(sample_schema))}. "
-                    "Keep one of those, or leave keep out"
+                    f"keep names {name!r}, samples have only {', '.join(sorted(sample_schema))}",
+                    hint="Keep one of those, or leave keep out",
                 )
             if name in record:
                 raise EncoderError(
-                    f"keep names {name!r}, which the encoder hands on: it is in the record already. "
-                    "Leave it out of keep"
+                    f"keep names {name!r}, which the encoder hands on: it is in the record already",
+                    hint="Leave it out of keep",
                 )
         kept = {name: replace(sample_schema[name], kept=True) for name in self._with_sizes(sample_schema)}
         names = {f"{name}{k}" for name in kept for k in (0, 1)}
         if twice := sorted(names & (record.keys() | kept.keys())):
             raise EncoderError(
-                f"records have a field {twice[0]!r}, which is what windows call a kept field at z0 or z1. "
-                "Give the field another name in its source"
+                f"records have a field {twice[0]!r}, which is what windows call a kept field at z0 or z1",
+                hint="Give the field another name in its source",
             )
         return {**record, **kept}
 
@@ -176,7 +176,8 @@ def fit_statistics(
             part = _Sums.of(_from_bfloat16(values) if schema[field].dtype == "bfloat16" else values)
             if not np.isfinite(part.square).all():
                 raise RecordError(
-                    f"sample {number}, field {field!r}: NaN or infinity, so it has no statistics. Exclude it"
+                    f"sample {number}, field {field!r}: NaN or infinity, so it has no statistics",
+                    hint="Exclude it",
                 )
             sums = part if sums is None else sums.joined(part)
     assert sums is not None
@@ -265,8 +266,9 @@ class NormalizedEncoder:
         if field is None or (field.shape[-1] if field.shape else 1) != channels:
             shape = None if field is None else field.shape
             raise EncoderError(
-                f"statistics are of field {name!r} with {channels} channels, samples have "
-                f"{name!r} of shape {shape}. Fit them on the source that is encoded"
+                f"statistics are of field {name!r} with {channels} channels, samples have {name!r} of shape "
+                f"{shape}",
+                hint="Fit them on the source that is encoded",
             )
         plain = Field(shape=field.shape, dtype="float32", time=field.time, ragged=field.ragged)
         return {**sample_schema, name: plain}
@@ -365,18 +367,20 @@ class SteadyEncoder:
         pair: dict[str, Field] = {}
         for name, schema in ((INPUT, given), (SOLUTION, found)):
             if "latent" not in schema:
-                raise EncoderError(f"an encoder of {name!r} makes {', '.join(schema)}. Expected 'latent'")
+                raise EncoderError(
+                    f"an encoder of {name!r} makes {', '.join(schema)}", hint="Expected 'latent'"
+                )
             pair[name] = schema["latent"]
         one, other = pair[INPUT], pair[SOLUTION]
         if one.time or other.time:
             raise EncoderError(
-                f"the input's latent is {one.shape} and the solution's {other.shape}, with a time axis. A "
-                "steady problem has none: leave data.input out, and train from one step to the next"
+                f"the input's latent is {one.shape} and the solution's {other.shape}, with a time axis",
+                hint="A steady problem has none: leave data.input out, and train from one step to the next",
             )
         if replace(one, dtype=other.dtype) != other:
             raise EncoderError(
-                f"the input's latent is {one.shape} and the solution's {other.shape}. One operator maps "
-                "one to the other: give both the same number of tokens and dim"
+                f"the input's latent is {one.shape} and the solution's {other.shape}",
+                hint="One operator maps one to the other: give both the same number of tokens and dim",
             )
         return {SOLUTION: other, INPUT: one, **{name: found[name] for name in _shared(given, found)}}
 

@@ -379,7 +379,9 @@ class Pad:
         """Refuse lengths below 1."""
         for name, size in (("to", self.to), ("multiple", self.multiple)):
             if size is not None and (not isinstance(cast("object", size), int) or size < 1):
-                raise ConfigError(f"Pad({name}={size!r}) is not a length. Expected a whole number from 1 on")
+                raise ConfigError(
+                    f"Pad({name}={size!r}) is not a length", hint="Expected a whole number from 1 on"
+                )
         if self.to is not None and self.to % self.multiple:
             raise ConfigError(
                 f"Pad(to={self.to}, multiple={self.multiple}) contradicts itself: {self.to} is no multiple"
@@ -405,8 +407,8 @@ Ragged: TypeAlias = "str | Pad"
 def too_long(name: str, number: int, length: int, to: int) -> RecordError:
     """Return the error for a record that does not fit the length that batches are padded to."""
     return RecordError(
-        f"field {name!r} of sample {number} has {length} steps, ragged=Pad(to={to}) leaves room for {to}. "
-        f"Give at least Pad(to={length}), or leave such samples out with indices="
+        f"field {name!r} of sample {number} has {length} steps, ragged=Pad(to={to}) leaves room for {to}",
+        hint=f"Give at least Pad(to={length}), or leave such samples out with indices=",
     )
 
 
@@ -449,8 +451,8 @@ def _check_values(how: Pad, outputs: Mapping[str, OutputSpec]) -> None:
         fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
         if not fits:
             raise ConfigError(
-                f"Pad(value={value!r}) cannot be held by field {name!r} of {dtype}. "
-                f"Give a value by field, as Pad(value={{{name!r}: 0}})"
+                f"Pad(value={value!r}) cannot be held by field {name!r} of {dtype}",
+                hint=f"Give a value by field, as Pad(value={{{name!r}: 0}})",
             )
 
 
@@ -480,7 +482,7 @@ def make_joiner(
     """
     if not (isinstance(ragged, Pad) or ragged in ("list", "pad", "pack")):
         raise ConfigError(
-            f"ragged is {ragged!r}. Expected list, pad, pack or stoker.loader.Pad(to=..., value=...)"
+            f"ragged is {ragged!r}", hint="Expected list, pad, pack or stoker.loader.Pad(to=..., value=...)"
         )
     points = any(schema[output.field].axes for output in outputs if output.field in schema)
     lists = {output.name: output for output in outputs if output.ragged}
@@ -489,8 +491,8 @@ def make_joiner(
         added = {name + end for name in lists for end in (LENGTHS, MASK, OFFSETS)}
         if taken := sorted(added & {output.name for output in outputs}):
             raise ConfigError(
-                f"ragged={ragged!r} adds {', '.join(taken)} to batches, and records have fields of that "
-                "name. Give them other names in the source, or take ragged='list'"
+                f"ragged={ragged!r} adds {', '.join(taken)} to batches, and records have fields of that name",
+                hint="Give them other names in the source, or take ragged='list'",
             )
         if how is not None:
             _check_values(how, lists)
@@ -498,8 +500,8 @@ def make_joiner(
         return None
     if points and how is not None and how.to is not None:
         raise ConfigError(
-            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary. Use "
-            f"ragged='pad', or Pad(multiple=...)"
+            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary",
+            hint="Use ragged='pad', or Pad(multiple=...)",
         )
     return Joiner(
         schema=schema,
@@ -579,7 +581,7 @@ class Joiner:
                 return [len(tensor) for tensor in batch[name]]
             if "p" in field.axes and name + SHAPE_SUFFIX in batch:
                 return batch[name + SHAPE_SUFFIX][:, field.axes.index("p")].tolist()
-        raise ConfigError("records number points and have no field of points. Serve them as lists")
+        raise ConfigError("records number points and have no field of points", hint="Serve them as lists")
 
     def _put(self, made: dict[str, Any], name: str, tensors: list[Tensor], *, axes: int) -> None:
         """Add a field to what is handed out, joined as asked."""

@@ -350,7 +350,9 @@ class Windows:
         if isinstance(self.field, list | tuple):
             names = tuple(self.field)
             if not names or len({*names}) < len(names):
-                raise ConfigError(f"windows.field is {list(names)}. Expected one or more names, each once")
+                raise ConfigError(
+                    f"windows.field is {list(names)}", hint="Expected one or more names, each once"
+                )
             object.__setattr__(self, "field", names)
 
     @property
@@ -397,15 +399,15 @@ class Windows:
 
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"windows.{name} is {value!r}. Expected a whole number of at least 1")
+        raise ConfigError(f"windows.{name} is {value!r}", hint="Expected a whole number of at least 1")
 
 
 def _check_range(name: str, ends: tuple[object, ...]) -> None:
     whole = [int(end) for end in ends if isinstance(end, Integral)]
     if len(ends) != 2 or len(whole) != 2 or not 1 <= whole[0] <= whole[1]:
         raise ConfigError(
-            f"windows.{name} is {list(ends)}. Expected a whole number of at least 1, or a range of two, the "
-            "smaller first, as (1, 4)"
+            f"windows.{name} is {list(ends)}",
+            hint="Expected a whole number of at least 1, or a range of two, the smaller first, as (1, 4)",
         )
 
 
@@ -430,8 +432,8 @@ def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
     if wanted is not None:
         if wanted not in timed:
             raise ConfigError(
-                f"{arg('windows.field', wanted, setting='training.state_fields')} is not a field with time. "
-                f"Fields with time: {', '.join(timed) or 'none'}"
+                f"{arg('windows.field', wanted, setting='training.state_fields')} is not a field with time",
+                hint=f"Fields with time: {', '.join(timed) or 'none'}",
             )
         return wanted
     if len(timed) == 1:
@@ -460,12 +462,14 @@ def check_conditions(schema: Schema, main: str) -> None:
         if field.time and (field.ragged, field.shape[0]) != steps:
             raise ConfigError(
                 f"fields {main!r} {schema[main].shape} and {name!r} {field.shape} have time axes of "
-                "different lengths, so no window of one matches the other. Store them in caches of their own"
+                "different lengths, so no window of one matches the other",
+                hint="Store them in caches of their own",
             )
         if field.ragged and not field.time:
             raise ConfigError(
-                f"field {name!r} has another length in every record and no time, so it cannot be given "
-                "with windows. Serve whole records (no windows=), or store the cache without that field"
+                f"field {name!r} has another length in every record and no time, so it cannot be given with "
+                "windows",
+                hint="Serve whole records (no windows=), or store the cache without that field",
             )
 
 
@@ -533,8 +537,8 @@ def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Wi
     if records and not total:
         raise ConfigError(
             f"the longest trajectory has {int(lengths.max())} steps, but a window of stride "
-            f"{windows.strides[1]} and horizon {windows.horizons[1]} spans {windows.span + 1}. "
-            f"Choose a smaller {arg('stride')} or {arg('horizon')}"
+            f"{windows.strides[1]} and horizon {windows.horizons[1]} spans {windows.span + 1}",
+            hint=f"Choose a smaller {arg('stride')} or {arg('horizon')}",
         )
     if records and int(counts.min()) == int(counts.max()):
         return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)

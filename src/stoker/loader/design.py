@@ -207,8 +207,8 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
         from stoker.store.joins import rename_hint
 
         raise ConfigError(
-            f"a batch of {cache.name} has a tensor {taken[0]!r}, and a joined column has the same name. Name "
-            f"the column otherwise: {rename_hint(taken[0])}"
+            f"a batch of {cache.name} has a tensor {taken[0]!r}, and a joined column has the same name",
+            hint=f"Name the column otherwise: {rename_hint(taken[0])}",
         )
     return outputs
 
@@ -336,14 +336,14 @@ def check_filling(cache: Cache, options: Options) -> None:
         if wanted and cache.filling is None:
             raise ConfigError(
                 "the state was saved in an epoch that was served while its cache was being filled, and "
-                f"{what} cannot continue it: {why}. Load it with the settings of then, or begin the next "
-                "epoch"
+                f"{what} cannot continue it: {why}",
+                hint="Load it with the settings of then, or begin the next epoch",
             )
         if wanted:
             raise ConfigError(
-                f"{what} needs a complete cache: {why}; and {cache.path} is filled in the "
-                f"first epoch, {format_count(len(cache))} of {format_count(cache.recipe.count)} records are "
-                f"stored. Leave {arg('wait', False)} out, so that it is filled first"
+                f"{what} needs a complete cache: {why}; and {cache.path} is filled in the first epoch, "
+                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored",
+                hint=f"Leave {arg('wait', False)} out, so that it is filled first",
             )
 
 
@@ -366,8 +366,8 @@ def complete_cache(cache: Cache) -> Cache:
         return reopen_complete(cache)
     raise IncompleteError(
         f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records; "
-        f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}. "
-        "Run the same precompute again: it encodes exactly what is missing"
+        f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}",
+        hint="Run the same precompute again: it encodes exactly what is missing",
     )
 
 

@@ -322,7 +322,7 @@ class FillChunks:
         if len(table.indices) != len(numbers):
             lost = int(np.setdiff1d(numbers, table.indices)[0])
             raise MissingRecordError(
-                f"sample {lost} was stored and is quarantined now. Start the epoch again"
+                f"sample {lost} was stored and is quarantined now", hint="Start the epoch again"
             )
         return Chunk(
             span=span,
@@ -353,7 +353,8 @@ class FillChunks:
             raise ConfigError(
                 f"no trajectory of {self._cache.path} is long enough for a window of stride "
                 f"{windows.strides[1]} and horizon {windows.horizons[1]}, which spans {windows.span + 1} "
-                f"steps. Choose a smaller {arg('stride')} or {arg('horizon')}"
+                "steps",
+                hint=f"Choose a smaller {arg('stride')} or {arg('horizon')}",
             )
 
     def _stored(self, window: FillWindow, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -379,10 +380,11 @@ class FillChunks:
             number = int(lost[0])
             why = self._cache.quarantined.get(number)
             raise IncompleteError(
-                f"sample {number} of {self._cache.path} could not be encoded"
-                f"{'' if why is None else f' ({why.error})'}, and ranks skip no sample in the epoch in which "
-                f"a cache is filled. Leave {arg('wait', False)} (and retry_quarantined) out, and begin the "
-                "next epoch: it is skipped then"
+                f"sample {number} of {self._cache.path} could not be "
+                f"encoded{'' if why is None else f' ({why.error})'}, and ranks skip no sample in the epoch "
+                "in which a cache is filled",
+                hint=f"Leave {arg('wait', False)} (and retry_quarantined) out, and begin the next epoch: it "
+                "is skipped then",
             )
 
     @property
@@ -419,12 +421,14 @@ class FillChunks:
                 lost = numbers[~self._settled[numbers]]
                 raise IncompleteError(
                     f"{self._cache.path} was filled, and {format_count(len(lost))} samples of it are gone "
-                    f"since, the first is {int(lost[0])}. Run the same precompute again"
+                    f"since, the first is {int(lost[0])}",
+                    hint="Run the same precompute again",
                 )
             if time.monotonic() >= until:
                 raise StalledError(
                     f"{format_count(int((~self._settled[numbers]).sum()))} samples of the next window were "
-                    f"not encoded within {timeout_s:g} s. Give the loader a longer timeout="
+                    f"not encoded within {timeout_s:g} s",
+                    hint="Give the loader a longer timeout=",
                 )
             filling.wait(LOOK_S)
 

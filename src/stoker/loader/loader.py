@@ -199,7 +199,8 @@ class Loader(EpochIterable):
         if steps is None:
             raise UncountedError(
                 f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
-                f"once all are. Iterate without asking for the length, or leave {arg('wait', False)} out"
+                "once all are",
+                hint=f"Iterate without asking for the length, or leave {arg('wait', False)} out",
             )
         return steps
 
@@ -207,8 +208,8 @@ class Loader(EpochIterable):
         """Pickle the path of the cache, the settings and the position; a `meter` stays behind."""
         if is_filling(self):
             raise ConfigError(
-                f"{self!r} serves a cache that is being filled, which another process cannot follow. Pickle "
-                f"it when the cache is complete, or leave {arg('wait', False)} out"
+                f"{self!r} serves a cache that is being filled, which another process cannot follow",
+                hint=f"Pickle it when the cache is complete, or leave {arg('wait', False)} out",
             )
         options = replace(self._options, meter=None)
         return _restored, (self.dataset, options, self._structure, self.state_dict())
@@ -353,12 +354,14 @@ def design_of(loader: Loader) -> Design:
     if loader._structure is not None and loader._options.transforms:
         raise ConfigError(
             f"a mixture has fields by name, and the transforms of {loader!r} are for the structure of its "
-            "dataset's items. Make the mixture of loader.dataset, and give it transforms of fields"
+            "dataset's items",
+            hint="Make the mixture of loader.dataset, and give it transforms of fields",
         )
     if loader._serving.steps is None:
         raise ConfigError(
             f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
-            f"once it is filled. Leave {arg('wait', False)} out of its precompute"
+            "once it is filled",
+            hint=f"Leave {arg('wait', False)} out of its precompute",
         )
     return loader._serving.design
 

@@ -134,8 +134,8 @@ class MixtureBatches:
         windowed = isinstance(batch, WindowBatch)
         if not windowed and not isinstance(batch, dict):
             raise ConfigError(
-                f"{arg('transforms')} of {self._names[member]!r} returned {type(batch).__name__}. A mixture "
-                "needs a dictionary of fields with `index`, as {**batch, ...}"
+                f"{arg('transforms')} of {self._names[member]!r} returned {type(batch).__name__}",
+                hint="A mixture needs a dictionary of fields with `index`, as {**batch, ...}",
             )
         values = batch.cond if windowed else batch
         task = self._names[member] if self._joint is None else None
@@ -169,8 +169,9 @@ class MixtureBatches:
         whose = self._names[member] if self._joint is None else "+".join(self._names)
         return ConfigError(
             f"what {arg('transforms')} of {whose!r} returned lacks {name!r} and has "
-            f"{', '.join(map(str, values))}. A mixture needs `index`, which says which cache each example is "
-            "from, and every condition. Return them too, as in {**batch, ...} of a batch of records"
+            f"{', '.join(map(str, values))}",
+            hint="A mixture needs `index`, which says which cache each example is from, and every "
+            "condition. Return them too, as in {**batch, ...} of a batch of records",
         )
 
 
@@ -195,13 +196,15 @@ def _check_names(name: str, design: Design) -> None:
     if windows is not None and isinstance(windows.field, tuple):
         raise ConfigError(
             f"windows of {name!r} have several state fields, {', '.join(windows.field)}, which a mixture "
-            "cannot line up with those of other caches. Name one field in Windows(field=...)"
+            "cannot line up with those of other caches",
+            hint="Name one field in Windows(field=...)",
         )
     taken = [own for own in OURS if windows is None and own in served_schema(design.cache)]
     if taken:
         raise ConfigError(
             f"records of {name!r} have a field {taken[0]!r}, a name that batches of a mixture give to "
-            "something else. Give the field another name in its source"
+            "something else",
+            hint="Give the field another name in its source",
         )
 
 
@@ -377,7 +380,8 @@ def make_turns(
             if not count:
                 raise ConfigError(
                     f"weights give {name!r} {quota:.3g} of the batches of an epoch of {wanted} examples, so "
-                    "it would never be served. Give a larger epoch_examples=, or leave it out"
+                    "it would never be served",
+                    hint="Give a larger epoch_examples=, or leave it out",
                 )
     return TurnSchedule(
         counts=counts,
@@ -403,16 +407,16 @@ def check_mode(mode: str, **settings: object) -> None:
         ConfigError: As said.
     """
     if mode not in get_args(Mode):
-        raise ConfigError(f"mode is {mode!r}. Expected {', '.join(get_args(Mode))}")
+        raise ConfigError(f"mode is {mode!r}", hint=f"Expected {', '.join(get_args(Mode))}")
     for name, value in settings.items():
         if value is not None and OF_MODE[name] != mode:
             raise ConfigError(
-                f"{name}= belongs to mode {OF_MODE[name]!r}, and mode is {mode!r}. Leave it out, or give "
-                "that mode"
+                f"{name}= belongs to mode {OF_MODE[name]!r}, and mode is {mode!r}",
+                hint="Leave it out, or give that mode",
             )
     if settings.get("exhausted") not in (None, *get_args(Exhausted)):
         raise ConfigError(
-            f"exhausted is {settings['exhausted']!r}. Expected {', '.join(get_args(Exhausted))}"
+            f"exhausted is {settings['exhausted']!r}", hint=f"Expected {', '.join(get_args(Exhausted))}"
         )
 
 
@@ -434,7 +438,7 @@ def normalize_shares(weights: object, names: Sequence[str]) -> list[float]:
         values = np.asarray(weights, dtype=object).reshape(-1).tolist()
     if len(values) != len(names) or not all(_is_weight(value) for value in values):
         raise ConfigError(
-            f"weights are {weights!r}. Expected a number above 0 for each of {', '.join(names)}"
+            f"weights are {weights!r}", hint=f"Expected a number above 0 for each of {', '.join(names)}"
         )
     total = sum(map(float, values))
     return [float(value) / total for value in values]
@@ -446,9 +450,9 @@ def _check_named(weights: Mapping[str, object], names: Sequence[str]) -> None:
     if unknown:
         near = get_close_matches(unknown[0], lacking or names, n=1)
         hint = f"Did you mean {near[0]}?" if near else "Leave it out"
-        raise ConfigError(f"weights names {unknown[0]!r}, which is not one of {', '.join(names)}. {hint}")
+        raise ConfigError(f"weights names {unknown[0]!r}, which is not one of {', '.join(names)}", hint=hint)
     if lacking:
-        raise ConfigError(f"weights has no entry for {', '.join(lacking)}. Give each a number above 0")
+        raise ConfigError(f"weights has no entry for {', '.join(lacking)}", hint="Give each a number above 0")
 
 
 def _is_weight(value: object) -> bool:
@@ -529,15 +533,16 @@ def make_members(
     if in_one_batch and made:
         raise ConfigError(
             "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
-            "makes batches of its own. Give the caches, or mix='batch'"
+            "makes batches of its own",
+            hint="Give the caches, or mix='batch'",
         )
     world_size = settings.get("world_size", 1)
     filling = [one for one in members if isinstance(one, Cache) and is_served_while_filling(one, world_size)]
     if in_one_batch and filling:
         raise ConfigError(
             "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
-            f"{filling[0].path} is being filled. Leave {arg('wait', False)} out of its "
-            "precompute, or give mix='batch'"
+            f"{filling[0].path} is being filled",
+            hint=f"Leave {arg('wait', False)} out of its precompute, or give mix='batch'",
         )
     if filling:
         in_one_batch = False
@@ -579,13 +584,15 @@ def _cache_of(one: Cache | Loader) -> Cache:
 
 def _check_given(given: object, settings: Mapping[str, Any]) -> None:
     if isinstance(given, Cache | Loader):
-        raise ConfigError(f"a mixture is of several caches or Loaders, got {given!r}. Give a list of them")
+        raise ConfigError(
+            f"a mixture is of several caches or Loaders, got {given!r}", hint="Give a list of them"
+        )
     several = isinstance(given, Collection) and not isinstance(given, str | bytes | bytearray | Mapping)
     members = cast("Collection[object]", given) if several else ()
     if not members:
         raise ConfigError(
-            f"a mixture is of caches or Loaders, got {format_value(given)}. Give a list of them, each as "
-            "stoker.open_cache(path) opens it"
+            f"a mixture is of caches or Loaders, got {format_value(given)}",
+            hint="Give a list of them, each as stoker.open_cache(path) opens it",
         )
     for one in members:
         if isinstance(one, Loader):
@@ -594,20 +601,25 @@ def _check_given(given: object, settings: Mapping[str, Any]) -> None:
             check_cache(one, "a member of the mixture")
     if settings and all(isinstance(one, Loader) for one in members):
         raise ConfigError(
-            f"{', '.join(settings)}: settings of loaders that are made already. Give them to Loader(...)"
+            f"{', '.join(settings)}: settings of loaders that are made already",
+            hint="Give them to Loader(...)",
         )
     for name, why in REFUSED.items():
         if settings.get(name) is not None:
-            raise ConfigError(f"{name}= has no effect in a mixture: {why}. Give Loaders made with {name}=")
+            raise ConfigError(
+                f"{name}= has no effect in a mixture: {why}", hint=f"Give Loaders made with {name}="
+            )
 
 
 def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:
     called = tuple(cache.name for cache in caches) if names is None else tuple(map(str, names))
     if len(called) != len(caches):
-        raise ConfigError(f"{len(called)} names for {len(caches)} caches. Give one name for each")
+        raise ConfigError(f"{len(called)} names for {len(caches)} caches", hint="Give one name for each")
     twice = [name for name, count in Counter(called).items() if count > 1]
     if twice:
-        raise ConfigError(f"several caches are called {twice[0]!r}. Give each a name of its own with names=")
+        raise ConfigError(
+            f"several caches are called {twice[0]!r}", hint="Give each a name of its own with names="
+        )
     return called
 
 
@@ -622,8 +634,8 @@ def _check_together(members: Members) -> None:
     for name, design in designs.items():
         if design.cuts is not None:
             raise ConfigError(
-                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins. "
-                "Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)"
+                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins",
+                hint="Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)",
             )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
@@ -633,8 +645,9 @@ def _check_together(members: Members) -> None:
         ):
             if a != b:
                 raise ConfigError(
-                    f"the loaders of {first!r} and {name!r} differ in {what}: {a} and {b}. "
-                    "Loaders of one mixture agree in rank, world_size, device, and whether they cut windows"
+                    f"the loaders of {first!r} and {name!r} differ in {what}: {a} and {b}",
+                    hint="Loaders of one mixture agree in rank, world_size, device, and whether they cut "
+                    "windows",
                 )
 
 
@@ -700,7 +713,8 @@ class Mixture(EpochIterable):
         refuse_unknown(loader, "Mixture.__init__", (*_arguments(Loader), *_arguments(Mixture)))
         if mix not in (None, "batch", "example") or (mix == "example" and mode != "concat"):
             raise ConfigError(
-                f"mix is {mix!r} in mode {mode!r}. Expected 'batch', or in mode 'concat' also 'example'"
+                f"mix is {mix!r} in mode {mode!r}",
+                hint="Expected 'batch', or in mode 'concat' also 'example'",
             )
         in_one_batch = False if mode != "concat" else None if mix is None else mix == "example"
         settings = {**loader, **({} if batch_size is None else {"batch_size": batch_size})}
@@ -817,12 +831,12 @@ class Mixture(EpochIterable):
         """
         if name not in self.loaders:
             raise ConfigError(
-                f"{name!r} is not one of {', '.join(self.loaders)}. Use mix='batch' for one alone"
+                f"{name!r} is not one of {', '.join(self.loaders)}", hint="Use mix='batch' for one alone"
             )
         if any(is_filling(one) and design_of(one).share.world_size > 1 for one in self.loaders.values()):
             raise ConfigError(
-                f"only({name!r}) needs complete caches, and ranks serve the epoch in which they are filled. "
-                "Call it after that epoch, or make a Loader of that cache for evaluation"
+                f"only({name!r}) needs complete caches, and ranks serve the epoch in which they are filled",
+                hint="Call it after that epoch, or make a Loader of that cache for evaluation",
             )
         self._complete()
         member, batches = self.names.index(name), pass_from(self.loaders[name], self.epoch, 0)
@@ -888,8 +902,8 @@ class Mixture(EpochIterable):
         turns = self._make_turns(members.passes)
         if members.sequential and mode != "concat":
             raise ConfigError(
-                f"shuffle=False serves cache after cache, each once, which mode {mode!r} does not. "
-                "Use mode='concat' for evaluation"
+                f"shuffle=False serves cache after cache, each once, which mode {mode!r} does not",
+                hint="Use mode='concat' for evaluation",
             )
         if members.sequential or members.joint is not None:
             return replace(turns, arranged="one after another")

@@ -103,7 +103,7 @@ class Options:
         check_ranks(self.batch_size, self.rank, self.world_size)
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
         if self.verify not in get_args(Verify):
-            raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
+            raise ConfigError(f"verify is {self.verify!r}", hint=f"Expected {', '.join(get_args(Verify))}")
         if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
             object.__setattr__(self, "weights", Weights(cast("Sequence[float]", self.weights)))
         object.__setattr__(self, "tier", TIER_ALIASES.get(str(self.tier), self.tier))
@@ -152,7 +152,7 @@ def take_dataloader_arguments(given: Mapping[str, Any], own: Iterable[str] = ())
     for name, value in given.items():
         if name in REFUSED:
             if value is not None:
-                raise ConfigError(f"{name}= is DataLoader's and cannot be used here. {REFUSED[name]}")
+                raise ConfigError(f"{name}= is DataLoader's and cannot be used here", hint=f"{REFUSED[name]}")
         elif name in IGNORED and value and name not in _said:
             _said.add(name)
             logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
@@ -171,7 +171,9 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
     """
     for name, value in given.items():
         if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} is {value!r}. Expected a whole number, as {name}={_EXAMPLES[name]}")
+            raise ConfigError(
+                f"{name} is {value!r}", hint=f"Expected a whole number, as {name}={_EXAMPLES[name]}"
+            )
     return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
 
 
@@ -187,8 +189,9 @@ def check_cache(cache: object, what: str = "the cache") -> None:
     if isinstance(cache, Cache):
         return
     raise ConfigError(
-        f"{what} is {format_value(cache)}. Expected a stoker.Cache, or its path. For a Dataset use "
-        "stoker.cached(dataset, ...), which gives a Loader"
+        f"{what} is {format_value(cache)}",
+        hint="Expected a stoker.Cache, or its path. For a Dataset use stoker.cached(dataset, ...), which "
+        "gives a Loader",
     )
 
 
@@ -199,11 +202,15 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         ConfigError: As said.
     """
     if windows is not None and not isinstance(windows, Windows):
-        raise ConfigError(f"windows is {windows!r}. Expected stoker.Windows(stride=1, horizon=1), or None")
+        raise ConfigError(
+            f"windows is {windows!r}", hint="Expected stoker.Windows(stride=1, horizon=1), or None"
+        )
     if reserve_bytes is not None and not (
         isinstance(reserve_bytes, int | float | np.number) and reserve_bytes >= 0
     ):
-        raise ConfigError(f"reserve_bytes is {reserve_bytes!r}. Expected a number of bytes, as 2 * 2**30")
+        raise ConfigError(
+            f"reserve_bytes is {reserve_bytes!r}", hint="Expected a number of bytes, as 2 * 2**30"
+        )
     as_transforms(transforms)
 
 
@@ -219,7 +226,8 @@ def check_share(share: RankShare) -> None:
         cure = f"Use a batch_size of {most} or less" if most else f"Use at most {share.positions} ranks"
         raise ConfigError(
             f"drop_last leaves no batch of {share.positions} examples: a whole one takes "
-            f"{share.batch_size}{ranks}. {cure}, or drop_last=False"
+            f"{share.batch_size}{ranks}",
+            hint=f"{cure}, or drop_last=False",
         )
 
 
@@ -231,8 +239,8 @@ def check_static(static: bool, tier: str, share: RankShare, *, ragged: bool) -> 
     """
     if static and tier != "device":
         raise ConfigError(
-            f"static=True needs everything on the device, but tier is {tier!r}. Give "
-            f"{arg('tier', 'device')} as well"
+            f"static=True needs everything on the device, but tier is {tier!r}",
+            hint=f"Give {arg('tier', 'device')} as well",
         )
     if static and (not share.drop_last or ragged):
         raise ConfigError(
@@ -246,6 +254,6 @@ def refuse_workers() -> None:
 
     if get_worker_info() is not None:
         raise ConfigError(
-            "a Loader inside a DataLoader with workers would serve every batch once per worker. "
-            "Iterate over the Loader itself: it needs no workers and gives whole batches"
+            "a Loader inside a DataLoader with workers would serve every batch once per worker",
+            hint="Iterate over the Loader itself: it needs no workers and gives whole batches",
         )

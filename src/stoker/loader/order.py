@@ -68,7 +68,7 @@ class Weights:
     def __post_init__(self) -> None:
         """Refuse an epoch without examples."""
         if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"Weights(samples={self.samples}). Expected at least 1, or None")
+            raise ConfigError(f"Weights(samples={self.samples})", hint="Expected at least 1, or None")
 
 
 def without_repeats(
@@ -171,17 +171,17 @@ def order_text(shuffle: object = True, partition: object = "global") -> str:
         kind = shuffle
     else:
         raise ConfigError(
-            f"shuffle is {shuffle!r}. Expected True, False, 'block', 'block(64,4096)', 'bucket' or "
-            "'bucket(50)'"
+            f"shuffle is {shuffle!r}",
+            hint="Expected True, False, 'block', 'block(64,4096)', 'bucket' or 'bucket(50)'",
         )
     if partition == "global":
         return kind
     if not isinstance(partition, str) or not re.fullmatch(r"static(\([1-9]\d*\))?", partition):
-        raise ConfigError(f"partition is {partition!r}. Expected 'global', 'static' or 'static(8)'")
+        raise ConfigError(f"partition is {partition!r}", hint="Expected 'global', 'static' or 'static(8)'")
     if kind != "full":
         raise ConfigError(
-            f"{arg('partition', partition)} shuffles the part of each rank, and shuffle is {shuffle!r}. Give "
-            f"{arg('shuffle', True)}, or leave partition out"
+            f"{arg('partition', partition)} shuffles the part of each rank, and shuffle is {shuffle!r}",
+            hint=f"Give {arg('shuffle', True)}, or leave partition out",
         )
     return partition
 
@@ -206,9 +206,9 @@ def parse_order(text: str, *, world_size: int, example_bytes: int) -> OrderKind:
     found = re.fullmatch(r"(block)(?:\((\d+),\s*(\d+)\))?|(static)(?:\((\d+)\))?", text)
     if not found:
         raise ConfigError(
-            f"{text!r} is not an order. "
-            "Known: full, sequential, block, block(block,window), bucket, bucket(batches), static, "
-            "static(parts)"
+            f"{text!r} is not an order",
+            hint="Known: full, sequential, block, block(block,window), bucket, bucket(batches), static, "
+            "static(parts)",
         )
     block_kind, block, window, _, parts = found.groups()
     if not block_kind:
@@ -257,17 +257,19 @@ class Order:
         if self.kind.kind == "static" and (parts < 1 or self.global_batch % parts or self.count < parts):
             raise ConfigError(
                 f"partition {self.kind}: {self.count} examples and a global batch of {self.global_batch} "
-                f"cannot be cut into {parts} equal parts. Choose a batch size that is a multiple of it"
+                f"cannot be cut into {parts} equal parts",
+                hint="Choose a batch size that is a multiple of it",
             )
         if self.draws is not None and self.kind.kind != "full":
             raise ConfigError(
-                f"weights= draw examples at random from all of them, which {self.kind} does not do. Give "
-                f"{arg('shuffle', True)}, and no partition"
+                f"weights= draw examples at random from all of them, which {self.kind} does not do",
+                hint=f"Give {arg('shuffle', True)}, and no partition",
             )
         if self.kind.kind == "bucket" and self.lengths is None:
             raise ConfigError(
-                f"{arg('shuffle', str(self.kind))} puts records of similar length into a batch, and examples "
-                f"here have one shape. Use {arg('shuffle', True)}"
+                f"{arg('shuffle', str(self.kind))} puts records of similar length into a batch, and "
+                "examples here have one shape",
+                hint=f"Use {arg('shuffle', True)}",
             )
 
     @property
@@ -602,7 +604,7 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
         ConfigError: `fraction` is not above 0 and at most 1.
     """
     if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"subset: fraction {fraction!r}. Expected a number above 0 and at most 1")
+        raise ConfigError(f"subset: fraction {fraction!r}", hint="Expected a number above 0 and at most 1")
     numbers = cache.indices
     keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])
@@ -682,7 +684,7 @@ def integers(keys: Tensor, count: int, below: int) -> Tensor:
         ConfigError: `below` is not between 1 and 2^31.
     """
     if not 1 <= below <= 1 << 31:
-        raise ConfigError(f"integers below {below} cannot be drawn. Expected 1 to {1 << 31}")
+        raise ConfigError(f"integers below {below} cannot be drawn", hint=f"Expected 1 to {1 << 31}")
     return shifted(bits(keys, count), 32).mul_(below).bitwise_right_shift_(32)
 
 
@@ -719,8 +721,8 @@ def check_ranks(batch_size: int, rank: int, world_size: int) -> None:
     """
     if batch_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
-            f"batch_size {batch_size}, rank {rank} of {world_size}. Expected batch_size >= 1 "
-            "and 0 <= rank < world_size"
+            f"batch_size {batch_size}, rank {rank} of {world_size}",
+            hint="Expected batch_size >= 1 and 0 <= rank < world_size",
         )
 
 
@@ -848,8 +850,8 @@ def make_draws(weights: Weights, table: RecordTable, examples: Examples) -> Draw
     values = np.asarray(weights.values, dtype=np.float64)
     if values.shape != table.indices.shape:
         raise ConfigError(
-            f"weights have shape {values.shape}, but {len(table.indices)} records are served. Give one "
-            "weight per record in number order, or per entry of indices="
+            f"weights have shape {values.shape}, but {len(table.indices)} records are served",
+            hint="Give one weight per record in number order, or per entry of indices=",
         )
     if not np.isfinite(values).all() or (values < 0).any() or not values.any():
         raise ConfigError("weights must be finite, at least 0, and not all 0")
@@ -867,7 +869,8 @@ def make_draws(weights: Weights, table: RecordTable, examples: Examples) -> Draw
         raise ConfigError(
             f"{format_count(samples)} examples cannot be drawn without repeats: {format_count(possible)} of "
             f"{format_count(examples.count)} have a weight above 0, and {format_count(SORTED_LIMIT)} can be "
-            "told apart. Choose fewer samples=, or replacement=True"
+            "told apart",
+            hint="Choose fewer samples=, or replacement=True",
         )
     return Draws(cumulative=cumulative, first=first, samples=samples, weights=values)
 

@@ -51,15 +51,17 @@ class Normalization:
         object.__setattr__(self, "std", _numbers("std", self.std))
         means, stds = self.channels
         if len(means) != len(stds):
-            raise ConfigError(f"normalize: {len(means)} means and {len(stds)} deviations. Give one each")
+            raise ConfigError(
+                f"normalize: {len(means)} means and {len(stds)} deviations", hint="Give one each"
+            )
         if 0.0 in stds or not self.divisor or not math.isfinite(self.divisor):
             raise ConfigError(
                 f"normalize: std {self.std} and divisor {self.divisor} divide, so none may be 0"
             )
         if self.axis >= 0:
             raise ConfigError(
-                f"normalize: axis {self.axis} counts from the front, where steps and batches come and go. "
-                "Count from the end: -3 for images (C, H, W), -1 for tokens"
+                f"normalize: axis {self.axis} counts from the front, where steps and batches come and go",
+                hint="Count from the end: -3 for images (C, H, W), -1 for tokens",
             )
 
     @property
@@ -128,8 +130,8 @@ def check_normalize(normalize: object, schema: Schema) -> Mapping[str, Normaliza
     given = cast("Mapping[object, object]", normalize) if isinstance(normalize, Mapping) else {None: None}
     if not all(isinstance(value, Normalization) for value in given.values()):
         raise ConfigError(
-            f"normalize is {normalize!r}. Expected fields and how to: "
-            '{"image": stoker.loader.Normalization(mean=..., std=...)}'
+            f"normalize is {normalize!r}",
+            hint='Expected fields and how to: {"image": stoker.loader.Normalization(mean=..., std=...)}',
         )
     unknown = [name for name in given if name not in schema]
     if unknown:
@@ -142,8 +144,8 @@ def _inner(field: Field, axis: int, channels: int) -> int:
     if -axis > len(step) or step[axis] != channels:
         raise ConfigError(
             f"normalize: {channels} means for axis {axis} of a field whose "
-            f"{'steps' if field.time or field.ragged else 'records'} are {step}. "
-            "Give one mean per channel, and axis= from the end"
+            f"{'steps' if field.time or field.ragged else 'records'} are {step}",
+            hint="Give one mean per channel, and axis= from the end",
         )
     return math.prod(step[axis + 1 :]) if axis < -1 else 1
 
@@ -154,7 +156,7 @@ def _numbers(name: str, given: object) -> tuple[float, ...]:
     except (TypeError, ValueError):
         flat = []
     if not flat or not all(math.isfinite(value) for value in flat):
-        raise ConfigError(f"normalize: {name} is {given!r}. Expected a number, or one per channel")
+        raise ConfigError(f"normalize: {name} is {given!r}", hint="Expected a number, or one per channel")
     return tuple(flat)
 
 
@@ -429,8 +431,9 @@ def _check_distinct(outputs: Sequence[OutputSpec]) -> None:
     for output in outputs:
         if output.role not in STATES and fields.setdefault(output.name, output.field) != output.field:
             raise ConfigError(
-                f"fields {fields[output.name]!r} and {output.field!r} would both be cond[{output.name!r}] of "
-                "a window. Give one of them another name in its source"
+                f"fields {fields[output.name]!r} and {output.field!r} would both be cond[{output.name!r}] "
+                "of a window",
+                hint="Give one of them another name in its source",
             )
 
 
@@ -461,8 +464,8 @@ def check_dtype(dtype: object) -> None:
     if not isinstance(dtype, str) or dtype not in FLOATS:
         storage = "; dtypes by field are of storage, as precompute={'dtype': {'image': 'float16'}}"
         raise ConfigError(
-            f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}"
-            f"{storage if isinstance(dtype, Mapping) else ''}"
+            f"dtype {dtype!r} cannot be served",
+            hint=f"Known: {', '.join(sorted(FLOATS))}{storage if isinstance(dtype, Mapping) else ''}",
         )
 
 
@@ -474,8 +477,8 @@ def check_names(schema: Schema) -> None:
     """
     if "index" in schema:
         raise ConfigError(
-            "records have a field 'index', which batches use for the sample index. "
-            "Give the field another name in its source"
+            "records have a field 'index', which batches use for the sample index",
+            hint="Give the field another name in its source",
         )
 
 

@@ -75,7 +75,8 @@ def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> 
     if not len(numbers):
         raise IncompleteError(
             f"{cache.path} has nothing to serve: {len(cache)} records stored, {len(cache.quarantined)} "
-            "samples quarantined. Run `stoker precompute` again, or choose other indices"
+            "samples quarantined",
+            hint="Run `stoker precompute` again, or choose other indices",
         )
     return RecordTable(indices=numbers, shard=shard, row=row, chosen=chosen)
 
@@ -113,8 +114,8 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[np.int64])
         lost = [int(number) for number in wanted[~found] if int(number) not in cache.quarantined]
         if lost:
             raise MissingRecordError(
-                f"{len(lost)} of {len(wanted)} indices are not in {cache.path}, first sample {lost[0]}. "
-                f"It holds {len(numbers)} records of samples 0 to {cache.recipe.count - 1}"
+                f"{len(lost)} of {len(wanted)} indices are not in {cache.path}, first sample {lost[0]}",
+                hint=f"It holds {len(numbers)} records of samples 0 to {cache.recipe.count - 1}",
             )
     return place[found]
 
@@ -171,9 +172,10 @@ def cuts_of(cache: Cache, table: RecordTable, windows: Windows) -> tuple[Cuts, N
     main = time_field(cache.schema, windows.field)
     if windows.draws or isinstance(windows.field, tuple):
         raise ConfigError(
-            f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; "
-            f"given are {windows.text()}. Use stoker.Windows(stride=1, horizon=1, field={main!r}): other "
-            "fields of points come with it, in batch.nodes"
+            f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; given "
+            f"are {windows.text()}",
+            hint=f"Use stoker.Windows(stride=1, horizon=1, field={main!r}): other fields of points come "
+            "with it, in batch.nodes",
         )
     sizes = sizes_of(cache, table, main)
     rows: dict[str, NDArray[np.int64]] = {}
@@ -213,6 +215,6 @@ def _check_same_steps(
     if differ.any():
         raise ConfigError(
             f"sample {table.indices[int(np.argmax(differ))]} has time axes of different lengths in "
-            f"{one[0]!r} and {other[0]!r}, so no window of one matches the other. "
-            "Store them in caches of their own"
+            f"{one[0]!r} and {other[0]!r}, so no window of one matches the other",
+            hint="Store them in caches of their own",
         )

@@ -94,8 +94,8 @@ class Repairer:
         try:
             repaired = self._encode_again(cache, error, cache.filler)
         except StokerError as reason:
-            fact = f"{error.fact}. Encoding it again from its source failed: {reason.marked_fact}"
-            hint = reason.marked_hint
+            fact = f"{error.fact}. Encoding it again from its source failed: {reason.problem.fact}"
+            hint = reason.problem.hint
             raise CorruptError(fact, hint=hint, shard=error.shard, folder=error.folder) from reason
         repaired.filler, repaired.joined = cache.filler, cache.joined
         return repaired
@@ -108,7 +108,8 @@ class Repairer:
             if not got:
                 raise StalledError(
                     f"{lock_holder(cache.path, LOCK_NAME)} has been repairing {cache.path} for "
-                    f"{REPAIR_TIMEOUT_S:g} s. See whether it hangs"
+                    f"{REPAIR_TIMEOUT_S:g} s",
+                    hint="See whether it hangs",
                 )
             found = repair(cache.path, shards=[error.shard])
             lost = _lost(cache, open_cache(cache.path, require_complete=False))
@@ -132,7 +133,7 @@ class Repairer:
         if times > TRIES:
             what = f"sample {worst}" if isinstance(worst, int) else worst
             raise CorruptError(
-                f"{what} of {folder} has been damaged {times} times in this run. Look at the storage"
+                f"{what} of {folder} has been damaged {times} times in this run", hint="Look at the storage"
             )
 
 
@@ -221,8 +222,8 @@ class Engine:
         self.placement.fill(design.fill_timeout_s if static else placement.FIRST_WAIT_S)
         if static and self.placement.serving() is None:
             raise StalledError(
-                f"static=True: memory was not filled within {design.fill_timeout_s:.0f} s. "
-                "Leave static out: batches then come from disk until it is"
+                f"static=True: memory was not filled within {design.fill_timeout_s:.0f} s",
+                hint="Leave static out: batches then come from disk until it is",
             )
 
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
@@ -596,7 +597,8 @@ class FillServing(Serving):
         if self._made_in != os.getpid():
             raise ConfigError(
                 "this loader's cache is being filled for the process that made it, and this one is a fork "
-                "of that. Make the loader here, or when the cache is complete"
+                "of that",
+                hint="Make the loader here, or when the cache is complete",
             )
         return super().running()
 
@@ -618,9 +620,10 @@ def begin_serving(cache: Cache, options: Options, repairer: Repairer) -> Serving
     if not cache.complete and cache.filling is None and options.tier == "encode" and cache.filler is not None:
         if options.world_size > 1:
             raise ConfigError(
-                f"tier='encode' with world_size={options.world_size} begins to fill {cache.path}, and a rank "
-                "that comes when it is complete would serve another order. Call precompute with "
-                f"{arg('wait', False)} in each rank, after init_process_group, and leave tier out"
+                f"tier='encode' with world_size={options.world_size} begins to fill {cache.path}, and a "
+                "rank that comes when it is complete would serve another order",
+                hint=f"Call precompute with {arg('wait', False)} in each rank, after init_process_group, "
+                "and leave tier out",
             )
         cache.filling = cache.filler.begin()
     if is_served_while_filling(cache, options.world_size):

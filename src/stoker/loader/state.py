@@ -92,7 +92,7 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
             else "Make the loader as it was, or start the epoch again"
         )
         different = "; ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in differing)
-        raise StaleStateError(f"the saved state belongs to another loader: {different}. {hint}")
+        raise StaleStateError(f"the saved state belongs to another loader: {different}", hint=hint)
     check_within(at, _examples(design.order), "example")
     note_transforms(there, here)
     return at
@@ -122,7 +122,7 @@ def check_state(state: object, of: str, entries: Iterable[str]) -> Mapping[str, 
     if entries and (lacking or there.get("version") != VERSION):
         why = ", ".join(lacking) or f"version {there.get('version')!r}"
         raise StaleStateError(
-            f"this is not the state of a {of} of version {VERSION} ({why}). Start the epoch again"
+            f"this is not the state of a {of} of version {VERSION} ({why})", hint="Start the epoch again"
         )
     return there
 
@@ -136,8 +136,8 @@ def place_in(state: Mapping[str, Any], unit: str) -> tuple[int, int]:
     epoch, position = state["epoch"], state["position"]
     if not isinstance(epoch, int) or not isinstance(position, int):
         raise StaleStateError(
-            f"the saved state is at epoch {epoch!r}, {unit} {position!r}. "
-            "Expected whole numbers; start the epoch again"
+            f"the saved state is at epoch {epoch!r}, {unit} {position!r}",
+            hint="Expected whole numbers; start the epoch again",
         )
     return epoch, position
 
@@ -150,8 +150,8 @@ def check_within(at: tuple[int, int], most: int, unit: str) -> None:
     """
     if at[0] < 0 or not 0 <= at[1] <= most:
         raise StaleStateError(
-            f"the saved state is at epoch {at[0]}, {unit} {at[1]}, but an epoch has {most} {unit}s. "
-            "Start the epoch again"
+            f"the saved state is at epoch {at[0]}, {unit} {at[1]}, but an epoch has {most} {unit}s",
+            hint="Start the epoch again",
         )
 
 
@@ -203,8 +203,8 @@ def restore_mixture(state: object, here: Mapping[str, Any], steps: int) -> tuple
         ]
     if different:
         raise StaleStateError(
-            f"the saved state belongs to another mixture: {'; '.join(different)}. "
-            "Make the mixture as it was, or start the epoch again"
+            f"the saved state belongs to another mixture: {'; '.join(different)}",
+            hint="Make the mixture as it was, or start the epoch again",
         )
     check_within(at, steps, "step")
     for name, loader in here["loaders"].items():
@@ -255,7 +255,7 @@ class EpochPlace:
         """
         (number,) = whole_numbers(epoch=epoch)
         if number < 0:
-            raise ConfigError(f"the epoch is {number}. Expected 0 or more")
+            raise ConfigError(f"the epoch is {number}", hint="Expected 0 or more")
         if number != self.at[0]:
             self.at, self._restored = (number, 0), False
 
@@ -320,9 +320,9 @@ class EpochIterable(ABC):
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
         raise ConfigError(  # for `loader[0]`, which is also what a DataLoader around a Loader asks for
-            "a Loader has no items by number: it takes the place of a DataLoader, and gives whole batches. "
-            "Iterate over the Loader itself, as `for batch in loader`; one record by its sample index is "
-            "`loader.dataset[number]`"
+            "a Loader has no items by number: it takes the place of a DataLoader, and gives whole batches",
+            hint="Iterate over the Loader itself, as `for batch in loader`; one record by its sample index "
+            "is `loader.dataset[number]`",
         )
 
 

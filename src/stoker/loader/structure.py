@@ -22,8 +22,8 @@ def structured(batch: RecordBatch, structure: ItemStructure) -> Any:
         made = _built(batch, structure)
     except KeyError as error:
         raise ConfigError(
-            f"transforms left out {error}, which batches need to have the structure of the dataset's items. "
-            "Return all fields, or put a function of the batch last"
+            f"transforms left out {error}, which batches need to have the structure of the dataset's items",
+            hint="Return all fields, or put a function of the batch last",
         ) from error
     if isinstance(made, RecordBatch | TupleBatch):
         made.position, made.index = batch.position, batch["index"]

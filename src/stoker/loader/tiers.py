@@ -602,7 +602,7 @@ class Staging:
             if time.monotonic() > until:
                 raise StalledError(
                     f"a copy of {format_bytes(STAGING_BYTES)} to {self._device} was not done after "
-                    f"{COPY_TIMEOUT_S:g} s. The device does not answer; serve from "
-                    f"{arg('tier', 'host')} meanwhile"
+                    f"{COPY_TIMEOUT_S:g} s",
+                    hint=f"The device does not answer; serve from {arg('tier', 'host')} meanwhile",
                 )
             time.sleep(POLL_S)

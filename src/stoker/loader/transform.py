@@ -70,8 +70,9 @@ def as_transforms(given: object) -> tuple[Transform, ...]:
         for function in cast("Mapping[Any, object]", one).values() if isinstance(one, Mapping) else (one,):
             if not callable(function):
                 raise ConfigError(
-                    f"transforms is {given!r}. Expected functions of a batch, as [function], or of "
-                    'fields, as [{"image": function}]'
+                    f"transforms is {given!r}",
+                    hint='Expected functions of a batch, as [function], or of fields, as [{"image": '
+                    "function}]",
                 )
             _takes_keys(function)
     return cast("tuple[Transform, ...]", found)
@@ -89,7 +90,7 @@ def _takes_keys(function: Callable[..., Any]) -> bool:
     """
     if isinstance(function, type):
         raise ConfigError(
-            f"transforms: {_name(function)} is a class. Give an object of it, {_name(function)}()"
+            f"transforms: {_name(function)} is a class", hint=f"Give an object of it, {_name(function)}()"
         )
     called = function.forward if isinstance(function, nn.Module) else function
     try:
@@ -103,16 +104,17 @@ def _takes_keys(function: Callable[..., Any]) -> bool:
     )
     if needed > 2 or not (places or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         raise ConfigError(
-            f"transforms: {_name(function)} takes {needed} arguments. Expected f(batch), or "
-            "f(batch, keys); give others their values with functools.partial"
+            f"transforms: {_name(function)} takes {needed} arguments",
+            hint="Expected f(batch), or f(batch, keys); give others their values with functools.partial",
         )
     named_so = len(places) > 1 and (places[1].name.lstrip("_") in ("keys", "key", ""))
     if needed == 2 and not named_so:
         first, second = places[0].name, places[1].name
         raise ConfigError(
-            f"transforms: {_name(function)} takes ({first}, {second}). A batch is one argument, "
-            "a tuple too; a second one must be called keys, and gets the random keys of examples. Write "
-            f"lambda batch: {_name(function)}(*batch) for a function of the parts of a tuple"
+            f"transforms: {_name(function)} takes ({first}, {second})",
+            hint="A batch is one argument, a tuple too; a second one must be called keys, and gets the "
+            f"random keys of examples. Write lambda batch: {_name(function)}(*batch) for a function of the "
+            "parts of a tuple",
         )
     return named_so
 
@@ -149,7 +151,7 @@ class TransformChain:
                 )
             batch = step(batch, own, (*position, place))
             if batch is None:
-                raise ConfigError(f"transforms: {step.name} returned None. Return the batch, changed")
+                raise ConfigError(f"transforms: {step.name} returned None", hint="Return the batch, changed")
             batch = RecordBatch(batch) if type(batch) is dict else batch
         return structured(batch, structure) if flat and structure is not None else batch
 
@@ -160,7 +162,8 @@ def _flat(batch: Any, structure: ItemStructure, index: Any, position: tuple[int,
     except (LookupError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"transforms: {step.name} takes fields by name, and the transform before it returned "
-            f"{type(batch).__name__} of another structure than the dataset's items. Put {step.name} first"
+            f"{type(batch).__name__} of another structure than the dataset's items",
+            hint=f"Put {step.name} first",
         ) from error
 
 
@@ -190,13 +193,14 @@ class _Step:
         if not isinstance(batch, RecordBatch):
             raise ConfigError(
                 f"transforms name the fields {', '.join(self._by_name)}, and a batch is a "
-                f"{type(batch).__name__}. Give a function of the batch"
+                f"{type(batch).__name__}",
+                hint="Give a function of the batch",
             )
         made = copy.copy(batch)
         for (name, function), with_keys in zip(self._by_name.items(), self._with_keys, strict=True):
             if name not in batch:
                 known = ", ".join(repr(known) for known in batch if known != "index")
-                raise ConfigError(f"transforms name the field {name!r}. The batch has {known}")
+                raise ConfigError(f"transforms name the field {name!r}", hint=f"The batch has {known}")
             made[name] = function(batch[name], keys) if with_keys else function(batch[name])
         return made
 
@@ -293,7 +297,8 @@ class FixedBatch:
         if not isinstance(made, RecordBatch | WindowBatch | TupleBatch):
             raise ConfigError(
                 f"the last of {arg('transforms')} returned {type(made).__name__}, whose tensors static=True "
-                "cannot keep at their addresses. Return the batch, changed, or a dict; or leave static out"
+                "cannot keep at their addresses",
+                hint="Return the batch, changed, or a dict; or leave static out",
             )
         tensors = list(_tensors(made))
         self._memory = self._memory or _memory_for(tensors, passed)
@@ -301,8 +306,9 @@ class FixedBatch:
         if found != (first := [(tuple(t.shape), t.dtype, t.device) for t in self._memory]):
             raise ConfigError(
                 f"static=True needs batches of one shape, and {arg('transforms')} returned {found} after "
-                f"{first}. Make transforms return the same fields, shapes and dtypes each time, or leave "
-                "static out"
+                f"{first}",
+                hint="Make transforms return the same fields, shapes and dtypes each time, or leave static "
+                "out",
             )
         memory = iter(_written(self._memory, tensors))
         return map_tensors(made, lambda _: next(memory))

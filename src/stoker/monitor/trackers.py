@@ -200,8 +200,8 @@ def check_trackers(names: Sequence[str]) -> None:
         lacking = [need for need in needs if find_spec(need) is None]
         if lacking:
             raise ConfigError(
-                f"training.trackers names {name}, and the package {lacking[0]} is not installed. "
-                "pip install 'stoker[trackers]', or leave it out"
+                f"training.trackers names {name}, and the package {lacking[0]} is not installed",
+                hint="pip install 'stoker[trackers]', or leave it out",
             )
 
 

@@ -237,11 +237,12 @@ def device_name(wanted: object) -> str:
     name = re.sub(r"^gpu", "cuda", str(wanted))
     if name == "all":
         raise ConfigError(
-            "device is 'all', and one device is expected: auto, cpu, cuda or cuda:0. To encode on all GPUs "
-            "give stoker.precompute(device='all'), or stoker.cached(precompute={'device': 'all'})"
+            "device is 'all', and one device is expected: auto, cpu, cuda or cuda:0",
+            hint="To encode on all GPUs give stoker.precompute(device='all'), or "
+            "stoker.cached(precompute={'device': 'all'})",
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ConfigError(f"device {wanted!r} is not known. Expected auto, cpu, cuda or cuda:0")
+        raise ConfigError(f"device {wanted!r} is not known", hint="Expected auto, cpu, cuda or cuda:0")
     return name
 
 
@@ -300,9 +301,9 @@ def require_devices(*names: str) -> None:
         if place >= count:
             there = ", ".join(f"cuda:{one}" for one in range(count)) or "no CUDA device"
             raise ResourceError(
-                f"device {name} is not there: torch {torch.__version__} sees {there}. Use "
-                f"{arg('device', 'auto')}, which takes a GPU where there is one, or {arg('device', 'cpu')}; "
-                "nvidia-smi shows whether the driver works"
+                f"device {name} is not there: torch {torch.__version__} sees {there}",
+                hint=f"Use {arg('device', 'auto')}, which takes a GPU where there is one, or "
+                f"{arg('device', 'cpu')}; nvidia-smi shows whether the driver works",
             )
 
 
@@ -327,12 +328,13 @@ def encode_on(wanted: object) -> tuple[str, ...]:
         count = torch.cuda.device_count()
         if not count:
             raise ResourceError(
-                f"device is all, and torch {torch.__version__} sees no CUDA device. Use "
-                f"{arg('device', 'auto')}, which takes a GPU where there is one, or {arg('device', 'cpu')}"
+                f"device is all, and torch {torch.__version__} sees no CUDA device",
+                hint=f"Use {arg('device', 'auto')}, which takes a GPU where there is one, or "
+                f"{arg('device', 'cpu')}",
             )
         return tuple(f"cuda:{place}" for place in range(count))
     if not names:
-        raise ConfigError("devices is empty. Name at least one, as [cuda:0, cuda:1], or say all")
+        raise ConfigError("devices is empty", hint="Name at least one, as [cuda:0, cuda:1], or say all")
     if len(names) == 1:
         return (device_name(names[0]),)
     return tuple(str(resolve_device(name)) for name in names)
@@ -571,7 +573,7 @@ def require_folder(folder: Path, setting: str) -> Path:
         StalledError: Its file system does not answer.
     """
     if (why := find_obstacle(folder, writes=False)) is not None:
-        raise ConfigError(f"{setting} is {folder}, but {why}. Choose a folder")
+        raise ConfigError(f"{setting} is {folder}, but {why}", hint="Choose a folder")
     return folder
 
 
@@ -583,7 +585,7 @@ def require_writable(folder: Path, setting: str) -> Path:
         StalledError: Its file system does not answer.
     """
     if (why := find_obstacle(folder)) is not None:
-        raise ConfigError(f"{setting} is {folder}, but {why}. Choose another folder, or fix that one")
+        raise ConfigError(f"{setting} is {folder}, but {why}", hint="Choose another folder, or fix that one")
     return folder
 
 

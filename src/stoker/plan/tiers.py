@@ -237,8 +237,9 @@ def _does_not_fit(facts: PlanFacts, tier: str, stored: int) -> ResourceError:
         f"tier {tier}: {format_count(stored)} records of {format_bytes(demand.record_bytes)} take "
         f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {tier} "
         f"memory may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
-        f"{format_bytes(facts.reserves[tier])}). Use {arg('tier', 'auto')}, which puts the rest on a slower "
-        "tier, store a smaller dtype, or lower reserve_bytes"
+        f"{format_bytes(facts.reserves[tier])})",
+        hint=f"Use {arg('tier', 'auto')}, which puts the rest on a slower tier, store a smaller dtype, or "
+        "lower reserve_bytes",
     )
 
 
@@ -357,7 +358,8 @@ class Demand:
         if self.batch_examples < 1 or self.missing_records > self.records:
             raise ConfigError(
                 f"batch of {self.batch_examples} examples, {self.missing_records} of {self.records} records "
-                "missing. Expected a batch of at least 1 and no more missing than there are"
+                "missing",
+                hint="Expected a batch of at least 1 and no more missing than there are",
             )
 
     @property
@@ -519,9 +521,9 @@ def plan_tiers(
     {'device': 0, 'host': 40, 'disk': 10, 'encode': 0}
     """
     if tier not in ("auto", *TIERS):
-        raise ConfigError(f"tier {tier!r} is unknown. Expected auto, {', '.join(TIERS)}")
+        raise ConfigError(f"tier {tier!r} is unknown", hint=f"Expected auto, {', '.join(TIERS)}")
     if step_s is not None and not (math.isfinite(step_s) and step_s > 0):
-        raise ConfigError(f"a step of {step_s} s cannot be planned for. Expected seconds above 0")
+        raise ConfigError(f"a step of {step_s} s cannot be planned for", hint="Expected seconds above 0")
     rates = rates or Rates()
     reserves = reserves_of(demand, resources, tier, reserve_bytes, step_s)
     budgets = {
@@ -836,7 +838,9 @@ def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = No
     [13171, 100000]
     """
     if not record_bytes > 0 or records < 0:
-        raise ConfigError(f"{records} records of {record_bytes} bytes cannot be placed. Expected above 0")
+        raise ConfigError(
+            f"{records} records of {record_bytes} bytes cannot be placed", hint="Expected above 0"
+        )
     rows: list[GpuRow] = []
     for name, gib in MEMORY_GIB.items():
         memory = int(gib * GIB)

@@ -160,7 +160,8 @@ def _steps_layout(schema: Schema, steps: int, memory_bytes: int) -> Layout:
     if not length:
         raise EncoderError(
             f"the encoder takes {steps} time steps at a time, but the time fields have no common length: "
-            f"{ {name: f.shape for name, f in schema.items() if f.time} }. Give it samples with one time axis"
+            f"{ {name: f.shape for name, f in schema.items() if f.time} }",
+            hint="Give it samples with one time axis",
         )
     chunks = -(-length // steps)
     per_chunk = max(1, slot_size(schema, 1, steps))
@@ -199,8 +200,8 @@ class Arena:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ResourceError(
-                    f"no memory for a worker's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}. "
-                    f"Use fewer workers or a smaller memory_bytes"
+                    f"no memory for a worker's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}",
+                    hint="Use fewer workers or a smaller memory_bytes",
                 ) from error
             raise
 

@@ -105,7 +105,8 @@ class ChildFill:
     def __init__(self, task: FillTask, folder: Folder) -> None:
         if task.settings.overwrite:
             raise ConfigError(
-                f"overwrite removes what {arg('wait', False)} is to serve meanwhile. Leave one of them out"
+                f"overwrite removes what {arg('wait', False)} is to serve meanwhile",
+                hint="Leave one of them out",
             )
         settings = replace(task.settings, by_blocks=True, progress=None)
         missing = set(folder.missing(retry_quarantined=settings.retry_quarantined).tolist())
@@ -167,8 +168,9 @@ class ChildFill:
             if now - self._moved > self._quiet_s and (child := self._start.child()) is not None:
                 child.kill()
                 raise StalledError(
-                    f"nothing was added to {self._path} for {self._quiet_s:g} s, so process "
-                    f"{child.pid}, which fills it, was killed. Run it again to resume"
+                    f"nothing was added to {self._path} for {self._quiet_s:g} s, so process {child.pid}, "
+                    "which fills it, was killed",
+                    hint="Run it again to resume",
                 )
             time.sleep(min(_POLL_S, timeout_s))
 
@@ -181,8 +183,8 @@ class ChildFill:
         """Refuse a fork of ours: what it took from the channel would never reach the process that began."""
         if os.getpid() != self._owner:
             raise ConfigError(
-                f"{self._path} is being filled for process {self._owner}, and this one is a fork of that. "
-                "Make the loader here, or when the cache is complete"
+                f"{self._path} is being filled for process {self._owner}, and this one is a fork of that",
+                hint="Make the loader here, or when the cache is complete",
             )
 
     def _explained(self, end: dict[str, Any], child: LoggedChild) -> StokerError | Interrupted:
@@ -443,8 +445,8 @@ class SpotCheck:
         )
         if recipe.fingerprint != cache.fingerprint:
             raise SourceError(
-                f"source and encoder give {recipe.fingerprint} now: they changed since the cache was made. "
-                "Run precompute for a new one"
+                f"source and encoder give {recipe.fingerprint} now: they changed since the cache was made",
+                hint="Run precompute for a new one",
             )
         folder = Folder(cache.path, cache.name, recipe)
         builder = StageBuilder(
@@ -580,13 +582,13 @@ class EncodeFiller:
             number, failure = next(iter(sorted(failed.items())))
             more = f", and {len(failed) - 1} more of those asked for" if len(failed) > 1 else ""
             raise MissingRecordError(
-                f"sample {number} is quarantined ({failure.stage}: {failure.error}){more}. Fix that and run "
-                f"precompute with {arg('retry_quarantined', True)}"
+                f"sample {number} is quarantined ({failure.stage}: {failure.error}){more}",
+                hint=f"Fix that and run precompute with {arg('retry_quarantined', True)}",
             )
         if not finished:
             raise StalledError(
-                f"{format_count(len(missing), 'sample')} asked for, not encoded within {timeout_s:g} s. "
-                f"Run precompute first, or give more time"
+                f"{format_count(len(missing), 'sample')} asked for, not encoded within {timeout_s:g} s",
+                hint="Run precompute first, or give more time",
             )
 
     def begin(self) -> ChildFill:
@@ -695,7 +697,7 @@ class EncodeFiller:
         if self._fingerprint not in (None, recipe.fingerprint):
             raise SourceError(
                 f"{self._cache_dir / self._name / str(self._fingerprint)} was made from other data or by "
-                f"another encoder: they give {recipe.fingerprint} now. Put the source back as it was, or "
-                "run precompute for a new cache"
+                f"another encoder: they give {recipe.fingerprint} now",
+                hint="Put the source back as it was, or run precompute for a new cache",
             )
         return open_folder(self._cache_dir, self._name, recipe)

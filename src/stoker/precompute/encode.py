@@ -376,8 +376,9 @@ class BatchEncoder:
                 if _device_lost(error):
                     self.clock.lose_device()
                     raise DeviceError(
-                        f"the encoder lost its device at samples {_span(self.clock.numbers)}: {error}. No "
-                        f"process can use the device again after that; a new one resumes with what is stored"
+                        f"the encoder lost its device at samples {_span(self.clock.numbers)}: {error}",
+                        hint="No process can use the device again after that; a new one resumes with what "
+                        "is stored",
                     ) from error
                 if not is_out_of_memory(error):
                     raise
@@ -387,8 +388,8 @@ class BatchEncoder:
         rows = next(iter(batch.values())).shape[0]
         if rows < 2:
             raise ResourceError(
-                f"the encoder has no memory on {self._device} for a single sample: {last}. "
-                f"Free memory there, choose another device, or give the encoder a group with fewer steps"
+                f"the encoder has no memory on {self._device} for a single sample: {last}",
+                hint="Free memory there, choose another device, or give the encoder a group with fewer steps",
             )
         halves = [
             {n: v[: rows // 2] for n, v in batch.items()},

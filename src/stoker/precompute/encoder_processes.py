@@ -338,12 +338,12 @@ class EncoderProcesses:
             if self._tries[works[0].key] >= MAX_TRIES:
                 raise type(error)(
                     f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: "
-                    f"{error.marked_fact}",
+                    f"{error.problem.fact}",
                     hint=f"{_before(error)}What is stored stays; run it again to resume once the cause is "
                     f"fixed. Stacks and output: {child.log}",
                 )
-        fact = f"the encoder on {device.name} is lost{at}: {error.marked_fact}; output: {child.log}"
-        said = type(error)(fact, hint=error.marked_hint)
+        fact = f"the encoder on {device.name} is lost{at}: {error.problem.fact}; output: {child.log}"
+        said = type(error)(fact, hint=error.problem.hint)
         if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
             self._give_up(device, said)
             return
@@ -362,7 +362,7 @@ class EncoderProcesses:
         if not left:
             raise type(error)(
                 f"no device is left of {', '.join(one.name for one in self._devices)}. The last: "
-                f"{error.marked_fact}",
+                f"{error.problem.fact}",
                 hint=f"{_before(error)}What is stored stays; run it again to resume",
             ) from self._last
         self._last = error
@@ -446,7 +446,8 @@ class _Device:
             arrays = self.shared[desk].arrays(samples, shapes)
         except OSError as error:
             raise ResourceError(
-                f"no memory to hand a group to {self.name}: {error}. Use fewer devices, or smaller groups"
+                f"no memory to hand a group to {self.name}: {error}",
+                hint="Use fewer devices, or smaller groups",
             ) from error
         for name, array in batch.arrays.items():
             np.copyto(arrays[name], array)
@@ -470,7 +471,7 @@ class _Device:
 
 def _before(error: StokerError) -> str:
     """Return the hint of an error, as a sentence before another."""
-    return f"{error.marked_hint}. " if error.marked_hint else ""
+    return f"{error.problem.hint}. " if error.problem.hint else ""
 
 
 def _gone(child: LoggedChild, timeout_s: float) -> bool:

@@ -326,7 +326,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
     if engine is not None:
         raise ConfigError(
-            f"{arg('wait', False)} encodes in another process, on this machine. Leave wait or engine out"
+            f"{arg('wait', False)} encodes in another process, on this machine",
+            hint="Leave wait or engine out",
         )
     try:
         cache = begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
@@ -367,9 +368,9 @@ def _is_filled_by_any(told: Sequence[_Told], name: str, fingerprint: str) -> boo
             raise StokerError.of_all([error.within(f"rank {rank} could not begin to fill {their_name}: ")])
         if (their_name, theirs) != (name, fingerprint):
             raise ConfigError(
-                f"rank {rank} fills {their_name}/{theirs}, this one {name}/{fingerprint}. Call precompute "
-                f"with {arg('wait', False)} for the same caches in the same order on all ranks, of the same "
-                "data and encoder; for a cache of one rank alone, leave it out"
+                f"rank {rank} fills {their_name}/{theirs}, this one {name}/{fingerprint}",
+                hint=f"Call precompute with {arg('wait', False)} for the same caches in the same order on "
+                "all ranks, of the same data and encoder; for a cache of one rank alone, leave it out",
             )
     return any(filling for *_, filling in told)
 
@@ -521,7 +522,8 @@ def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
         log.warning("%s proved damaged, to be encoded again", format_count(lost, "record"))
     raise IncompleteError(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
-        f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"
+        f"{MOST_PASSES} passes: something damages or removes what is written",
+        hint="Choose another cache folder",
     )
 
 
@@ -640,15 +642,16 @@ def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
     for name, statistics in cache.statistics.items():
         if settings.nan == "reject" and statistics["nonfinite"]:
             raise RecordError(
-                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
-                f"NaN or infinite, stored with {arg('nan', 'allow')}. {again}, or allow them again"
+                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that "
+                f"are NaN or infinite, stored with {arg('nan', 'allow')}",
+                hint=f"{again}, or allow them again",
             )
     for name, error in cache.index.error.items():
         if settings.max_error is not None and error["max"] > settings.max_error:
             raise RecordError(
                 f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
-                f"largest value, max_error is {settings.max_error:.2g}. "
-                "Use a wider storage dtype, or raise it"
+                f"largest value, max_error is {settings.max_error:.2g}",
+                hint="Use a wider storage dtype, or raise it",
             )
 
 

@@ -437,8 +437,9 @@ def _stalled(where: str, timeout_s: float, logs: Path) -> StalledError:
     path = _dump_stacks(logs, "encoder")
     return StalledError(
         f"the encoder has been {where} for more than {timeout_s:g} s; stacks of all threads: {path}. Its "
-        "call is left behind in a thread of this process. What was encoded is kept; run it again to encode "
-        f"the rest. For an encoder that is only slow, give timeouts={{'encode': {10 * timeout_s:g}}}"
+        "call is left behind in a thread of this process",
+        hint="What was encoded is kept; run it again to encode the rest. For an encoder that is only slow, "
+        f"give timeouts={{'encode': {10 * timeout_s:g}}}",
     )
 
 

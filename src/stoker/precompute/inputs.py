@@ -48,8 +48,9 @@ def as_encoder(encoder: Encoder | nn.Module | None, source: Source) -> Encoder |
 
             return ModuleEncoder(encoder, field=_field_of(source))
     raise ConfigError(
-        f"encoder is {encoder!r}. Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None "
-        "for samples as they are. Wrap a function as stoker.ModuleEncoder(function)"
+        f"encoder is {encoder!r}",
+        hint="Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None for samples as "
+        "they are. Wrap a function as stoker.ModuleEncoder(function)",
     )
 
 
@@ -69,6 +70,6 @@ def _field_of(source: Source) -> str:
         return first
     largest = max(schema, key=lambda name: math.prod(map(abs, schema[name].shape)))
     raise ConfigError(
-        f"samples have the fields {', '.join(map(repr, schema))}, and a module as encoder takes 'data'. Say "
-        f"which field it takes, as encoder=stoker.ModuleEncoder(module, field={largest!r})"
+        f"samples have the fields {', '.join(map(repr, schema))}, and a module as encoder takes 'data'",
+        hint=f"Say which field it takes, as encoder=stoker.ModuleEncoder(module, field={largest!r})",
     )

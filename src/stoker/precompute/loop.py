@@ -445,8 +445,8 @@ class WriteThread:
         if begun is not None and time.monotonic() - begun > self._timeout_s:
             raise StalledError(
                 f"writing to {self._folder} made no progress for {self._timeout_s:g} s: the storage does "
-                f"not answer. {format_count(self.written)} records were handed over. "
-                "Run it again when it does, to resume"
+                f"not answer. {format_count(self.written)} records were handed over",
+                hint="Run it again when it does, to resume",
             )
 
     def close(self) -> None:
@@ -541,5 +541,5 @@ class WriteThread:
         if isinstance(error, StokerError) or not isinstance(error, OSError):
             return error
         return ResourceError(
-            f"writing to {self._folder} failed: {error}. Committed shards stay; run it again to resume"
+            f"writing to {self._folder} failed: {error}", hint="Committed shards stay; run it again to resume"
         )

@@ -170,7 +170,8 @@ def try_stages(
     if not done:
         raise SourceError(
             f"none of {len(chosen)} samples could be read and encoded. The first: "
-            f"{trial.failures[0] if trial.failures else 'nothing was said'}. Fix that, or the settings"
+            f"{trial.failures[0] if trial.failures else 'nothing was said'}",
+            hint="Fix that, or the settings",
         )
     left = sorted(set(range(len(chosen))) - done)
     folder.quarantine_many(
@@ -313,8 +314,8 @@ def measure_encode_batch(
         return call_within(2 * timeout_s + budget_s, lambda: search.run(budget_s), "the encoder")
     except StalledError as error:
         raise StalledError(
-            f"the encoder did not come back from a call of {search.samples} samples within {timeout_s:g} s. "
-            f"Give precompute.encode_batch a number below that"
+            f"the encoder did not come back from a call of {search.samples} samples within {timeout_s:g} s",
+            hint="Give precompute.encode_batch a number below that",
         ) from error
 
 

@@ -468,9 +468,9 @@ class SampleLedger:
             return
         raise IncompleteError(
             f"the first {len(self._hopeless)} samples all failed, and none was read. The last is sample "
-            f"{fault.number} ({fault.stage}): {fault.error}. Fix the cause and "
-            f"{retry_hint({fault.stage}, self._nan)}. Or allow more samples to fail with "
-            f"{arg('max_quarantined', 1.0)}"
+            f"{fault.number} ({fault.stage}): {fault.error}",
+            hint=f"Fix the cause and {retry_hint({fault.stage}, self._nan)}. Or allow more samples to fail "
+            f"with {arg('max_quarantined', 1.0)}",
         )
 
     def _set_aside(self, numbers: Sequence[int], fault: SampleFault) -> None:

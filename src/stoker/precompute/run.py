@@ -616,7 +616,8 @@ def _check_group(recipe: Recipe, *, ragged: bool) -> None:
     if (ragged or group.steps is not None) and group.samples != 1:
         raise EncoderError(
             f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
-            f"time are encoded one by one. Give the encoder a group of 1"
+            "time are encoded one by one",
+            hint="Give the encoder a group of 1",
         )
 
 
@@ -844,8 +845,8 @@ def fit_memory(
         raise ResourceError(
             f"{format_bytes(resources.host_bytes)} of host memory are free ({resources.host_limit}, "
             f"{format_bytes(resources.host_total_bytes)} in all), a worker and one group of "
-            f"{format_count(group.samples)} samples need {format_bytes(needed)}. Raise the limit, end other "
-            "programs, or give the encoder a smaller group"
+            f"{format_count(group.samples)} samples need {format_bytes(needed)}",
+            hint="Raise the limit, end other programs, or give the encoder a smaller group",
         )
     most = max(1, resources.host_bytes // 4 // _WORKER_BYTES)
     workers = settings.workers

@@ -73,8 +73,8 @@ def as_timeouts(given: Timeouts | Mapping[str, float] | None) -> Timeouts:
     names = [entry.name for entry in fields(Timeouts)]
     if not isinstance(cast("object", given), Mapping) or not given.keys() <= {*names}:
         raise ConfigError(
-            f"timeouts is {given!r}. Expected seconds by stage, as {{'read': 120}}; the stages are "
-            f"{', '.join(names)}"
+            f"timeouts is {given!r}",
+            hint=f"Expected seconds by stage, as {{'read': 120}}; the stages are {', '.join(names)}",
         )
     return Timeouts(**given)
 
@@ -143,7 +143,9 @@ class PrecomputeSettings:
         if self.workers is not None and not (
             isinstance(cast("object", self.workers), SupportsIndex) and self.workers >= 0
         ):
-            raise ConfigError(f"workers must be 0 or more, got {self.workers!r}. Leave it out for automatic")
+            raise ConfigError(
+                f"workers must be 0 or more, got {self.workers!r}", hint="Leave it out for automatic"
+            )
         if self.compression != "none":
             from stoker.store.compressed import check_compression  # the store imports torch
 
@@ -162,8 +164,8 @@ class PrecomputeSettings:
             raise ConfigError(f"part {self.part}: expected a rank below the number of ranks")
         if self.overwrite and self.together:
             raise ConfigError(
-                "overwrite with several ranks: one would remove what another has just encoded. "
-                "Run precompute with overwrite in one process, or choose another cache folder"
+                "overwrite with several ranks: one would remove what another has just encoded",
+                hint="Run precompute with overwrite in one process, or choose another cache folder",
             )
         if self.memory_bytes < 1:
             raise ConfigError(f"memory_bytes must be above 0, got {self.memory_bytes}")

@@ -170,14 +170,14 @@ class ChangeGuard:
                 raise  # it cannot be read, which says nothing about its content
             raise ChangedError(
                 f"{path} is being written while it is encoded, seen when sample {number} was read: "
-                f"{error.marked_fact}. Nothing read since then is stored",
-                hint=error.marked_hint,
+                f"{error.problem.fact}. Nothing read since then is stored",
+                hint=error.problem.hint,
             ) from error
         if (now.bytes, now.digest) != (known.bytes, known.digest):
             raise ChangedError(
-                f"{path} changed while it was encoded: {known.bytes:,} bytes before, {now.bytes:,} now, with "
-                f"other content, seen when sample {number} was read. Nothing read since then is stored. Run "
-                "again once it is written: changed data gives a cache of its own"
+                f"{path} changed while it was encoded: {known.bytes:,} bytes before, {now.bytes:,} now, "
+                f"with other content, seen when sample {number} was read. Nothing read since then is stored",
+                hint="Run again once it is written: changed data gives a cache of its own",
             )
         files[place] = known._replace(stamp=now.stamp)
 
@@ -431,7 +431,7 @@ class SampleReader:
         ours = isinstance(error, StokerError) and str(error)
         text, hint = str(error) if ours else f"{type(error).__name__}: {error}", ""
         if isinstance(error, ChangedError):
-            stage, text, hint = CHANGED, error.marked_fact, error.marked_hint
+            stage, text, hint = CHANGED, error.problem.fact, error.problem.hint
         elif isinstance(error, DecodeError):
             stage = "decode"
         return SampleFaultError(

@@ -89,7 +89,9 @@ class LossLimits:
             )
         else:
             return
-        raise WorkerError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")
+        raise WorkerError(
+            f"{what}. The last: {last}", hint="What is stored stays; fix the cause and run it again"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -309,8 +311,8 @@ def _arena(layout: Layout) -> Arena:
         return Arena.create(layout)
     except OSError as error:
         raise ResourceError(
-            f"no descriptor or address is left for a worker's arena: {error}. Use fewer workers, or raise "
-            "the limits (ulimit -n, ulimit -v)"
+            f"no descriptor or address is left for a worker's arena: {error}",
+            hint="Use fewer workers, or raise the limits (ulimit -n, ulimit -v)",
         ) from error
 
 
@@ -452,9 +454,9 @@ class WorkerRoster:
         most = max(2, self.wanted)
         if len(self.abandoned) > most:
             raise WorkerError(
-                f"{len(self.abandoned)} workers cannot be killed (at most {most} are left behind): they wait "
-                f"in the kernel for storage that does not answer. The last: {where}. What is stored stays; "
-                "when the storage answers again, run it again to resume"
+                f"{len(self.abandoned)} workers cannot be killed (at most {most} are left behind): they "
+                f"wait in the kernel for storage that does not answer. The last: {where}",
+                hint="What is stored stays; when the storage answers again, run it again to resume",
             )
 
     def close(self) -> None:

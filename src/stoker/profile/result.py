@@ -76,7 +76,9 @@ def forecast_other_gpus(
     """
     unknown = [name for name in prices if not any(gpu.startswith(name) for gpu in MEMORY_GIB)]
     if unknown:
-        raise ConfigError(f"no GPU of the table is called {unknown[0]!r}. Known are {', '.join(MEMORY_GIB)}")
+        raise ConfigError(
+            f"no GPU of the table is called {unknown[0]!r}", hint=f"Known are {', '.join(MEMORY_GIB)}"
+        )
     used, _ = part_used(loop, resources)
     there = replace(demand, device="cuda", step_cpus=1.0)
     speeds = Rates(copy_bytes_s=rates.copy_bytes_s, disk_bytes_s=rates.disk_bytes_s, measured=True)

@@ -254,7 +254,7 @@ def profile(
         ConfigError: The loader has no more than two batches, or `steps` is below 1.
     """
     if steps < 1:
-        raise ConfigError(f"steps is {steps}. Expected at least 1")
+        raise ConfigError(f"steps is {steps}", hint="Expected at least 1")
     where = resolve_device(device)
     watched = LoopProbe(loader, steps=steps, device=where)
     take(watched, step)
@@ -326,7 +326,9 @@ def profile_script(
         sys.argv = arguments_before
         sys.path.remove(str(path.resolve().parent))
     if not found:
-        raise ConfigError(f"{path} iterated no torch DataLoader. Expected a script that trains with one")
+        raise ConfigError(
+            f"{path} iterated no torch DataLoader", hint="Expected a script that trains with one"
+        )
     return _finish(*found[0], where, (price_per_hour, prices))
 
 
@@ -345,7 +347,7 @@ def time_limit(seconds: float, what: str) -> Generator[None]:
     """End a block that takes longer."""
 
     def late(*_: object) -> None:
-        raise StalledError(f"{what} within {seconds:g} s. Give more with --timeout, or fewer --steps")
+        raise StalledError(f"{what} within {seconds:g} s", hint="Give more with --timeout, or fewer --steps")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -372,7 +374,7 @@ def loop_times(
     times = watched.times
     if watched.batch is None or not times["full"].steps_s:
         raise ConfigError(
-            "the loader has no more than two batches. Expected some more, so that one can be timed"
+            "the loader has no more than two batches", hint="Expected some more, so that one can be timed"
         )
     size, seen = size_of(watched.batch)
     cached_s, synthetic_s = times["cached"].step_s, times["synthetic"].step_s

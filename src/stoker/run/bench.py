@@ -136,8 +136,8 @@ def job_of_config(run: Run) -> BenchJob:
     located = locate(run, run.split)
     if located.cache is None or located.missing:
         raise ConfigError(
-            f"{located.folder} lacks {located.missing} records. `stoker bench` serves what is there: "
-            "run `stoker precompute` with the same settings first"
+            f"{located.folder} lacks {located.missing} records",
+            hint="`stoker bench` serves what is there: run `stoker precompute` with the same settings first",
         )
     schema = located.cache.schema
     return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
@@ -172,7 +172,7 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
         StokerError: As `Loader`.
     """
     if not seconds > 0:
-        raise ConfigError(f"--seconds is {seconds:g}. Expected more than 0")
+        raise ConfigError(f"--seconds is {seconds:g}", hint="Expected more than 0")
     if picture is not None:
         require_writable(picture.parent, "the folder of --picture")
     begun = time.monotonic()
@@ -636,7 +636,8 @@ def _try(
         at = tried.trial
         raise StalledError(
             f"sample {at.number} of {job.name} stands at stage {at.stage!r}, {timeout_s:g} s after its "
-            "trial began. Expected some hundred samples by then: look at that file, or give more --timeout"
+            "trial began",
+            hint="Expected some hundred samples by then: look at that file, or give more --timeout",
         ) from error
     return tried
 
@@ -674,7 +675,8 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
     """Return whole training steps on the loader's batches."""
     if not len(loader):
         raise ConfigError(
-            f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"
+            f"{loader.dataset.path} makes no batch of {loader.batch_size}",
+            hint="Use a smaller training.batch_size",
         )
     where = torch.device(run.device)
     watched = LoopProbe(_RepeatedPasses(loader), steps=steps, device=where)

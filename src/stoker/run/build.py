@@ -152,7 +152,7 @@ def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
     own = data.arrays
     if own.offsets is not None:
         raise ConfigError(
-            f"data.arrays.offsets is for data.arrays.layout=offsets, and it is {layout}. Remove it"
+            f"data.arrays.offsets is for data.arrays.layout=offsets, and it is {layout}", hint="Remove it"
         )
     return MeshSource(
         _files(data),
@@ -189,7 +189,9 @@ def _files(data: DataConfig) -> Names:
         return data.files
     if "root" in data.model_fields_set:
         return data.root
-    raise ConfigError(f"data.kind={data.kind} reads data.files, which is not given. Name a path or pattern")
+    raise ConfigError(
+        f"data.kind={data.kind} reads data.files, which is not given", hint="Name a path or pattern"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -315,13 +317,14 @@ def build_encoder(run: Run, schema: Schema, *, fitted_on: Source | None) -> Enco
     if config.data.input is not None:
         if config.data.input == "data":
             raise ConfigError(
-                "data.input is 'data', which is the solution that is to be predicted. Name the field that it "
-                f"follows from. Samples have {', '.join(schema)}"
+                "data.input is 'data', which is the solution that is to be predicted",
+                hint=f"Name the field that it follows from. Samples have {', '.join(schema)}",
             )
         if not isinstance(encoder, GridEncoder):
             raise ConfigError(
-                f"data.input is {config.data.input!r}, which the grid encoder encodes as it does 'data', and "
-                f"encoder.kind is {config.encoder.kind}. Set encoder.kind=grid, or leave data.input out"
+                f"data.input is {config.data.input!r}, which the grid encoder encodes as it does 'data', "
+                f"and encoder.kind is {config.encoder.kind}",
+                hint="Set encoder.kind=grid, or leave data.input out",
             )
         encoder = SteadyEncoder(grid_encoder(config, schema, config.data.input), encoder)
     if fitted_on is None:
@@ -358,16 +361,18 @@ def grid_encoder(config: Config, schema: Schema, name: str = "data") -> GridEnco
         if name == "data":
             raise ConfigError(
                 "the grid encoder takes a field 'data' of shape (T, H, W, C) or (T, D, H, W, C), samples "
-                f"have {shown}. Set encoder.kind=identity to store samples as they are, or name the "
-                "dataset with data.fields"
+                f"have {shown}",
+                hint="Set encoder.kind=identity to store samples as they are, or name the dataset with "
+                "data.fields",
             )
         fitting = {
             other: shape for other, shape in shown.items() if other != "data" and len(shape) in (3, 4, 5)
         }
         fact = "samples have no such field" if field is None else f"that field has shape {field.shape}"
         raise ConfigError(
-            f"data.input is {name!r}, and {fact}. Expected one on a grid, (H, W, C) or (D, H, W, C). Fields "
-            f"that data.input may name: {fitting or 'none'}"
+            f"data.input is {name!r}, and {fact}",
+            hint="Expected one on a grid, (H, W, C) or (D, H, W, C). Fields that data.input may name: "
+            f"{fitting or 'none'}",
         )
     patch = config.encoder.patch_size
     # Four axes without time are steps all the same, unless three numbers of the patch say otherwise.
@@ -529,7 +534,8 @@ def _measure(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatchChoice:
             if not got:
                 raise StalledError(
                     f"another process has measured the encode batch in {folder / BATCH_FOLDER} for "
-                    f"{WAIT_S:g} s. End it, or give precompute.encode_batch a number"
+                    f"{WAIT_S:g} s",
+                    hint="End it, or give precompute.encode_batch a number",
                 )
             known = _noted(folder, key)
             if known is not None:

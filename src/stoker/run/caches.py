@@ -559,8 +559,8 @@ def explain(a: str | Path, b: str | Path | None = None, *, overrides: Sequence[s
     """
     if overrides and not any(path is not None and _is_config(path) for path in (a, b)):
         raise ConfigError(
-            f"settings ({', '.join(overrides)}) were given, and only caches. Settings go with a settings "
-            "file: compare with one, as c.yaml"
+            f"settings ({', '.join(overrides)}) were given, and only caches",
+            hint="Settings go with a settings file: compare with one, as c.yaml",
         )
     first = _side(a, None, overrides)
     if b is None:
@@ -612,7 +612,9 @@ def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Labe
     run = Run(load_config(path, overrides))
     known = names_of_caches(run)
     if name is not None and name not in known:
-        raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
+        raise ConfigError(
+            f"{path} describes {', '.join(known)}, not {name}", hint="Compare caches of one name"
+        )
     chosen = name or next(iter(known))
     recipe = recipe_of(*known[chosen])
     folder = run.cache_dir / chosen / recipe.fingerprint
@@ -635,7 +637,8 @@ def _nearest(side: _LabeledRecipe) -> _LabeledRecipe:
         found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
     if not found:
         raise FormatError(
-            f"{display_path(parent)} holds no other cache to compare with. Give B, or run precompute first"
+            f"{display_path(parent)} holds no other cache to compare with",
+            hint="Give B, or run precompute first",
         )
     return min(found, key=lambda item: item[:2])[2]
 

@@ -67,8 +67,8 @@ def stages_of(config: Config) -> tuple[TrainStage, ...]:
     names = [stage.name for stage in given]
     if names[0] != "operator" or len({*names}) < len(names):
         raise ConfigError(
-            f"stages are {', '.join(names)}. Expected operator first, then decoder, consistency or both, "
-            "each once"
+            f"stages are {', '.join(names)}",
+            hint="Expected operator first, then decoder, consistency or both, each once",
         )
     training = config.training
     enc, dec = _inverse(config)
@@ -95,13 +95,13 @@ def stages_of(config: Config) -> tuple[TrainStage, ...]:
         raise ConfigError(
             f"data.input is {config.data.input!r}, and a steady problem trains the operator alone: stages "
             f"are {', '.join(names)}, training.lambda_inv_enc is {found[0].lambda_inv_enc:g} and "
-            f"training.lambda_inv_dec {found[0].lambda_inv_dec:g}. Set stages=[operator] and "
-            "training.use_inverse_losses=false"
+            f"training.lambda_inv_dec {found[0].lambda_inv_dec:g}",
+            hint="Set stages=[operator] and training.use_inverse_losses=false",
         )
     if config.encoder.kind == "mesh" and any(stage.trains_decoder for stage in found):
         raise ConfigError(
-            f"encoder.kind is mesh, and a decoder is trained on the field {RAW!r} of a grid. Leave the stage "
-            "decoder out, and set training.use_inverse_losses=false"
+            f"encoder.kind is mesh, and a decoder is trained on the field {RAW!r} of a grid",
+            hint="Leave the stage decoder out, and set training.use_inverse_losses=false",
         )
     return tuple(found)
 
@@ -117,8 +117,8 @@ def only_stage(config: Config, wanted: str | None) -> StageName | None:
     name, names = stage_name(wanted), [stage.name for stage in stages_of(config)]
     if name not in names:
         raise ConfigError(
-            f"--stage is {wanted}, and the settings have {', '.join(names)}. Add it to the settings: "
-            f"stages=[{','.join([*names, name])}]"
+            f"--stage is {wanted}, and the settings have {', '.join(names)}",
+            hint=f"Add it to the settings: stages=[{','.join([*names, name])}]",
         )
     return name
 
@@ -376,13 +376,14 @@ def windows_in(run: Run, schema: Schema) -> int | None:
     if schema[main := time_field(schema, windows.field)].folded:
         raise ConfigError(
             f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
-            "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
-            "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
+            "latents of one shape",
+            hint="Set encoder.kind=mesh; or train in Python on stoker.Loader(..., windows=stoker.Windows(), "
+            "ragged='pack') (docs/meshes.md)",
         )
     make_outputs(schema, windows, None)
     states = state_fields(schema, windows)
     if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
-        raise ConfigError(why)
+        raise ConfigError.of_all([why])
     if schema[main].ragged:
         return None
     return number_examples(np.array([schema[main].shape[0]]), 1, windows).count

@@ -60,8 +60,8 @@ class BurgersSpec:
         """Refuse sizes that cannot be simulated."""
         if min(self.trajectories, self.steps) < 1 or self.points < 8 or self.points % 2:
             raise ConfigError(
-                f"{self.trajectories} trajectories, {self.steps} steps on {self.points} points are refused. "
-                "Give at least one trajectory, one step, and an even number of points from 8"
+                f"{self.trajectories} trajectories, {self.steps} steps on {self.points} points are refused",
+                hint="Give at least one trajectory, one step, and an even number of points from 8",
             )
         if self.interval <= 0 or self.viscosity <= 0:
             raise ConfigError(
@@ -152,7 +152,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     except (ReadOnlyError, ResourceError):
         raise
     except OSError as error:
-        raise SourceError(f"{path} cannot be written: {error}. Choose another folder") from error
+        raise SourceError(f"{path} cannot be written: {error}", hint="Choose another folder") from error
     return path
 
 

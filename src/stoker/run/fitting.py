@@ -143,11 +143,11 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
         StaleStateError: The checkpoint is of another network, or of other data.
     """
     if not len(train):
-        raise ConfigError("the training set has no batch. Expected at least one row")
+        raise ConfigError("the training set has no batch", hint="Expected at least one row")
     if config.patience and val is None:
         raise ConfigError(
-            f"TrainConfig.patience is {config.patience}, and early stopping needs a validation set. Give "
-            "one, or leave patience out"
+            f"TrainConfig.patience is {config.patience}, and early stopping needs a validation set",
+            hint="Give one, or leave patience out",
         )
     tell = on_event or ignore_event
     objective = _RecordObjective(
@@ -302,8 +302,9 @@ class _RecordObjective:
         loss = self.error
         if loss is not None and not math.isfinite(loss):
             raise DivergedError(
-                f"the validation loss of epoch {progress.epoch + 1} is {loss}. Expected a finite number. "
-                "Lower the learning rate; the last checkpoint is from before this epoch"
+                f"the validation loss of epoch {progress.epoch + 1} is {loss}",
+                hint="Expected a finite number. Lower the learning rate; the last checkpoint is from before "
+                "this epoch",
             )
 
     @property
@@ -359,7 +360,8 @@ class _RecordObjective:
             differ = [name for name in {*shapes, *before} if shapes.get(name) != before.get(name)]
             raise StaleStateError(
                 f"the checkpoint of step {found.step} in {root} is of another network: "
-                f"{', '.join(sorted(differ)[:3])}. Start again as another run"
+                f"{', '.join(sorted(differ)[:3])}",
+                hint="Start again as another run",
             )
         model.load_state_dict(dict(found.model))
         restore_optimizer(self.optimizer, self.device, found.optimizer)

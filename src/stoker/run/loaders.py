@@ -69,8 +69,9 @@ def _check_crop(step: CropStep, cache: Cache) -> None:
     if not all(fits):
         raise ConfigError(
             f"training.transforms: crop of size {step.size} along axes {list(step.axes)}, but a state is of "
-            f"shape {list(state)}, which validation and roll-outs have too. Give the size that the axes "
-            "have, with padding= to move states about, or roll them; smaller pieces need a loop of your own"
+            f"shape {list(state)}, which validation and roll-outs have too",
+            hint="Give the size that the axes have, with padding= to move states about, or roll them; "
+            "smaller pieces need a loop of your own",
         )
 
 
@@ -84,8 +85,8 @@ def _normalize(step: NormalizeStep, cache: Cache) -> list[Transform]:
 
     if (step.mean is None) != (step.std is None):
         raise ConfigError(
-            "training.transforms: normalize has a mean without a std, or a std without a mean. Give both, or "
-            "neither for the statistics of the training cache"
+            "training.transforms: normalize has a mean without a std, or a std without a mean",
+            hint="Give both, or neither for the statistics of the training cache",
         )
     if step.mean is not None and step.std is not None:
         return [Normalize(mean=step.mean, std=step.std, axis=step.axis, fields=step.fields)]
@@ -99,7 +100,8 @@ def _check_complete(cache: Cache, what: str, cure: str) -> None:
     if not cache.complete:
         raise ConfigError(
             f"{what} of the whole training cache, of which {len(cache)} of {cache.recipe.count} records are "
-            f"stored by now in {cache.path}. Leave --no-wait (precompute.wait=false) out, or {cure}"
+            f"stored by now in {cache.path}",
+            hint=f"Leave --no-wait (precompute.wait=false) out, or {cure}",
         )
 
 
@@ -135,8 +137,8 @@ def check_beside(run: Run, schema: Schema) -> None:
     for what, (wanted, why) in wants.items():
         if wanted:
             raise ConfigError(
-                f"{what} needs a complete cache: {why}; and precompute.wait=false begins before there is "
-                "one. Leave --no-wait (precompute.wait=false) out, so that it is filled first"
+                f"{what} needs a complete cache: {why}; and precompute.wait=false begins before there is one",
+                hint="Leave --no-wait (precompute.wait=false) out, so that it is filled first",
             )
 
 
@@ -149,7 +151,9 @@ def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:
     """
     training = config.training
     if training.subset is not None and training.indices_file is not None:
-        raise ConfigError("training.subset and training.indices_file both choose samples. Give one of them")
+        raise ConfigError(
+            "training.subset and training.indices_file both choose samples", hint="Give one of them"
+        )
     chosen: dict[str, Any] = {}
     if training.subset is not None:
         cure = "list samples in training.indices_file"
@@ -171,7 +175,7 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
     expected = "Expected a .npy file of one axis, or text with a number per line"
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"{setting}: {path} is not a file. {expected}")
+        raise ConfigError(f"{setting}: {path} is not a file", hint=expected)
     try:
         found: NDArray[Any] = (
             np.load(file, allow_pickle=False)
@@ -179,10 +183,10 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
             else np.array(file.read_text().split(), dtype=dtype)
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: {path} cannot be read as numbers: {error}. {expected}") from error
+        raise ConfigError(f"{setting}: {path} cannot be read as numbers: {error}", hint=expected) from error
     kind = np.integer if dtype is np.int64 else np.number
     if found.ndim != 1 or not np.issubdtype(found.dtype, kind):
-        raise ConfigError(f"{setting}: {path} holds {found.dtype} {found.shape}. {expected}")
+        raise ConfigError(f"{setting}: {path} holds {found.dtype} {found.shape}", hint=expected)
     return found.astype(dtype)
 
 
@@ -223,8 +227,9 @@ def share_steps(run: Run, digest: str, cache: Cache) -> StepShare:
     if size % ranks.world_size:
         raise ConfigError(
             f"{run.run_dir} holds a run of {size} examples a step, begun with {begun} ranks, which "
-            f"{ranks.world_size} cannot share evenly. Resume with a number of ranks that divides {size}, or "
-            "begin again in another training.run_dir"
+            f"{ranks.world_size} cannot share evenly",
+            hint=f"Resume with a number of ranks that divides {size}, or begin again in another "
+            "training.run_dir",
         )
     world_size, partition = begun or ranks.world_size, run.config.training.partition
     return StepShare(

@@ -127,24 +127,27 @@ def look(what: str) -> Finding:
     if re.match(r"(sqlite|postgres(ql)?)://", what):
         return _rows(what)
     if not what:
-        raise ConfigError("no data was named. Give a file, a folder, a database URL, or module:Name")
+        raise ConfigError("no data was named", hint="Give a file, a folder, a database URL, or module:Name")
     if "://" in what:
         raise ConfigError(
-            f"{_shown(what)} is not a database that Stoker reads. Expected sqlite:///FILE or "
-            "postgresql://HOST/DATABASE; copy raw files here first, as with `stoker data fetch`"
+            f"{_shown(what)} is not a database that Stoker reads",
+            hint="Expected sqlite:///FILE or postgresql://HOST/DATABASE; copy raw files here first, as with "
+            "`stoker data fetch`",
         )
     path = Path(what).expanduser()
     if not path.exists() and not _some_files(path):
         if re.fullmatch(r"[\w./-]+:\w+", what):
             return _dataset(what)
         raise ConfigError(
-            f"{what} does not exist. Expected a file, a folder or a quoted pattern, a database URL as "
-            "sqlite:///FILE, or a Dataset by its import path, as module:Name"
+            f"{what} does not exist",
+            hint="Expected a file, a folder or a quoted pattern, a database URL as sqlite:///FILE, or a "
+            "Dataset by its import path, as module:Name",
         )
     if path.is_dir() and holds_caches(path):
         raise ConfigError(
-            f"{path} holds caches, which are encoded already. `stoker cache show {path}` shows them; train "
-            f"on one with stoker.Loader({str(path)!r}, batch_size=64, shuffle=True)"
+            f"{path} holds caches, which are encoded already",
+            hint=f"`stoker cache show {path}` shows them; train on one with stoker.Loader({str(path)!r}, "
+            "batch_size=64, shuffle=True)",
         )
     kind = _kind_of(path)
     if kind is _images and not path.exists():
@@ -168,9 +171,9 @@ def _kind_of(path: Path) -> Callable[[Path], Finding]:
     if not kinds:
         seen = ", ".join(sorted({Path(name).suffix or name for name in names})[:8]) or "nothing"
         raise ConfigError(
-            f"{path} is not data that Stoker reads: found {seen}. Expected HDF5, images, Parquet, tar, Zarr, "
-            ".npy, or a SQLite file. Read anything else with a torch Dataset, and give its "
-            "import path, as module:Name"
+            f"{path} is not data that Stoker reads: found {seen}",
+            hint="Expected HDF5, images, Parquet, tar, Zarr, .npy, or a SQLite file. Read anything else "
+            "with a torch Dataset, and give its import path, as module:Name",
         )
     return max(kinds, key=lambda kind: kinds[kind])
 
@@ -215,7 +218,9 @@ def _files_of(path: Path, looker: Callable[[Path], Finding]) -> list[Path]:
 def _database_file(path: Path) -> Finding:
     files = _files_of(path, _database_file)
     if len(files) > 1:
-        raise ConfigError(f"{path} holds {len(files)} databases. Name one, as `stoker init {files[0]}`")
+        raise ConfigError(
+            f"{path} holds {len(files)} databases", hint=f"Name one, as `stoker init {files[0]}`"
+        )
     return _rows(f"sqlite:///{quote(str(files[0]))}")
 
 
@@ -322,7 +327,7 @@ def _images(path: Path) -> Finding:
             broken.append(one)
     if not sizes:
         raise SourceError(
-            f"{broken[0]} cannot be read as an image, nor can others of {path}. Check the files"
+            f"{broken[0]} cannot be read as an image, nor can others of {path}", hint="Check the files"
         )
     usual, _ = sizes.most_common(1)[0]
     size = usual if len(sizes) == 1 and max(usual) <= 256 else (224, 224)
@@ -355,8 +360,8 @@ def _images(path: Path) -> Finding:
 def _rows(url: str) -> Finding:
     if _PASSWORD.search(url):
         raise ConfigError(
-            f"{_shown(url)} holds a password, which would be copied into every run's folder. Put it in "
-            "~/.pgpass or PGPASSWORD, and leave it out of the URL"
+            f"{_shown(url)} holds a password, which would be copied into every run's folder",
+            hint="Put it in ~/.pgpass or PGPASSWORD, and leave it out of the URL",
         )
     table, columns, keys, others_there = _table_of(url)
     declared = bool(keys)
@@ -365,8 +370,9 @@ def _rows(url: str) -> Finding:
     others = [name for name in columns if name not in numbers and name not in keys]
     if not keys or not numbers:
         raise ConfigError(
-            f"{url}: table {table!r} has {'no column of numbers' if keys else 'no primary key'}; its columns "
-            f"are {', '.join(columns)}. Write data.sql.key and data.sql.columns yourself (docs/sql.md)"
+            f"{url}: table {table!r} has {'no column of numbers' if keys else 'no primary key'}; its "
+            f"columns are {', '.join(columns)}",
+            hint="Write data.sql.key and data.sql.columns yourself (docs/sql.md)",
         )
     proposed = [
         ProposedSetting(name="data.kind", value="sql", why="rows of a database (docs/sql.md)"),
@@ -419,7 +425,7 @@ def _table_of(url: str) -> _Table:
         return _postgres_table_of(url)
     path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0]))
     if not path.is_file():
-        raise SourceError(f"{url}: {path} is not a file. Expected sqlite:///FILE")
+        raise SourceError(f"{url}: {path} is not a file", hint="Expected sqlite:///FILE")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10)) as connection:
             names = [
@@ -429,7 +435,7 @@ def _table_of(url: str) -> _Table:
                 )
             ]
             if not names:
-                raise SourceError(f"{url} has no table. Check the path")
+                raise SourceError(f"{url} has no table", hint="Check the path")
             quoted = {name: '"' + name.replace('"', '""') + '"' for name in names}
             rows = {
                 name: connection.execute(f"SELECT count(*) FROM {text}").fetchone()[0]  # noqa: S608 - quoted
@@ -438,7 +444,7 @@ def _table_of(url: str) -> _Table:
             table = max(rows, key=lambda name: rows[name])
             found = connection.execute(f"PRAGMA table_info({quoted[table]})").fetchall()
     except sqlite3.Error as error:
-        raise SourceError(f"{url} cannot be read as SQLite: {error}. Check the path") from error
+        raise SourceError(f"{url} cannot be read as SQLite: {error}", hint="Check the path") from error
     others = sorted(name for name in names if name != table)
     return table, {row[1]: row[2] for row in found}, [row[1] for row in found if row[5]], others
 
@@ -460,16 +466,16 @@ def _postgres_table_of(url: str) -> _Table:
     try:
         import psycopg
     except ImportError as error:
-        raise ConfigError(f"{url} needs psycopg. Install it: pip install 'stoker[sql]'") from error
+        raise ConfigError(f"{url} needs psycopg", hint="Install it: pip install 'stoker[sql]'") from error
     try:
         with psycopg.connect(url, connect_timeout=10) as connection:
             tables = connection.execute(_POSTGRES_TABLES).fetchall()
             if not tables:
-                raise SourceError(f"{url} has no table. Check the database")
+                raise SourceError(f"{url} has no table", hint="Check the database")
             rows = connection.execute(_POSTGRES_COLUMNS, (tables[0][1],)).fetchall()
     except psycopg.Error as error:
         raise SourceError(
-            f"{url} cannot be read: {str(error).strip()}. Check host, database and user"
+            f"{url} cannot be read: {str(error).strip()}", hint="Check host, database and user"
         ) from error
     names = [row[0].removeprefix("public.") for row in tables]
     columns = {row[0]: row[1] for row in rows}
@@ -641,7 +647,7 @@ def _found(  # noqa: PLR0913 - what was found, by name
     config = _config_of(proposed)
     if odd := next((one for one in proposed if "${" in str(one.value)), None):
         raise ConfigError(
-            f"{odd.name} holds '${{', which stands for another setting there. Rename {odd.value!r}"
+            f"{odd.name} holds '${{', which stands for another setting there", hint=f"Rename {odd.value!r}"
         )
     operator = config.encoder.kind == "grid"
     learned = [] if operator else _of_target(schema, guess=config.data.kind != "images")

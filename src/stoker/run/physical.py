@@ -73,15 +73,15 @@ def field_space(cache: Cache) -> FieldSpace:
     identity = as_object(cache.recipe.entries["encoder"])
     if identity is None:
         raise ConfigError(
-            f"{cache.path} holds samples as they are, and a decoder is trained on what an encoder made. "
-            "Leave training.use_inverse_losses and the stage decoder out, or set encoder.kind=grid"
+            f"{cache.path} holds samples as they are, and a decoder is trained on what an encoder made",
+            hint="Leave training.use_inverse_losses and the stage decoder out, or set encoder.kind=grid",
         )
     name = _field(identity)
     kept = cache.schema.get(name)
     if kept is None or not kept.kept:
         raise ConfigError(
-            f"{cache.path} keeps no raw field {name!r}, which a decoder is trained on. Encode with "
-            f"precompute.keep={name}"
+            f"{cache.path} keeps no raw field {name!r}, which a decoder is trained on",
+            hint=f"Encode with precompute.keep={name}",
         )
     return FieldSpace(
         field=name,

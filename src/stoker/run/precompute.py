@@ -128,9 +128,9 @@ def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
             if first != other:
                 raise IncompleteError(
                     f"{name}: rank 0 sees {format_count(count)} records of recipe {key}, rank {rank} "
-                    f"{format_count(others)} of {other_key}. They would serve different batches. Expected "
-                    "the same data and settings on every machine, and no sample set aside on one alone: "
-                    "run `stoker precompute --retry-quarantined` there, or share the cache folder"
+                    f"{format_count(others)} of {other_key}. They would serve different batches",
+                    hint="Expected the same data and settings on every machine, and no sample set aside on "
+                    "one alone: run `stoker precompute --retry-quarantined` there, or share the cache folder",
                 )
 
 
@@ -182,7 +182,8 @@ def engine_of(run: Run) -> Generator[Engine | None]:
     if run.ranks.world_size > 1:
         raise ConfigError(
             f"precompute.engine={name} under torchrun: each of {run.ranks.world_size} ranks would drive the "
-            f"cluster. Run `stoker precompute --engine {name}` once before, without torchrun"
+            "cluster",
+            hint=f"Run `stoker precompute --engine {name}` once before, without torchrun",
         )
     plugin = find_plugin("stoker.engines", name, "precompute.engine")
     with plugin.load()(run.config) as engine:
@@ -515,8 +516,9 @@ def _serve_in_place(run: Run, job: CacheJob) -> Cache:
             said = ", ".join(f"{name}: {format_count(count)}" for name, count in found.items())
             raise SourceError(
                 f"{job.name} holds NaN or infinity ({said}), and samples that are served from their files "
-                "cannot be left out. Give precompute.in_place=false, which leaves them out of a copy, or "
-                "precompute.nan=allow"
+                "cannot be left out",
+                hint="Give precompute.in_place=false, which leaves them out of a copy, or "
+                "precompute.nan=allow",
             )
     return cache
 
@@ -643,14 +645,14 @@ def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
     named = names_of_caches(run)
     if name not in named:
         raise ConfigError(
-            f"the settings make {', '.join(named)}, {folder} is of {name}. Give those that made it"
+            f"the settings make {', '.join(named)}, {folder} is of {name}", hint="Give those that made it"
         )
     part, split = named[name]
     (job,) = build_jobs(part, [split])
     made = job_recipe(part, job).fingerprint
     if made != folder.resolve().name:
         raise ConfigError(
-            f"the settings make the cache {made} of {name}, {folder} is another one. "
-            f"`stoker cache why {folder} CONFIG` says what differs"
+            f"the settings make the cache {made} of {name}, {folder} is another one",
+            hint=f"`stoker cache why {folder} CONFIG` says what differs",
         )
     return part, job

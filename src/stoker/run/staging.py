@@ -73,7 +73,7 @@ def look_at(path: Path) -> OriginalFile:
         found = path.stat()
     except OSError as error:
         raise SourceError(
-            f"{path} cannot be staged: {error.strerror}. Check the path or the mount"
+            f"{path} cannot be staged: {error.strerror}", hint="Check the path or the mount"
         ) from error
     return OriginalFile(path=path, bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
@@ -118,7 +118,8 @@ def _object_lock(original: OriginalFile, objects: Path, timeout_s: float) -> Gen
             elif time.monotonic() - since > timeout_s:
                 raise StalledError(
                     f"{original.path} is being staged by {lock.holder()}, which has made no progress for "
-                    f"{timeout_s:g} s ({format_bytes(max(0, size))} so far). End it, then run again"
+                    f"{timeout_s:g} s ({format_bytes(max(0, size))} so far)",
+                    hint="End it, then run again",
                 )
             time.sleep(POLL_S)
         yield
@@ -147,7 +148,7 @@ def _copy(original: OriginalFile, objects: Path, timeout_s: float) -> int:
     if look_at(original.path) != original:
         for path in paths_of(target):
             path.unlink(missing_ok=True)
-        raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
+        raise SourceError(f"{original.path} changed while it was staged", hint="Run again once it is written")
     _publish(original, PartialFile(target, bytes=original.bytes), target)
     return original.bytes - begun
 
@@ -163,7 +164,9 @@ def _receive(original: OriginalFile, partial: PartialFile, begin: Callable[[int]
                 partial.write(piece)
                 begin(partial.at)
     except OSError as error:
-        raise SourceError(f"{original.path}: {error.strerror}. Check the mount, then run again") from error
+        raise SourceError(
+            f"{original.path}: {error.strerror}", hint="Check the mount, then run again"
+        ) from error
     if partial.at < original.bytes:
         raise SourceError(
             f"{original.path} ends at byte {partial.at:,}, it had {original.bytes:,}: cut short"
@@ -180,8 +183,8 @@ def _publish(original: OriginalFile, whole: PartialFile, target: Path) -> None:
     try:
         if whole.at < original.bytes:
             raise SourceError(
-                f"the copy of {original.path} does not read back as it was written. Check the disk below "
-                f"{target.parent}, or choose another data.stage_dir"
+                f"the copy of {original.path} does not read back as it was written",
+                hint=f"Check the disk below {target.parent}, or choose another data.stage_dir",
             )
         whole.finish()
     finally:
@@ -233,7 +236,7 @@ def stage_config(run: Run) -> StageReport:
     """
     if run.config.data.stage == "never":
         raise ConfigError(
-            "data.stage is never, so no copy would be used. Give data.stage=auto, or data.stage=always"
+            "data.stage is never, so no copy would be used", hint="Give data.stage=auto, or data.stage=always"
         )
     return StageReport(tasks=tuple(stage_task(part) for part in run.parts()))
 
@@ -316,7 +319,9 @@ def _files(data: DataConfig, task: str) -> list[OriginalFile]:
     elif data.kind == "parquet":
         paths = find_files([*_given(data)], suffixes=(".parquet", ".pq"), what="Parquet")[1]
     else:
-        raise ConfigError(f"data.kind={data.kind} has no files that could be staged. Give data.stage=never")
+        raise ConfigError(
+            f"data.kind={data.kind} has no files that could be staged", hint="Give data.stage=never"
+        )
     return [look_at(Path(os.path.abspath(path.expanduser()))) for path in paths]  # noqa: PTH100 - links stay
 
 
@@ -407,7 +412,9 @@ def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = Fal
     if not folder.exists():
         return report
     if not objects.is_dir():
-        raise SourceError(f"{folder} holds no staged copies. Expected the folder that data.stage_dir names")
+        raise SourceError(
+            f"{folder} holds no staged copies", hint="Expected the folder that data.stage_dir names"
+        )
     report.bytes_before = sum(path.stat().st_size for path in objects.iterdir())
     stale = {path.name: why for path in objects.glob("?" * 32) if (why := _stale(path))}
     going = dict.fromkeys(sorted(_unfinished(objects)), "a copy that was never finished") | stale

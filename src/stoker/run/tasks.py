@@ -82,8 +82,8 @@ def _check_names(names: Iterable[str]) -> None:
     names = set(names)
     if taken := sorted(names & {"task", *(f"{name}?" for name in names)}):
         raise ConfigError(
-            f"a condition is called {taken[0]!r}, a name that training on several tasks needs. Give it "
-            "another name in its source, or train the tasks apart"
+            f"a condition is called {taken[0]!r}, a name that training on several tasks needs",
+            hint="Give it another name in its source, or train the tasks apart",
         )
 
 
@@ -120,8 +120,8 @@ def check_together(schemas: Mapping[str, Schema]) -> None:
     """
     if steady := [task for task, schema in schemas.items() if is_steady(schema)]:
         raise ConfigError(
-            f"{', '.join(steady)} has an input and a solution for each sample, and no time (data.input). "
-            f"Such a task is trained alone: data.task={steady[0]}"
+            f"{', '.join(steady)} has an input and a solution for each sample, and no time (data.input)",
+            hint=f"Such a task is trained alone: data.task={steady[0]}",
         )
     _check_names({name for schema in schemas.values() for name in schema.keys() - {time_field(schema, None)}})
     by_size: dict[tuple[int, int], list[str]] = {}
@@ -131,7 +131,8 @@ def check_together(schemas: Mapping[str, Schema]) -> None:
     if len(by_size) > 1:
         sizes = [f"{', '.join(tasks)} ({n} tokens of {d} numbers)" for (n, d), tasks in by_size.items()]
         raise ConfigError(
-            f"one operator cannot be trained on {' and '.join(sizes)} together: its weights are made for one "
-            "number of tokens of one width. Give these tasks the same latent.tokens and latent.dim, or train "
-            "them apart, as data.task=NAME"
+            f"one operator cannot be trained on {' and '.join(sizes)} together: its weights are made for "
+            "one number of tokens of one width",
+            hint="Give these tasks the same latent.tokens and latent.dim, or train them apart, as "
+            "data.task=NAME",
         )

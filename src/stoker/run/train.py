@@ -525,8 +525,8 @@ def training_splits(run: Run) -> tuple[str, str]:
     """
     if run.split == "val":
         raise ConfigError(
-            f"data.split is {run.config.data.wanted_splits[0]!r}, which training validates on. Expected the "
-            "split to train on, as data.split=train; precompute takes any"
+            f"data.split is {run.config.data.wanted_splits[0]!r}, which training validates on",
+            hint="Expected the split to train on, as data.split=train; precompute takes any",
         )
     return run.split, "val"
 
@@ -719,12 +719,13 @@ def _field_space(run: Run, prepared: PreparedCaches) -> FieldSpace | None:
     if len(run.tasks) > 1:
         raise ConfigError(
             "inverse losses and the stage decoder train one decoder, and there are the tasks "
-            f"{', '.join(run.tasks)}. Train each alone with data.task, or leave them out"
+            f"{', '.join(run.tasks)}",
+            hint="Train each alone with data.task, or leave them out",
         )
     if normalized(run.config):
         raise ConfigError(
-            "training.transforms normalizes states, and a decoder is trained on states as they were encoded. "
-            "Use data.normalize, which scales samples before they are encoded"
+            "training.transforms normalizes states, and a decoder is trained on states as they were encoded",
+            hint="Use data.normalize, which scales samples before they are encoded",
         )
     return field_space(prepared.caches[0].cache)
 

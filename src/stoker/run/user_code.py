@@ -63,15 +63,15 @@ class UserCode:
         """
         place, _, name = self.spec.rpartition(":")
         if not place or not name:
-            raise ConfigError(f"{self.setting} is {self.spec!r}. {self.form}")
+            raise ConfigError(f"{self.setting} is {self.spec!r}", hint=self.form)
         module = self._file_module(Path(place)) if place.endswith(".py") else self._module(place)
         found: Any = module
         for part in name.split("."):
             if not hasattr(found, part):
                 own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
                 raise ConfigError(
-                    f"{self.setting} {self.spec}: {getattr(module, '__file__', place)} has no {part}. It has "
-                    f"{', '.join(sorted(own)) or 'nothing to call'}"
+                    f"{self.setting} {self.spec}: {getattr(module, '__file__', place)} has no {part}",
+                    hint=f"It has {', '.join(sorted(own)) or 'nothing to call'}",
                 )
             found = getattr(found, part)
         return found
@@ -85,8 +85,8 @@ class UserCode:
         """
         if not callable(make):
             raise ConfigError(
-                f"{self.setting} {self.spec} is of type {type(make).__name__}, which cannot be called. "
-                f"{self.form}"
+                f"{self.setting} {self.spec} is of type {type(make).__name__}, which cannot be called",
+                hint=self.form,
             )
         try:
             return cast("Callable[..., Any]", make)(**arguments)
@@ -105,15 +105,15 @@ class UserCode:
 
     def _file_module(self, path: Path) -> ModuleType:
         if not path.is_file():
-            raise ConfigError(f"{self.setting} {self.spec}: {path} is not a file. {self.form}")
+            raise ConfigError(f"{self.setting} {self.spec}: {path} is not a file", hint=self.form)
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # and there it stays: other processes import it by the same name
         module = self._module(path.stem)
         if Path(module.__file__ or "").resolve() != path.resolve():
             raise ConfigError(
-                f"{self.setting} {self.spec}: the name {path.stem} belongs to {module.__file__} already. "
-                "Rename the file"
+                f"{self.setting} {self.spec}: the name {path.stem} belongs to {module.__file__} already",
+                hint="Rename the file",
             )
         return module
 
@@ -128,7 +128,8 @@ class UserCode:
                 raise self._failed("cannot be imported", error) from error
             raise ConfigError(
                 f"{self.setting} {self.spec}: there is no module {error.name}, neither installed nor in "
-                f"{here}. {self.form}"
+                f"{here}",
+                hint=self.form,
             ) from error
         except Exception as error:
             raise self._failed("cannot be imported", error) from error
@@ -137,7 +138,7 @@ class UserCode:
         place = _place(error)
         at = f" at {place}" if place else ""
         return self.error(
-            f"{self.setting} {self.spec}, {doing}: {type(error).__name__}{at}: {error}. Fix it there"
+            f"{self.setting} {self.spec}, {doing}: {type(error).__name__}{at}: {error}", hint="Fix it there"
         )
 
 
@@ -187,7 +188,7 @@ def torch_source(data: DataConfig, task: str, split: str) -> Source:
         error=SourceError,
     )
     if data.dataset is None:
-        raise ConfigError(f"data.kind=torch needs data.dataset, as data.dataset=mydata:Waves. {code.form}")
+        raise ConfigError("data.kind=torch needs data.dataset, as data.dataset=mydata:Waves", hint=code.form)
     settings = data.torch
     make = code.find()
     arguments: dict[str, Any] = dict(settings.arguments or {})
@@ -237,7 +238,8 @@ def user_encoder(settings: EncoderConfig, schema: Schema) -> Encoder:
         if given := sorted(settings.model_fields_set & own):
             raise ConfigError(
                 f"encoder.target {settings.target} makes a {type(made).__qualname__}, an encoder with "
-                f"settings of its own, so encoder.{given[0]} has no effect. Leave it out"
+                f"settings of its own, so encoder.{given[0]} has no effect",
+                hint="Leave it out",
             )
         return made
     owner = bound_module(made)
@@ -245,12 +247,15 @@ def user_encoder(settings: EncoderConfig, schema: Schema) -> Encoder:
         if owner is None:
             raise ConfigError(
                 f"encoder.checkpoint is given, but encoder.target {settings.target} makes a "
-                f"{type(made).__qualname__} without weights. Leave the checkpoint out"
+                f"{type(made).__qualname__} without weights",
+                hint="Leave the checkpoint out",
             )
         key, prefix = settings.checkpoint_key, settings.checkpoint_prefix
         load_checkpoint(owner, settings.checkpoint, key=key, prefix=prefix)
     elif given := [name for name in ("checkpoint_key", "checkpoint_prefix") if getattr(settings, name)]:
-        raise ConfigError(f"encoder.{given[0]} is given without encoder.checkpoint. Give both, or neither")
+        raise ConfigError(
+            f"encoder.{given[0]} is given without encoder.checkpoint", hint="Give both, or neither"
+        )
     if owner is not None:  # ours alone, so freezing it is nothing to warn of
         owner.eval()
         for parameter in owner.parameters():
@@ -275,7 +280,7 @@ def _made(settings: EncoderConfig) -> Any:
     )
     if settings.target is None:
         example = "encoder.target=mypackage.models:Encoder"
-        raise ConfigError(f"encoder.kind=module needs encoder.target, as {example}. {code.form}")
+        raise ConfigError(f"encoder.kind=module needs encoder.target, as {example}", hint=code.form)
     arguments: Mapping[str, Any] = settings.arguments or {}
     with seeded(settings.seed):
         target = code.find()
@@ -285,8 +290,8 @@ def _made(settings: EncoderConfig) -> Any:
         made = code.call(target, arguments)
     if not callable(made) and not isinstance(made, Encoder):
         raise ConfigError(
-            f"encoder.target {settings.target} gives a {type(made).__qualname__}, which encodes nothing. "
-            f"{code.form}"
+            f"encoder.target {settings.target} gives a {type(made).__qualname__}, which encodes nothing",
+            hint=code.form,
         )
     return made
 
@@ -295,13 +300,14 @@ def _ready(module: nn.Module, settings: EncoderConfig) -> nn.Module:
     """A module that its file makes itself: what its weights are, only a checkpoint can tell."""
     if settings.arguments:
         raise ConfigError(
-            f"encoder.target {settings.target} is a module already, and takes no encoder.arguments. Leave "
-            "them out, or name its class"
+            f"encoder.target {settings.target} is a module already, and takes no encoder.arguments",
+            hint="Leave them out, or name its class",
         )
     if settings.checkpoint is None and settings.version is None and [*module.parameters()]:
         raise ConfigError(
             f"encoder.target {settings.target} is a module already, so encoder.seed cannot decide its "
-            "weights. Name its class or a function that makes it, or give encoder.checkpoint"
+            "weights",
+            hint="Name its class or a function that makes it, or give encoder.checkpoint",
         )
     return module
 

@@ -31,12 +31,14 @@ def explain_disk_errors(path: Path) -> Generator[None]:
             raise
         if error.errno in FULL_ERRNOS:
             raise ResourceError(
-                f"{path}: {error.strerror}{_free(path)}. What was finished is kept; make room and run again",
+                f"{path}: {error.strerror}{_free(path)}",
+                hint="What was finished is kept; make room and run again",
                 full=True,
             ) from error
         if error.errno in READ_ONLY_ERRNOS:
             raise ReadOnlyError(
-                f"{path} cannot be written: {error.strerror}. Choose another folder, or change who may write"
+                f"{path} cannot be written: {error.strerror}",
+                hint="Choose another folder, or change who may write",
             ) from error
         raise
 
@@ -83,12 +85,13 @@ class FreeSpace(NamedTuple):
         if needed_bytes + reserve_bytes > self.bytes:
             raise ResourceError(
                 f"{folder} has {format_bytes(self.bytes)} free, {need} {format_bytes(needed_bytes)} and "
-                f"{format_bytes(reserve_bytes)} of reserve. Make room, {advice}"
+                f"{format_bytes(reserve_bytes)} of reserve",
+                hint=f"Make room, {advice}",
             )
         if self.inodes is not None and self.inodes < files:
             raise ResourceError(
-                f"{folder} has room for {format_count(self.inodes)} more files, {need} "
-                f"{format_count(files)}. Remove files there, {advice}"
+                f"{folder} has room for {format_count(self.inodes)} more files, {need} {format_count(files)}",
+                hint=f"Remove files there, {advice}",
             )
 
 

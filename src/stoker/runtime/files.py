@@ -161,7 +161,7 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
         if isinstance(error, ReadOnlyError) or error.errno not in NO_FOLDER_ERRNOS:
             raise
         raise ReadOnlyError(
-            f"{path} cannot be made: {_in_the_way(path, str(error.strerror))}. Choose another folder"
+            f"{path} cannot be made: {_in_the_way(path, str(error.strerror))}", hint="Choose another folder"
         ) from error
     return path
 

@@ -192,11 +192,11 @@ class FileLock:
                 file = _LockedFile(self.path, create=self._create, mode=self._mode)
         except OSError as error:
             if error.errno in NOT_A_FILE_ERRNOS:
-                raise FormatError(f"{self.path} is not a regular file. Remove it") from error
+                raise FormatError(f"{self.path} is not a regular file", hint="Remove it") from error
             raise
         if not stat.S_ISREG(os.fstat(file.fd).st_mode):
             file.close()
-            raise FormatError(f"{self.path} is not a regular file. Remove it")
+            raise FormatError(f"{self.path} is not a regular file", hint="Remove it")
         return file
 
     def _is_in_place(self, fd: int) -> bool:

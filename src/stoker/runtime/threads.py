@@ -115,11 +115,12 @@ class Ticket(Generic[T]):
             if self._process != os.getpid():
                 raise StalledError(
                     f"{what} was begun by process {self._process}, and this one was forked from it without "
-                    "its threads. Begin a pass here, with iter(loader)"
+                    "its threads",
+                    hint="Begin a pass here, with iter(loader)",
                 )
             raise StalledError(
-                f"{what} made no progress for {timeout_s:g} s. See whether the storage behind it answers, "
-                "then run this again: what is saved stays"
+                f"{what} made no progress for {timeout_s:g} s",
+                hint="See whether the storage behind it answers, then run this again: what is saved stays",
             )
         if self._error is not None:
             try:
@@ -191,7 +192,8 @@ class Pool:
             if self._cancel(ticket):
                 raise StalledError(
                     f"{what} was not begun within {timeout_s:g} s: {self.size} calls that have not come "
-                    "back are the limit. Wait until the storage answers again"
+                    "back are the limit",
+                    hint="Wait until the storage answers again",
                 )
             left_s = (ticket.began or time.monotonic()) + timeout_s - time.monotonic()
             if not ticket.wait(max(0.0, left_s)):
@@ -325,7 +327,7 @@ def call_within(
         else:
             item = f"item {number}" if number >= 0 else "its first item"
             raise StalledError(
-                f"{what}: {item} did not arrive within {timeout_s:g} s; it is at {_lines(thread)}. {hint}"
+                f"{what}: {item} did not arrive within {timeout_s:g} s; it is at {_lines(thread)}", hint=hint
             )
     try:
         return ticket.result(0.0, what)
@@ -368,8 +370,8 @@ def map_in_order(
         item, ticket = line.popleft()
         if not ticket.wait(timeout_s):
             raise StalledError(
-                f"{what}: {item} was not done after {timeout_s:g} s. The storage behind it does not answer; "
-                "run it again when it does"
+                f"{what}: {item} was not done after {timeout_s:g} s",
+                hint="The storage behind it does not answer; run it again when it does",
             )
         try:
             return ticket.result(0.0, what)
@@ -401,11 +403,11 @@ def pause(seconds: float) -> None:
 
 
 def _unanswered(what: str, timeout_s: float, hint: str) -> StalledError:
-    return StalledError(f"{what} did not answer within {timeout_s:g} s. {hint}")
+    return StalledError(f"{what} did not answer within {timeout_s:g} s", hint=hint)
 
 
 def _no_thread(what: str, error: RuntimeError) -> StalledError:
-    return StalledError(f"{what} cannot be asked now: {error}. Try again later")
+    return StalledError(f"{what} cannot be asked now: {error}", hint="Try again later")
 
 
 def _lines(thread: threading.Thread) -> str:

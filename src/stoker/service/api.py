@@ -75,7 +75,8 @@ def create_job(body: JobRequest, services: ServicesDep, response: Response, key:
     config, datasets = body.config, _fitting(services, body.config)
     if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
-            f"{MOST_WAITING:,} jobs are waiting, which is the limit. Ask again when a worker has taken some"
+            f"{MOST_WAITING:,} jobs are waiting, which is the limit",
+            hint="Ask again when a worker has taken some",
         )
     job, made = services.jobs.create(
         config.model_dump(mode="json"),
@@ -214,8 +215,8 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
         raise ConfigError(
-            f"config.dataset_ids: {error.marked_fact}",
-            hint=f"{error.marked_hint}; POST to the same address registers one, as "
+            f"config.dataset_ids: {error.problem.fact}",
+            hint=f"{error.problem.hint}; POST to the same address registers one, as "
             '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}',
         ) from None
     services.access.check_settings(config.settings)
@@ -632,7 +633,7 @@ def cache_folder(services: Services, name: str, fingerprint: str) -> Path:
     fits = re.fullmatch(NAME, name) and re.fullmatch(PRINT, fingerprint)
     if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
         raise NotFoundError(
-            f"cache {name}/{fingerprint} does not exist. GET /api/v1/training/caches lists them"
+            f"cache {name}/{fingerprint} does not exist", hint="GET /api/v1/training/caches lists them"
         )
     return path
 

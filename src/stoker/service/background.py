@@ -99,7 +99,9 @@ class CachedValue(Generic[T]):
                 self._pool.submit(self._find_out)
             except RuntimeError as error:  # no thread can be started
                 self._tried = time.monotonic()
-                self._error = StalledError(f"{self._what} cannot be asked now: {error}. Try again later")
+                self._error = StalledError(
+                    f"{self._what} cannot be asked now: {error}", hint="Try again later"
+                )
                 return True
             self._asking, self._asked_at = True, time.monotonic()
         return False
@@ -123,8 +125,8 @@ class CachedValue(Generic[T]):
 
     def _stalled(self) -> StalledError:
         return StalledError(
-            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again automatically. "
-            "Check whether its storage or driver hangs"
+            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again automatically",
+            hint="Check whether its storage or driver hangs",
         )
 
 
@@ -190,10 +192,10 @@ class Operations:
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
-                raise ConflictError(f"this is running already: {what}. Wait for its end")
+                raise ConflictError(f"this is running already: {what}", hint="Wait for its end")
             if self._threads >= self._at_once:
                 raise ConflictError(
-                    f"{self._threads} operations are running, which is the limit. Wait for one to end"
+                    f"{self._threads} operations are running, which is the limit", hint="Wait for one to end"
                 )
             self._threads += 1
             running = _Running(Operation(id=secrets.token_hex(8), what=what))
@@ -207,7 +209,7 @@ class Operations:
             with self._lock:
                 self._threads -= 1
                 del self._all[running.operation.id]
-            raise ResourceError(f"{what} cannot be started: {error}. Try again later") from None
+            raise ResourceError(f"{what} cannot be started: {error}", hint="Try again later") from None
         running.done.wait(min(wait_s, self._timeout_s))
         if raises and running.done.is_set():
             with self._lock:

@@ -46,9 +46,11 @@ class ServiceClient:
         """Raises: ConfigError: the address is not valid, or the token has characters that no header takes."""
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ConfigError(f"{address} is not the address of a service. Expected http://HOST:PORT")
+            raise ConfigError(f"{address} is not the address of a service", hint="Expected http://HOST:PORT")
         if not token or not token.isascii() or not token.isprintable():
-            raise ConfigError("the token is empty or has odd characters. Take it from the file DIR/token")
+            raise ConfigError(
+                "the token is empty or has odd characters", hint="Take it from the file DIR/token"
+            )
         self.address = f"{parts.scheme}://{parts.netloc}"
         self._token = token
         self._timeout_s = timeout_s
@@ -117,7 +119,9 @@ class ServiceClient:
                         yield StreamEvent(number, fields.get("event", ""), data)
                         fields = {}
             except HttpFailure as error:
-                raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
+                raise StalledError(
+                    f"{self.address}{API}{path} broke off: {error}", hint="Follow it again"
+                ) from None
 
     @contextmanager
     def _stream(self, path: str, headers: Mapping[str, str]) -> Generator[HttpStream]:
@@ -160,12 +164,12 @@ class ServiceClient:
 
     def _unanswered(self, failure: HttpFailure, timeout_s: float) -> StokerError:
         if failure.kind is FailureKind.TIMEOUT:
-            return StalledError(f"{self.address} did not answer within {timeout_s:g} s. Try again")
+            return StalledError(f"{self.address} did not answer within {timeout_s:g} s", hint="Try again")
         if failure.kind is FailureKind.CUT:
-            return StalledError(f"the answer of {self.address} broke off: {failure}. Ask again")
+            return StalledError(f"the answer of {self.address} broke off: {failure}", hint="Ask again")
         return ServiceError(
-            f"{self.address} does not answer: {failure.reason}. Start it with `stoker serve`, or give "
-            "--server"
+            f"{self.address} does not answer: {failure.reason}",
+            hint="Start it with `stoker serve`, or give --server",
         )
 
     def _refused(self, status: int, text: bytes, what: str) -> StokerError:
@@ -177,8 +181,8 @@ class ServiceClient:
             said, hint = text[:200].decode("utf-8", "replace"), ""
             fact = said
         token = ServiceError(
-            f"{self.address} does not take the token ({said}). Give that of its state folder: --state-dir, "
-            "--token-file or $STOKER_TOKEN",
+            f"{self.address} does not take the token ({said})",
+            hint="Give that of its state folder: --state-dir, --token-file or $STOKER_TOKEN",
             status=status,
         )
         known: dict[int, StokerError] = {
@@ -199,7 +203,7 @@ def _job(id: str) -> str:
         NotFoundError: No job can have that id.
     """
     if not id or not id.isascii() or not id.isprintable() or "/" in id:
-        raise NotFoundError(f"job {id!r} does not exist. `stoker job list` shows all jobs")
+        raise NotFoundError(f"job {id!r} does not exist", hint="`stoker job list` shows all jobs")
     return f"/jobs/{quote(id, safe='')}"
 
 

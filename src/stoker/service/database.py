@@ -600,15 +600,16 @@ def _parsed(text: str) -> URL:
         backend = url.get_backend_name()
     except exc.ArgumentError as error:
         raise ConfigError(
-            "the address of the database cannot be read. Expected sqlite:///PATH or postgresql://USER@HOST/NAME"
+            "the address of the database cannot be read",
+            hint="Expected sqlite:///PATH or postgresql://USER@HOST/NAME",
         ) from error
     if backend == "postgresql":
         return url.set(drivername="postgresql+psycopg")
     if backend == "sqlite" and url.database and url.database != ":memory:":
         return url
     raise ConfigError(
-        f"{url.render_as_string(hide_password=True)} is not a database that the service can use. "
-        "Expected sqlite:///PATH (a file) or postgresql://USER@HOST/NAME"
+        f"{url.render_as_string(hide_password=True)} is not a database that the service can use",
+        hint="Expected sqlite:///PATH (a file) or postgresql://USER@HOST/NAME",
     )
 
 
@@ -670,8 +671,8 @@ def bring_up_to_date(connection: sa.Connection) -> None:
     found = _value(connection, "version")
     if found is not None and int(found) > VERSION:
         raise FormatError(
-            f"the service's database has tables of version {found}; this version of stoker knows {VERSION}. "
-            "Use the stoker that wrote it, or a newer one"
+            f"the service's database has tables of version {found}; this version of stoker knows {VERSION}",
+            hint="Use the stoker that wrote it, or a newer one",
         )
     for version in range(int(found or VERSION), VERSION):
         STEPS[version](connection)
@@ -704,7 +705,8 @@ def bind_folder(connection: sa.Connection, folder: str) -> None:
     elif found != folder:
         raise ConfigError(
             "the database belongs to a service with another state folder: its jobs have their checkpoints "
-            "there. Start the service with that folder, or with a database of its own"
+            "there",
+            hint="Start the service with that folder, or with a database of its own",
         )
 
 

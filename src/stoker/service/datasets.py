@@ -302,8 +302,9 @@ class Datasets:
             users = [row.id for row in connection.execute(query) if dataset.id in row.dataset_ids]
             if users:
                 raise ConflictError(
-                    f"data set {dataset.name!r} is needed by job {users[0]}"
-                    f"{f' and {len(users) - 1} more' if len(users) > 1 else ''}. Cancel it first, or wait"
+                    f"data set {dataset.name!r} is needed by job "
+                    f"{users[0]}{f' and {len(users) - 1} more' if len(users) > 1 else ''}",
+                    hint="Cancel it first, or wait",
                 )
             connection.execute(DATASETS.delete().where(DATASETS.c.id == dataset.id))
         if dataset.origin == "generated":
@@ -312,8 +313,8 @@ class Datasets:
     def _checked_url(self, url: str) -> str:
         if has_password(url):
             raise ConfigError(
-                "the database's URL has a password, which is not stored here. Put it in ~/.pgpass of the "
-                "service's user"
+                "the database's URL has a password, which is not stored here",
+                hint="Put it in ~/.pgpass of the service's user",
             )
         address = parse_database_url(url)
         if address.kind == "sqlite":
@@ -356,12 +357,12 @@ class Datasets:
                 there = sa.or_(DATASETS.c.id == id, DATASETS.c.name == name)
                 row = connection.execute(sa.select(*_FIELDS).where(there)).mappings().first()
         if row is None:
-            raise ConflictError(f"data set {name!r} was deleted while it was added. Try again")
+            raise ConflictError(f"data set {name!r} was deleted while it was added", hint="Try again")
         found = Dataset(**row)
         if any(getattr(found, field) != value for field, value in same.items()):
             what = "exists under another name" if found.id == id else "is the name of another data set"
             raise ConflictError(
-                f"{name!r} {what}: {found.name!r} ({found.id}). Use that one, or another name"
+                f"{name!r} {what}: {found.name!r} ({found.id})", hint="Use that one, or another name"
             )
         return found
 
@@ -428,6 +429,7 @@ def _found(database: Database, connection: sa.Connection, ids: Sequence[str]) ->
     by_key = {one.name: one for one in rows} | {one.id: one for one in rows}
     if missing := [id for id in ids if id not in by_key]:
         raise NotFoundError(
-            f"no data set is registered as {', '.join(missing)}. GET /api/v1/training/datasets lists them"
+            f"no data set is registered as {', '.join(missing)}",
+            hint="GET /api/v1/training/datasets lists them",
         )
     return [by_key[id] for id in ids]

@@ -164,7 +164,8 @@ class LocalExecutor:
                 raise StalledError(
                     f"{folder.lock} is still held ({holder or 'by an unnamed process'}), "
                     f"{format_seconds(self._take_over_s)} after its process was killed: the earlier attempt "
-                    "hangs in the system or runs on another machine. The job is tried again later"
+                    "hangs in the system or runs on another machine",
+                    hint="The job is tried again later",
                 )
         return LocalJobLock(lock, folder)
 

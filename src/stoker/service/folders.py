@@ -152,17 +152,18 @@ def prepare_state_dir(path: Path) -> StateFolder:
     found = path.stat()
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{path} belongs to user {found.st_uid}, this is {os.geteuid()}. Choose another --state-dir"
+            f"{path} belongs to user {found.st_uid}, this is {os.geteuid()}",
+            hint="Choose another --state-dir",
         )
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):o}: others may read it. It holds the token: "
-            f"chmod 700 {path}"
+            f"{path} has mode {stat.S_IMODE(found.st_mode):o}: others may read it",
+            hint=f"It holds the token: chmod 700 {path}",
         )
     above = path.parent.stat()
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
         raise ConfigError(
-            f"anyone may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
+            f"anyone may replace {path}: {path.parent} is writable by all", hint="Choose another --state-dir"
         )
     folder = StateFolder(path)
     with explain_disk_errors(path):

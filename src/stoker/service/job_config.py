@@ -136,8 +136,8 @@ class JobConfig(BaseModel):
         default = cls.model_fields[name].default
         if value != default:
             raise ConfigError(
-                f"{name}={value!r} has no effect here: {WITHOUT_EFFECT[name]}. Leave it out, or give its "
-                f"default {default!r}"
+                f"{name}={value!r} has no effect here: {WITHOUT_EFFECT[name]}",
+                hint=f"Leave it out, or give its default {default!r}",
             )
         return value
 
@@ -145,15 +145,16 @@ class JobConfig(BaseModel):
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
-            raise ConfigError("a data set is named twice. Name each once")
+            raise ConfigError("a data set is named twice", hint="Name each once")
         return value
 
     @model_validator(mode="after")
     def _has_validation(self) -> JobConfig:
         if self.validation_split == 0 and self.early_stop_patience:
             raise ConfigError(
-                f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has no loss "
-                "to watch. Give early_stop_patience=0, or a validation_split above 0"
+                f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has no loss to "
+                "watch",
+                hint="Give early_stop_patience=0, or a validation_split above 0",
             )
         return self
 
@@ -229,12 +230,14 @@ def check(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
     kinds = sorted({str(one["kind"]) for one in datasets})
     if len(kinds) != 1:
         raise ConfigError(
-            f"the data sets are of kinds {', '.join(kinds) or 'none'}. Expected one kind: train on each in a "
-            "job of its own"
+            f"the data sets are of kinds {', '.join(kinds) or 'none'}",
+            hint="Expected one kind: train on each in a job of its own",
         )
     kind = kinds[0]
     if kind not in NETWORKS:
-        raise ConfigError(f"data sets of kind {kind!r} cannot be trained on. Known are {', '.join(NETWORKS)}")
+        raise ConfigError(
+            f"data sets of kind {kind!r} cannot be trained on", hint=f"Known are {', '.join(NETWORKS)}"
+        )
     wrong = [*_wrong_fields(config, kind), *_wrong_sets(config, kind, datasets)]
     if wrong:
         raise ConfigError.of_all(wrong)
@@ -266,7 +269,9 @@ def settings_of(
     }
     for text in texts_in(settings):
         if "${" in text:
-            raise ConfigError(f"{text[:80]!r} holds '${{', which is refused here. Write the value itself")
+            raise ConfigError(
+                f"{text[:80]!r} holds '${{', which is refused here", hint="Write the value itself"
+            )
     return make_config(settings, where="the job")
 
 

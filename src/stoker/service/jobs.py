@@ -148,7 +148,8 @@ class Jobs:
         if row["digest"] != digest:
             raise ConflictError(
                 f"the idempotency key {key!r} belongs to job {row['id']}, which was asked for with another "
-                "body. Use a new key for another job"
+                "body",
+                hint="Use a new key for another job",
             )
         return job_of(row), False
 
@@ -321,7 +322,7 @@ class Jobs:
 def _found(connection: sa.Connection, id: str) -> Job:
     row = connection.execute(_ONE, {"id": id}).mappings().one_or_none()
     if row is None:
-        raise NotFoundError(f"job {id!r} does not exist. `stoker job list` shows all jobs")
+        raise NotFoundError(f"job {id!r} does not exist", hint="`stoker job list` shows all jobs")
     return job_of(row)
 
 

@@ -203,7 +203,9 @@ class RadioSet:
             try:
                 found = {one["name"] for one in sa.inspect(connection).get_columns(name, schema or None)}
             except exc.NoSuchTableError as error:
-                raise SourceError(f"{self._where} has no table {self.table}. Check its name") from error
+                raise SourceError(
+                    f"{self._where} has no table {self.table}", hint="Check its name"
+                ) from error
         return [name for name in NEEDED if name not in found]
 
     def samples(self, limit: int, offset: int) -> list[dict[str, Json]]:
@@ -251,7 +253,7 @@ class RadioSet:
         if address.kind == "sqlite":
             path = Path(address.target).absolute()
             if not path.is_file():
-                raise SourceError(f"{address.shown}: no such file. Expected a SQLite database")
+                raise SourceError(f"{address.shown}: no such file", hint="Expected a SQLite database")
             # Opened here, since a URL of SQLAlchemy would decode the path a second time.
             engine = sa.create_engine(
                 "sqlite://", creator=lambda: connect_read_only(path), poolclass=sa.NullPool
@@ -272,7 +274,7 @@ class RadioSet:
                 yield connection
         except exc.DBAPIError as error:
             text = address.hide(str(error.orig).strip().partition("\n")[0])
-            raise SourceError(f"{address.shown}: {text}. Check the database and the table") from None
+            raise SourceError(f"{address.shown}: {text}", hint="Check the database and the table") from None
         finally:
             engine.dispose()
 
@@ -300,12 +302,12 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
         own = RadioSet.of(spec)
         if missing := own.missing_columns():
             raise SourceError(
-                f"table {own.table} has no column {', '.join(missing)}. Expected the measurements that "
-                "docs/sql.md describes"
+                f"table {own.table} has no column {', '.join(missing)}",
+                hint="Expected the measurements that docs/sql.md describes",
             )
         found = own.facts()
         if not found["rows"]:
-            raise SourceError(f"table {own.table} has no rows of data set {own.set}. Check the id")
+            raise SourceError(f"table {own.table} has no rows of data set {own.set}", hint="Check the id")
         return {"samples": found.pop("rows"), **found}
     _refuse_links(Path(str(spec["path"])))
     source = _source(kind, spec)
@@ -314,7 +316,8 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
     if kind == "images":
         if len(classes) < 2:
             raise SourceError(
-                f"{spec['path']} has {len(classes)} folders of images. Expected two or more, one per class"
+                f"{spec['path']} has {len(classes)} folders of images",
+                hint="Expected two or more, one per class",
             )
         common["classes"] = list(classes)
     return {**common, "named_splits": _named_splits(kind, spec)}
@@ -396,7 +399,7 @@ def _refuse_links(path: Path) -> None:
     root = path.resolve()
     for entry in root.rglob("*") if root.is_dir() else ():
         if entry.is_symlink() and not entry.resolve().is_relative_to(root):
-            raise SourceError(f"{entry} is a link that leads out of {path}. Put the file itself there")
+            raise SourceError(f"{entry} is a link that leads out of {path}", hint="Put the file itself there")
 
 
 def _check_radio(own: RadioSet) -> list[dict[str, Json]]:

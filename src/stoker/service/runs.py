@@ -73,8 +73,8 @@ class JobRun:
         device = torch.device(Run(self.settings).device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ResourceError(
-                f"accelerator is 'gpu', and torch {torch.__version__} sees no CUDA device on this machine. "
-                "Give accelerator='auto', which takes one where there is one"
+                f"accelerator is 'gpu', and torch {torch.__version__} sees no CUDA device on this machine",
+                hint="Give accelerator='auto', which takes one where there is one",
             )
         return device
 
@@ -127,8 +127,8 @@ def source_of(result: CacheResult) -> Source:
     source = getattr(filler, "source", None)
     if source is None:
         raise IncompleteError(
-            f"the data that {result.name} was made from does not exist any more. A job needs it to "
-            "start; restore it"
+            f"the data that {result.name} was made from does not exist any more",
+            hint="A job needs it to start; restore it",
         )
     return source
 
@@ -204,7 +204,7 @@ def best_weights(run: JobRun) -> Mapping[str, torch.Tensor]:
         found = newest_checkpoint(root, lambda why: _report_skipped(run, why), kind)
         if found is not None:
             return found.model
-    raise IncompleteError(f"{root} has no valid checkpoint after training. Check the disk")
+    raise IncompleteError(f"{root} has no valid checkpoint after training", hint="Check the disk")
 
 
 def _loader(
@@ -342,8 +342,8 @@ def _images_learner(run: JobRun, caches: Sequence[CacheResult]) -> tuple[Learner
     classes: tuple[str, ...] = getattr(source_of(caches[0]), "classes", ())
     if len(classes) < 2:
         raise SourceError(
-            f"{run.job.datasets[0]['name']} has {len(classes)} classes. Expected at least two folders of "
-            "images, one for each class"
+            f"{run.job.datasets[0]['name']} has {len(classes)} classes",
+            hint="Expected at least two folders of images, one for each class",
         )
     model = ImageClassifier(caches[0].fields["image"].shape[0], len(classes), run.config.dropout_rate)
     facts = {"classes": list(classes)}
@@ -470,7 +470,7 @@ def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
     """
     datasets = cast("Sequence[Mapping[str, Any]]", job.datasets)
     if len(datasets) != 1 or "make" not in datasets[0]["spec"]:
-        raise ConfigError(f"job {job.id} names no data set to generate. Expected exactly one")
+        raise ConfigError(f"job {job.id} names no data set to generate", hint="Expected exactly one")
     dataset = datasets[0]
     spec: Mapping[str, Any] = dataset["spec"]
     journal.tell("started", {"message": f"makes {dataset['name']}"})
@@ -488,7 +488,8 @@ def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
     with lock_folder(path.parent, "generate", timeout_s=WAIT_S) as free:
         if not free:
             raise StalledError(
-                f"{path} was locked by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s. See its job"
+                f"{path} was locked by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s",
+                hint="See its job",
             )
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # jobs read while other sets are written

@@ -177,17 +177,19 @@ def load_token(path: Path) -> SecretStr:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Remove it, and a new one is made"
+            f"{path} cannot be read: {error.strerror}", hint="Remove it, and a new one is made"
         ) from None
     with os.fdopen(fd, "rb") as file:
         mode = os.fstat(fd).st_mode
         text = file.read(1024).decode("ascii", "replace").strip() if stat.S_ISREG(mode) else ""
     if not stat.S_ISREG(mode) or mode & 0o077:
         raise ConfigError(
-            f"{path} may be read by others (mode {stat.S_IMODE(mode):o}). Expected 600; remove it"
+            f"{path} may be read by others (mode {stat.S_IMODE(mode):o})", hint="Expected 600; remove it"
         )
     if len(text) < SHORTEST or not text.isprintable():
-        raise ConfigError(f"{path} holds {len(text)} characters, expected {SHORTEST} or more. Remove it")
+        raise ConfigError(
+            f"{path} holds {len(text)} characters, expected {SHORTEST} or more", hint="Remove it"
+        )
     return SecretStr(text)
 
 
@@ -274,8 +276,8 @@ def _read_ended(path: Path | None) -> dict[str, float]:
         return {str(name): float(until) for name, until in read_object(path).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{path} does not say which sessions have logged out: {error}. Remove it and DIR/token; then "
-            "all users log in again"
+            f"{path} does not say which sessions have logged out: {error}",
+            hint="Remove it and DIR/token; then all users log in again",
         ) from None
 
 
@@ -575,8 +577,8 @@ class DataAccess:
         place = PurePosixPath(path)
         if ".." in place.parts or not any(place.is_relative_to(root) for root in self.roots):
             raise PathRefusedError(
-                f"{path} is outside the folders that this service may read ({', '.join(self.roots)}). "
-                f"Start it also with --root {place.parent}, or delete the data set"
+                f"{path} is outside the folders that this service may read ({', '.join(self.roots)})",
+                hint=f"Start it also with --root {place.parent}, or delete the data set",
             )
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -591,21 +593,22 @@ class DataAccess:
         if target is None:
             if settings.get("encoder.kind") == "module":
                 raise ConfigError(
-                    "settings: encoder.kind is 'module' without encoder.target. Name one of "
-                    f"{', '.join(self.encoders) or 'none: the service was started without --allow-encoder'}"
+                    "settings: encoder.kind is 'module' without encoder.target",
+                    hint="Name one of "
+                    f"{', '.join(self.encoders) or 'none: the service was started without --allow-encoder'}",
                 )
             return
         if target not in self.encoders:
             allowed = ", ".join(self.encoders) or "none"
             raise ConfigError(
-                f"settings: encoder.target {target!r} is not an encoder that this service runs ({allowed}). "
-                f"Start it with --allow-encoder {target}"
+                f"settings: encoder.target {target!r} is not an encoder that this service runs ({allowed})",
+                hint=f"Start it with --allow-encoder {target}",
             )
         for text in texts_in(settings.get("encoder.arguments")):
             if "/" in text or "\\" in text or text.startswith("."):
                 raise ConfigError(
-                    f"settings: encoder.arguments holds {text!r}, which could be a path. A job gives numbers "
-                    "and choices; an allowed function may open files on its own"
+                    f"settings: encoder.arguments holds {text!r}, which could be a path",
+                    hint="A job gives numbers and choices; an allowed function may open files on its own",
                 )
 
     def why_not(self, spec: Mapping[str, Any]) -> str | None:
@@ -626,16 +629,16 @@ class DataAccess:
         options = parse_qsl(parts.query, keep_blank_values=True)
         if refused := sorted({name for name, _ in options} - URL_OPTIONS):
             raise ConfigError(
-                f"the database's URL has the option {', '.join(refused)}. Expected none but "
-                f"{', '.join(sorted(URL_OPTIONS))}"
+                f"the database's URL has the option {', '.join(refused)}",
+                hint=f"Expected none but {', '.join(sorted(URL_OPTIONS))}",
             )
         named = {"" if server == "local" else server for server in self.servers}
         servers = {value for name, value in options if name == "host"} or {parts.hostname or ""}
         for server in servers - named:
             name = server or "local"
             raise ConfigError(
-                f"this service does not read from the database server {name!r}. Start it with "
-                f"--database-host {name}"
+                f"this service does not read from the database server {name!r}",
+                hint=f"Start it with --database-host {name}",
             )
 
 
@@ -687,7 +690,7 @@ class Roots:
         for root in roots:
             real = Path(os.path.realpath(root))
             if not real.is_dir():
-                raise ConfigError(f"--root {root} is not a folder. Name one that holds data")
+                raise ConfigError(f"--root {root} is not a folder", hint="Name one that holds data")
             self._roots.append(_Root(PurePosixPath(root.absolute()), PurePosixPath(real)))
 
     def __str__(self) -> str:
@@ -714,7 +717,7 @@ class Roots:
             os.close(fd)
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise PathRefusedError(
-                f"{_shown(path)} is neither a file nor a folder. Name a file or a folder with data"
+                f"{_shown(path)} is neither a file nor a folder", hint="Name a file or a folder with data"
             )
         return real
 
@@ -723,8 +726,8 @@ class Roots:
         places = self._places(_parts(path))
         if not places:
             raise PathRefusedError(
-                f"{_shown(path)} is outside the folders that jobs may read ({self}). "
-                "Move the data, or start the service with --root"
+                f"{_shown(path)} is outside the folders that jobs may read ({self})",
+                hint="Move the data, or start the service with --root",
             )
         for root, inside in places:
             try:
@@ -733,7 +736,7 @@ class Roots:
                 continue
             except OSError as error:
                 raise _refused(path, error) from None
-        raise PathRefusedError(f"{_shown(path)} does not exist below {self}. Name an existing path")
+        raise PathRefusedError(f"{_shown(path)} does not exist below {self}", hint="Name an existing path")
 
     def _places(self, parts: tuple[str, ...]) -> list[tuple[_Root, tuple[str, ...]]]:
         """Return the roots that may have the path, each with the parts of the path below it."""
@@ -772,11 +775,13 @@ def _parts(path: str) -> tuple[str, ...]:
         PathRefusedError: It is empty or too long, contains `..`, or has unprintable characters.
     """
     if not path or len(path) > LONGEST:
-        raise PathRefusedError(f"a path of {len(path):,} characters. Expected 1 to {LONGEST:,}")
+        raise PathRefusedError(f"a path of {len(path):,} characters", hint=f"Expected 1 to {LONGEST:,}")
     if not path.isprintable():  # also lone surrogates, which no file system would take
-        raise PathRefusedError(f"{_shown(path)} has characters that cannot be printed. Rename the file")
+        raise PathRefusedError(
+            f"{_shown(path)} has characters that cannot be printed", hint="Rename the file"
+        )
     if ".." in path.split("/"):
-        raise PathRefusedError(f"{_shown(path)} goes up with `..`. Write the path without it")
+        raise PathRefusedError(f"{_shown(path)} goes up with `..`", hint="Write the path without it")
     parts = PurePosixPath(path).parts
     return ("/", *parts[1:]) if parts[:1] == ("//",) else parts
 

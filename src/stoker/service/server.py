@@ -314,7 +314,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=found[0], backlog=128)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"{host} port {port} cannot be opened: {error}. Choose another --port or --host"
+            f"{host} port {port} cannot be opened: {error}", hint="Choose another --port or --host"
         ) from None
 
 
@@ -493,7 +493,7 @@ def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan
         ConfigError: No job could start with a limit, or the limit would not be enforced.
     """
     if 0 in (settings.job_memory_bytes, settings.job_s):
-        raise ConfigError("a limit of a job is 0. Give --job-memory and --job-time above 0")
+        raise ConfigError("a limit of a job is 0", hint="Give --job-memory and --job-time above 0")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
     wanted = settings.workers if settings.workers is not None else max(1, len(devices))
@@ -502,7 +502,8 @@ def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan
     if settings.ray is not None:
         if settings.job_memory_bytes is not None:
             raise ConfigError(
-                "--job-memory has no effect on nodes of a Ray cluster. Leave it out, and set the limit there"
+                "--job-memory has no effect on nodes of a Ray cluster",
+                hint="Leave it out, and set the limit there",
             )
         # A worker only watches a job of the cluster, which assigns GPUs itself.
         return WorkerPlan(workers=settings.workers or 1, settings=told)

@@ -262,7 +262,7 @@ class FewProbes:
         """
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
-                f"{PROBES} data sets are being read, which is the limit. Try again in a while"
+                f"{PROBES} data sets are being read, which is the limit", hint="Try again in a while"
             )
         try:
             return probe(what, kind, spec, timeout_s=PROBE_S, **given)

@@ -375,8 +375,9 @@ def _sole_service(folder: StateFolder) -> FileLock:
     lock = FileLock(folder.path / "service.lock")
     if not lock.acquire():
         raise ConfigError(
-            f"{folder.path} is used by a running service ({lock.holder()}). Only one service uses a state "
-            "folder at a time: stop it, or start this one with another folder"
+            f"{folder.path} is used by a running service ({lock.holder()})",
+            hint="Only one service uses a state folder at a time: stop it, or start this one with another "
+            "folder",
         )
     return lock
 

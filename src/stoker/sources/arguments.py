@@ -32,12 +32,13 @@ def check_dataset(dataset: object) -> None:
     """
     if isinstance(dataset, str | bytes | bytearray | os.PathLike):
         raise ConfigError(
-            f"the dataset is {format_value(dataset)}. Expected a Dataset or a source. {_way(dataset)}"
+            f"the dataset is {format_value(dataset)}", hint=f"Expected a Dataset or a source. {_way(dataset)}"
         )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise ConfigError(
-            f"the dataset is {format_value(dataset)}. Expected items by number, from 0. For a dict of "
-            "arrays of one length give torch.utils.data.StackDataset(**dataset)"
+            f"the dataset is {format_value(dataset)}",
+            hint="Expected items by number, from 0. For a dict of arrays of one length give "
+            "torch.utils.data.StackDataset(**dataset)",
         )
 
 
@@ -74,7 +75,7 @@ def parse_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[s
     """
     found = (value,) if isinstance(value, str) else listed(value)
     if found is None or len(found) < least or not all(isinstance(name, str) and name for name in found):
-        raise ConfigError(f"{what} is {value!r}. Expected {of}, or a list of names")
+        raise ConfigError(f"{what} is {value!r}", hint=f"Expected {of}, or a list of names")
     return cast("tuple[str, ...]", found)
 
 
@@ -98,7 +99,7 @@ def check_texts(**given: object) -> None:
     """
     for what, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{what} is {value!r}. Expected text, as {arg(what, '...')}, or None")
+            raise ConfigError(f"{what} is {value!r}", hint=f"Expected text, as {arg(what, '...')}, or None")
 
 
 def check_path(what: str, value: object) -> None:
@@ -108,7 +109,7 @@ def check_path(what: str, value: object) -> None:
         ConfigError: Names the argument.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
-        raise ConfigError(f"{what} is {value!r}. Expected a path, as {str(Path('data') / what)!r}")
+        raise ConfigError(f"{what} is {value!r}", hint=f"Expected a path, as {str(Path('data') / what)!r}")
 
 
 def check_int(what: str, value: object, *, least: int | None = None) -> None:
@@ -120,7 +121,8 @@ def check_int(what: str, value: object, *, least: int | None = None) -> None:
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     if not whole or (least is not None and cast("SupportsIndex", value).__index__() < least):
         raise ConfigError(
-            f"{what} is {value!r}. Expected a whole number{'' if least is None else f' of at least {least}'}"
+            f"{what} is {value!r}",
+            hint=f"Expected a whole number{'' if least is None else f' of at least {least}'}",
         )
 
 
@@ -138,6 +140,6 @@ def check_splits(split: object, splits: object, seed: object) -> None:
     for name, share in shares.items():
         if not isinstance(name, str) or isinstance(share, bool) or not isinstance(share, int | float):
             raise ConfigError(
-                f"splits is {splits!r}. Expected fractions by name, as "
-                f"{arg('splits', {'train': 0.8, 'val': 0.2})}"
+                f"splits is {splits!r}",
+                hint=f"Expected fractions by name, as {arg('splits', {'train': 0.8, 'val': 0.2})}",
             )

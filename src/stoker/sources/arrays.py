@@ -108,7 +108,7 @@ def describe_container(
     if options.layout == "groups" or (options.layout is None and groups):
         if not groups:
             raise SourceError(
-                f"{where} has no groups with arrays, so no trajectories. Use {arg('layout', 'rows')}"
+                f"{where} has no groups with arrays, so no trajectories", hint=f"Use {arg('layout', 'rows')}"
             )
         known = set(groups)
         say_left_out([name for name in opened.groups() if name not in known], (), where=where)
@@ -123,13 +123,15 @@ def describe_container(
     if layout == "offsets":
         if offsets not in arrays:
             raise SourceError(
-                f"{where} has no array {offsets or ', '.join(OFFSET_NAMES)} that says where samples begin. "
-                f"Name it with {arg('offsets')}; it has {', '.join(arrays) or 'no array'}"
+                f"{where} has no array {offsets or ', '.join(OFFSET_NAMES)} that says where samples begin",
+                hint=f"Name it with {arg('offsets')}; it has {', '.join(arrays) or 'no array'}",
             )
         length = arrays[offsets].shape[0] if arrays[offsets].ndim else 0
         require_listable(length, f"{where}: {offsets!r}")
         if absent := opened.absent(offsets, 0, length):
-            raise SourceError(f"{where}: {offsets!r}: chunk {absent} is not there. Copy or write it again")
+            raise SourceError(
+                f"{where}: {offsets!r}: chunk {absent} is not there", hint="Copy or write it again"
+            )
         return _offsets(container, {name: opened.array(name) for name in arrays}, offsets, options)
     return _rows(container, {name: opened.array(name) for name in arrays}, options)
 
@@ -154,7 +156,7 @@ def _choose_fields(
             found[plain] = (text or key, None)
     for array, _ in found.values():
         if array not in arrays:
-            raise SourceError(f"{where} has no array {array!r}. It has {', '.join(arrays) or 'none'}")
+            raise SourceError(f"{where} has no array {array!r}", hint=f"It has {', '.join(arrays) or 'none'}")
     return found
 
 
@@ -165,7 +167,9 @@ def _make_field(
     dtype = read_dtype(array.dtype, where=where).name
     if axes is None:
         if dtype == "complex64":
-            raise SourceError(f"{where} is complex. Declare its axes, as {arg('fields', {'u': 't x'})}")
+            raise SourceError(
+                f"{where} is complex", hint=f"Declare its axes, as {arg('fields', {'u': 't x'})}"
+            )
         found = Field(shape=tuple(shape), dtype=dtype, time=time)
     else:
         found = piece_field(Piece(dataset="", axes=axes, shape=tuple(shape), dtype=dtype), {})
@@ -199,8 +203,8 @@ def _rows(
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "no array of numbers"
         raise SourceError(
-            f"{where}: arrays have different numbers of samples along axis 0: {listed}. "
-            f"Name those that belong together with {arg('fields')}"
+            f"{where}: arrays have different numbers of samples along axis 0: {listed}",
+            hint=f"Name those that belong together with {arg('fields')}",
         )
     found = ContainerSamples(container=container, layout="rows", count=next(iter(counts.values())))
     return found, tuple(fields)
@@ -229,8 +233,9 @@ def _offsets(
         if not per_step and int(array.shape[0]) != count:
             raise SourceError(
                 f"{where}: {path!r} has {array.shape[0]:,} rows; {offsets!r} ends at {total:,} and has "
-                f"{count:,} samples. Is the file complete? If it is, name the arrays that belong to it with "
-                f"{arg('fields')}"
+                f"{count:,} samples",
+                hint="Is the file complete? If it is, name the arrays that belong to it with "
+                f"{arg('fields')}",
             )
         shape = (1, *array.shape[1:]) if per_step else tuple(array.shape[1:])
         named = f"{where}: array {path!r}"
@@ -288,12 +293,13 @@ def placed_arrays(
     path = one.container.path
     if one.container.kind == "zarr":
         raise SourceError(
-            f"{path} is Zarr, whose chunks are stored apart, so it cannot be served in place. "
-            "Encode it once instead: stoker.precompute(source, None, cache_dir, name=...)"
+            f"{path} is Zarr, whose chunks are stored apart, so it cannot be served in place",
+            hint="Encode it once instead: stoker.precompute(source, None, cache_dir, name=...)",
         )
     if any(not field.array for field in fields):
         raise SourceError(
-            f"{path}: attributes are not served in place. Leave {arg('attributes')} out, or precompute"
+            f"{path}: attributes are not served in place",
+            hint=f"Leave {arg('attributes')} out, or precompute",
         )
     with source_errors(f"{path} cannot be read", "Copy it again"):
         return PartLocations(count=one.count, fields={f.name: _placed_field(one, opened, f) for f in fields})
@@ -410,8 +416,9 @@ class ArrayReader:
     def _require_stored(self, one: ContainerSamples, name: str, rows: tuple[int, int], where: str) -> None:
         if not self._fill_missing and (absent := self.opened(one.container).absent(name, *rows)):
             raise SourceError(
-                f"{where}: chunk {absent} is not there. Copy or write it again; if it was left out because "
-                f"it holds nothing but the fill value, give {arg('fill_missing', True)}"
+                f"{where}: chunk {absent} is not there",
+                hint="Copy or write it again; if it was left out because it holds nothing but the fill "
+                f"value, give {arg('fill_missing', True)}",
             )
 
     def _rows(
@@ -510,7 +517,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         fill_missing: bool = False,
     ) -> None:
         if layout not in (None, "rows", "groups", "offsets"):
-            raise ConfigError(f"layout {layout!r} is unknown. Expected rows, groups, offsets or None")
+            raise ConfigError(f"layout {layout!r} is unknown", hint="Expected rows, groups, offsets or None")
         self._options = ArrayOptions(
             layout=layout,
             fields=None if fields is None else dict(fields),
@@ -600,7 +607,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         opened = self._reader.opened(container)
         found, fields = describe_container(container, opened, self._options)
         if not found.count:
-            raise SourceError(f"{container.path} holds no sample: its arrays are empty. Leave it out")
+            raise SourceError(f"{container.path} holds no sample: its arrays are empty", hint="Leave it out")
         require_listable(found.count, str(container.path))
         if container.kind == "hdf5" and found.layout != "groups" and not self._fill_missing:
             for field in fields:  # refuses an array of which next to nothing was written
@@ -622,8 +629,8 @@ def _common_fields(
         if other.keys() != first.keys() or described.layout != found[0][0].layout:
             raise SourceError(
                 f"{described.container.path} has fields {', '.join(other)} by {described.layout}, "
-                f"{found[0][0].container.path} has {', '.join(first)} by {found[0][0].layout}. "
-                f"Name the fields with {arg('fields')}, or give only files of one kind"
+                f"{found[0][0].container.path} has {', '.join(first)} by {found[0][0].layout}",
+                hint=f"Name the fields with {arg('fields')}, or give only files of one kind",
             )
         for name, field in other.items():
             first[name] = _merged(first[name], field, described)
@@ -638,7 +645,8 @@ def _merged(one: ArrayField, other: ArrayField, described: ContainerSamples) -> 
     if not free or not a.shape or not b.shape:
         raise SourceError(
             f"{described.container.path}: field {one.name!r} is {b.dtype} {b.shape}, elsewhere it is "
-            f"{a.dtype} {a.shape}. Give files of one shape together"
+            f"{a.dtype} {a.shape}",
+            hint="Give files of one shape together",
         )
 
     field = dataclasses.replace(a, shape=(-1, *a.shape[1:]), ragged=True, time=a.time or b.time)
@@ -651,5 +659,5 @@ def _time_first(field: ArrayField) -> bool:
 
 def _number(value: Any, field: ArrayField, where: str) -> NDArray[Any]:
     if value is None:
-        raise SourceError(f"{where}: attribute {field.name!r} is not there. Write it, or leave it out")
+        raise SourceError(f"{where}: attribute {field.name!r} is not there", hint="Write it, or leave it out")
     return read_as(value, np.dtype(np.float32), where=where).reshape(())

@@ -107,9 +107,11 @@ def find_containers(path: Paths) -> list[Container]:
             found.append((one, kind, one.relative_to(own).as_posix()))
     paths = [one for one, _, _ in found]
     if not paths:
-        raise SourceError("the list of files is empty. Give at least one HDF5, Zarr or .npy path")
+        raise SourceError("the list of files is empty", hint="Give at least one HDF5, Zarr or .npy path")
     if len(set(paths)) < len(paths):
-        raise SourceError(f"{next(p for p in paths if paths.count(p) > 1)} is named twice. Give it once")
+        raise SourceError(
+            f"{next(p for p in paths if paths.count(p) > 1)} is named twice", hint="Give it once"
+        )
     root = Path(os.path.commonpath([one.parent for one in paths]))
     return [
         Container(name=one.relative_to(root).as_posix(), path=one, kind=kind, key=key)
@@ -134,15 +136,15 @@ def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
     else:
         why = f"is {why_unreadable(path) or 'no HDF5 file, Zarr folder or .npy file'}"
         what = why if os.path.lexists(path) else "does not exist"
-        raise SourceError(f"{path} {what}. Check the path, or give a folder or pattern")
+        raise SourceError(f"{path} {what}", hint="Check the path, or give a folder or pattern")
     if not known:
-        raise SourceError(f"{path}: no HDF5 file, Zarr folder or .npy file is there. Check the path")
+        raise SourceError(f"{path}: no HDF5 file, Zarr folder or .npy file is there", hint="Check the path")
     for one in known:
         if one.is_dir() and kind_of(one) is None:
             list_folder(one)  # says it if that is why
             raise SourceError(
-                f"{one} has none of {', '.join(ZARR_MARKS)}, so it is not a Zarr folder. Copy it again, or "
-                "remove it"
+                f"{one} has none of {', '.join(ZARR_MARKS)}, so it is not a Zarr folder",
+                hint="Copy it again, or remove it",
             )
     leave_out(str(path), left)
     files = [one for one in known if not one.is_dir()]
@@ -273,7 +275,7 @@ class _ZarrReader:
             self._zarr: Any = import_module("zarr")
         except ImportError as error:
             raise ConfigError(
-                f"{path} is a Zarr folder, and zarr is not installed. Run pip install 'stoker[zarr]'"
+                f"{path} is a Zarr folder, and zarr is not installed", hint="Run pip install 'stoker[zarr]'"
             ) from error
         self._names = zipped_names(path) if path.is_file() else None
         self._store: Any = None
@@ -352,11 +354,12 @@ def zipped_names(path: Path) -> frozenset[str]:
     found = frozenset(names)
     if len(found) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError(f"{path} holds {twice!r} twice. Write it again from the folder")
+        raise SourceError(f"{path} holds {twice!r} twice", hint="Write it again from the folder")
     if not found & {*ZARR_MARKS}:
         raise SourceError(
-            f"{path} has no {', '.join(ZARR_MARKS)} at its root. Zip what is in the folder, not the folder: "
-            f"cd {path.name.removesuffix('.zip')} && zip -0 -r ../{path.name} ."
+            f"{path} has no {', '.join(ZARR_MARKS)} at its root",
+            hint=f"Zip what is in the folder, not the folder: cd {path.name.removesuffix('.zip')} && zip -0 "
+            f"-r ../{path.name} .",
         )
     return found
 

@@ -95,21 +95,23 @@ def find_keyed_files(
         named = [item for item in items if isinstance(item, str | os.PathLike)]
         if len(named) < len(items):
             raise SourceError(
-                f"the path is {path!r}. Expected {what} files, a folder or a pattern, or a list"
+                f"the path is {path!r}", hint=f"Expected {what} files, a folder or a pattern, or a list"
             )
         _require_named(named, suffixes)
         found = [_expand(Path(item), suffixes, what) for item in named]
         if not found:
-            raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
+            raise SourceError(
+                "the list of files is empty", hint=f"Give at least one {what} file, folder or pattern"
+            )
         folders = [file.parent for _, some in found for file in some]
         root = found[0][0] if len(found) == 1 else Path(os.path.commonpath(folders))
     files = [file for _, some in found for file in some]
     if len(set(files)) < len(files):
         twice = next(file for index, file in enumerate(files) if file in files[:index])
-        raise SourceError(f"{twice} is named twice. Give each file once")
+        raise SourceError(f"{twice} is named twice", hint="Give each file once")
     for file in files:
         if file.stat().st_size == 0:  # one that was named: others are left out with a warning
-            raise SourceError(f"{file} is empty (0 bytes). Copy or download it again, or leave it out")
+            raise SourceError(f"{file} is empty (0 bytes)", hint="Copy or download it again, or leave it out")
     return root, files, [file.relative_to(own).as_posix() for own, some in found for file in some]
 
 
@@ -139,22 +141,23 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
         found = [file for file in entries_below(path) if file.suffix.lower() in suffixes]
         if not found:
             raise SourceError(
-                f"{path} holds no {what} file ({', '.join(suffixes)}). Name the files or a pattern"
+                f"{path} holds no {what} file ({', '.join(suffixes)})", hint="Name the files or a pattern"
             )
         return path, usable_files(found, str(path))
     if os.path.lexists(path):
         raise SourceError(
-            f"{path} is {why_unreadable(path)}. Give the {what} file itself, a folder or a pattern"
+            f"{path} is {why_unreadable(path)}", hint=f"Give the {what} file itself, a folder or a pattern"
         )
     if not is_pattern(path):
         raise SourceError(
-            f"{path} does not exist{_nearby(path, suffixes)}. Check the path, or give a folder or pattern"
+            f"{path} does not exist{_nearby(path, suffixes)}",
+            hint="Check the path, or give a folder or pattern",
         )
     root, found = entries_of_pattern(path)
     folders = [entry for entry in found if entry.is_dir()]
     if len(folders) == len(found):
         only = f" ({len(folders)} folders do)" if folders else ""
-        raise SourceError(f"no file matches {path}{only}. Check the pattern; {root} was searched")
+        raise SourceError(f"no file matches {path}{only}", hint=f"Check the pattern; {root} was searched")
     leave_out(str(path), dict.fromkeys(folders, "a folder"))
     return root, usable_files([entry for entry in found if entry not in set(folders)], str(path))
 
@@ -234,7 +237,8 @@ def list_folder(folder: Path) -> list[Path]:
 
 def _refuse_folder(error: OSError) -> NoReturn:
     raise SourceError(
-        f"{error.filename} cannot be read: {error.strerror}. Change its permissions, or name files instead"
+        f"{error.filename} cannot be read: {error.strerror}",
+        hint="Change its permissions, or name files instead",
     ) from error
 
 
@@ -255,13 +259,13 @@ def usable_files(found: Sequence[Path], where: str) -> list[Path]:
     bad = {entry: why for entry in found if (why := why_unreadable(entry)) is not None}
     if bad:
         raise SourceError(
-            f"{where}: {len(bad)} of {len(found)} entries cannot be read: {_listed(bad)}. Remove them, or "
-            "give a list of files or a pattern without them"
+            f"{where}: {len(bad)} of {len(found)} entries cannot be read: {_listed(bad)}",
+            hint="Remove them, or give a list of files or a pattern without them",
         )
     left = {entry: why for entry in found if (why := _no_data(entry)) is not None}
     files = [entry for entry in found if entry not in left]
     if not files:
-        raise SourceError(f"{where}: no file holds data: {_listed(left)}. Copy or download them again")
+        raise SourceError(f"{where}: no file holds data: {_listed(left)}", hint="Copy or download them again")
     links = [entry for entry in files if entry.is_symlink()]
     there = {entry.resolve() for entry in files if not entry.is_symlink()} if links else set[Path]()
     for link in links:
@@ -314,7 +318,8 @@ def require_listable(count: int, where: str) -> None:
     if needed_bytes > memory_bytes:
         raise SourceError(
             f"{where} states {count:,} samples, whose names alone take {format_bytes(needed_bytes)}; memory "
-            f"is {format_bytes(memory_bytes)}. Is the shape right? Else give it in parts"
+            f"is {format_bytes(memory_bytes)}",
+            hint="Is the shape right? Else give it in parts",
         )
 
 
@@ -358,7 +363,7 @@ def open_regular(path: Path) -> io.FileIO:
     try:
         check_opened(fd, path)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise SourceError(f"{path} is not a regular file. Put the file there, or leave it out")
+            raise SourceError(f"{path} is not a regular file", hint="Put the file there, or leave it out")
         return io.FileIO(fd)
     except BaseException:
         os.close(fd)
@@ -385,7 +390,9 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
     """
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise SourceError(f"data.root {folder} is not a folder. Point data.root at it, or name data.files")
+        raise SourceError(
+            f"data.root {folder} is not a folder", hint="Point data.root at it, or name data.files"
+        )
     names = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.is_dir()]
     names.sort(key=lambda file: natural_key(file.name))
     own = [file for file in names if file.stem == task or file.stem.startswith(f"{task}_")]
@@ -412,7 +419,8 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
         meant = f"Did you mean data.task={near[0]}? Otherwise name" if near else "Name"
         raise SourceError(
             f"{folder} has no file for data.task {task!r}: looked for {task}_{split or '<split>'}.h5, its "
-            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}. {meant} data.files instead"
+            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}",
+            hint=f"{meant} data.files instead",
         )
     return found
 
@@ -425,8 +433,8 @@ def _one_set(files: list[Path], task: str, split: str) -> list[Path]:
     if len(single) > 1 or (single and any(shard.stem[-1].isdigit() for shard in shards)):
         listed = ", ".join(file.name for file in files[:4])
         raise SourceError(
-            f"{task}_{split} exists more than once ({listed}), so it is unclear which files belong to it. "
-            "Remove what is stale, or name data.files"
+            f"{task}_{split} exists more than once ({listed}), so it is unclear which files belong to it",
+            hint="Remove what is stale, or name data.files",
         )
     return single or shards
 
@@ -435,8 +443,8 @@ def absent_split(where: str, split: str, found: Collection[str]) -> SplitError:
     """Return the error for a split that no file carries; `found` is what there is instead."""
     names = sorted(found, key=split_rank)
     return SplitError(
-        f'{where}: split "{split}" has no file. Splits found: {", ".join(names)}. '
-        f"Give data.splits, or data.split={names[0]}"
+        f'{where}: split "{split}" has no file',
+        hint=f"Splits found: {', '.join(names)}. Give data.splits, or data.split={names[0]}",
     )
 
 
@@ -531,8 +539,8 @@ def check_opened(fd: int, path: str | os.PathLike[str]) -> None:
     """
     if _confined is not None and not _is_inside(fd):
         raise SourceError(
-            f"{os.fspath(path)} leads out of the data set by a symbolic link. Put the file itself there, and "
-            "register the data set by its real path"
+            f"{os.fspath(path)} leads out of the data set by a symbolic link",
+            hint="Put the file itself there, and register the data set by its real path",
         )
 
 

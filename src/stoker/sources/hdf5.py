@@ -145,8 +145,9 @@ class DescribedFile:
         for name, rows in self.unwritten.items():
             if rows[row]:
                 raise SourceError(
-                    f"{self.place(row)}: dataset {name!r} was never written there, or not all of it. Was the "
-                    "program that wrote the file stopped? Write it again, or leave the sample out"
+                    f"{self.place(row)}: dataset {name!r} was never written there, or not all of it",
+                    hint="Was the program that wrote the file stopped? Write it again, or leave the sample "
+                    "out",
                 )
 
     def place(self, row: int) -> str:
@@ -220,7 +221,9 @@ def describe_files(options: HDF5Options) -> HDF5Description:
             files.append(chosen)
             count += chosen.count
     if not count:
-        raise SourceError(f"{where}: {len(described)} files hold no sample. Check the files and the split")
+        raise SourceError(
+            f"{where}: {len(described)} files hold no sample", hint="Check the files and the split"
+        )
     _say_once(files)
     firsts = tuple(file.first for file in files)
     kind = preset or "fields"
@@ -235,8 +238,8 @@ def _check_subsampling(strides: Mapping[str, int], layouts: Sequence[FileLayout]
     if absent := sorted(strides.keys() - axes):
         there = ", ".join(axis for axis in ("t", *SPACE) if axis in axes) or "none of t, x, y and z"
         raise ConfigError(
-            f"{where}: subsample names {', '.join(absent)}, and the axes of the data are {there}. Leave out "
-            "what is not there"
+            f"{where}: subsample names {', '.join(absent)}, and the axes of the data are {there}",
+            hint="Leave out what is not there",
         )
 
 
@@ -256,8 +259,8 @@ def _layout(
             if not math.isfinite(value):
                 raise SourceError(
                     f"{path}: the parameter {parameter!r} (an attribute, or in the file's name) is {value}, "
-                    f"which is not a number to train with. Correct or delete it, or name the datasets with "
-                    f"{arg('fields')} and leave it out"
+                    "which is not a number to train with",
+                    hint=f"Correct or delete it, or name the datasets with {arg('fields')} and leave it out",
                 )
         return preset, layout, _unwritten(file, layout, path)
 
@@ -284,8 +287,8 @@ def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[n
     for name, rows in found.items():
         if rows.all():
             raise SourceError(
-                f"{path}: dataset {name!r} has a shape, and no sample of it was ever written to the end. "
-                "Write it, or leave the file out"
+                f"{path}: dataset {name!r} has a shape, and no sample of it was ever written to the end",
+                hint="Write it, or leave the file out",
             )
     return found
 
@@ -295,7 +298,9 @@ def _described(file: Any, options: HDF5Options, path: Path, name: str, preset: s
         return hdf5_formats.well_layout(file, where=str(path))
     if preset == "pdebench":
         if hdf5_formats.is_well(file):
-            raise SourceError(f"{path} has The Well's layout, not PDEBench's. Use {arg('preset', 'well')}")
+            raise SourceError(
+                f"{path} has The Well's layout, not PDEBench's", hint=f"Use {arg('preset', 'well')}"
+            )
         return hdf5_formats.pdebench_layout(file, name, where=str(path), fields=options.fields)
     return declared_layout(file, options.fields or {}, name, where=str(path))
 
@@ -308,8 +313,9 @@ def _detect(file: Any, where: str) -> str:
     if not len(file):
         raise SourceError(f"{where} holds no datasets", hint="Name a file that holds data")
     raise SourceError(
-        f"{where} has neither PDEBench's nor The Well's layout. {contents(file)}. Declare its datasets and "
-        f"axes, for example {arg('fields', {'u': 'n t x'})} (n sample, t time, x y z space, c channel)"
+        f"{where} has neither PDEBench's nor The Well's layout. {contents(file)}",
+        hint=f"Declare its datasets and axes, for example {arg('fields', {'u': 'n t x'})} (n sample, t "
+        "time, x y z space, c channel)",
     )
 
 
@@ -332,7 +338,8 @@ def _file_schema(layout: FileLayout, strides: Mapping[str, int], *, where: str) 
     ):
         if name in schema:
             raise SourceError(
-                f"{where}: two datasets or parameters are called {name!r}. Name them with {arg('fields')}"
+                f"{where}: two datasets or parameters are called {name!r}",
+                hint=f"Name them with {arg('fields')}",
             )
         schema[name] = field
     return schema
@@ -347,7 +354,7 @@ def _differences(one: Path, first: Schema, other: Path, second: Schema) -> Sourc
         a, b = first[name], second[name]
         fact = f"{name!r} is {a.dtype} {a.shape} in {one} and {b.dtype} {b.shape} in {other}"
     return SourceError(
-        f"{fact}, expected the same in all files of a source. Make them two sources, or fix the file"
+        f"{fact}, expected the same in all files of a source", hint="Make them two sources, or fix the file"
     )
 
 
@@ -405,7 +412,8 @@ def placed_part(file: DescribedFile, pool: FilePool, strides: Mapping[str, int])
     if strides:
         raise SourceError(
             f"{file.path}: subsample={dict(strides)} changes what is read, and in place files are served as "
-            "they are. Leave it out, and thin batches with transforms=[stoker.transforms.Take(...)]"
+            "they are",
+            hint="Leave it out, and thin batches with transforms=[stoker.transforms.Take(...)]",
         )
     with source_errors(f"{file.path} cannot be read", "Copy it again"):
         fields = {layout.name: _placed_field(file, layout, pool) for layout in file.layout.fields}
@@ -417,13 +425,13 @@ def _placed_field(file: DescribedFile, layout: FieldLayout, pool: FilePool) -> F
     where = f"{file.path}: field {layout.name!r}"
     if layout.role is not FieldRole.DATA:
         raise SourceError(
-            f"{where} is computed from the file. Leave include out where files are served in place"
+            f"{where} is computed from the file", hint="Leave include out where files are served in place"
         )
     piece, *others = layout.pieces
     if others:
         raise SourceError(
-            f"{where} is put together from {len(layout.pieces)} datasets, which are stored apart. Name each "
-            f"as a field of its own, as {arg('fields', {'density': 'n t x y'})}"
+            f"{where} is put together from {len(layout.pieces)} datasets, which are stored apart",
+            hint=f"Name each as a field of its own, as {arg('fields', {'density': 'n t x y'})}",
         )
     if piece.axes.index("n") if "n" in piece.axes else 0:
         raise SourceError(
@@ -492,10 +500,10 @@ class HDF5Source:
         include: str | Sequence[str] = (),
     ) -> None:
         if preset not in {None, "pdebench", "well"}:
-            raise ConfigError(f"preset {preset!r} is unknown. Presets are 'pdebench' and 'well'")
+            raise ConfigError(f"preset {preset!r} is unknown", hint="Presets are 'pdebench' and 'well'")
         if preset == "well" and fields:
             raise ConfigError(
-                f"preset 'well' reads axes from the file, so {arg('fields')} has no meaning. Drop one"
+                f"preset 'well' reads axes from the file, so {arg('fields')} has no meaning", hint="Drop one"
             )
         check_splits(split, splits, seed)
         strides = dict(subsample or {})
@@ -503,7 +511,7 @@ class HDF5Source:
             raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")
         included = {include} if isinstance(include, str) else {*include}
         if unknown := sorted(included - {*INCLUDABLE}):
-            raise ConfigError(f"include names {unknown}. It may name {', '.join(INCLUDABLE)}")
+            raise ConfigError(f"include names {unknown}", hint=f"It may name {', '.join(INCLUDABLE)}")
         root, paths, keys = find_keyed_files(path)
         self._options = HDF5Options(
             root=root,

@@ -46,10 +46,12 @@ def declared_fields(fields: Mapping[str, str]) -> dict[str, tuple[str, tuple[str
         dataset = (path if colon else key).strip().strip("/")
         name = key.strip("/").replace("/", ".")
         if name in found:
-            raise ConfigError(f"fields declare {name!r} twice. Give each field its own name")
+            raise ConfigError(f"fields declare {name!r} twice", hint="Give each field its own name")
         found[name] = (dataset, parse_axes(axes, where=f"fields[{key!r}]") if axes.strip() else ())
     if not found:
-        raise ConfigError("fields is empty. Name at least one dataset, for example {'tensor': 'n t x'}")
+        raise ConfigError(
+            "fields is empty", hint="Name at least one dataset, for example {'tensor': 'n t x'}"
+        )
     return found
 
 
@@ -72,7 +74,7 @@ def declared_layout(file: Any, fields: Mapping[str, str], name: str, *, where: s
     values, left_out = _declared_parameters(file, numbers, PurePosixPath(name).stem, where=where)
     wanted = {key: one for key, one in every.items() if key not in numbers}
     if not wanted:
-        raise SourceError(f"{where}: fields names no dataset. {contents(file)}. Declare one of these")
+        raise SourceError(f"{where}: fields names no dataset. {contents(file)}", hint="Declare one of these")
     found = _datasets(file, wanted, where)
     return replace(found, values=values, left_out=left_out)
 
@@ -92,8 +94,8 @@ def _datasets(file: Any, wanted: Mapping[str, tuple[str, tuple[str, ...]]], wher
     if not groups:
         missing = ", ".join(repr(dataset) for dataset, _ in wanted.values())
         raise SourceError(
-            f"{where}: no group holds {missing}. {contents(file)}. Declare paths as they are in the file; a "
-            "dataset with all samples needs an axis 'n'"
+            f"{where}: no group holds {missing}. {contents(file)}",
+            hint="Declare paths as they are in the file; a dataset with all samples needs an axis 'n'",
         )
     others = [name for name in sorted(set(file) - set(groups)) if not is_dataset(file, name)]
     say_left_out(others, [dataset for dataset, _ in wanted.values()], where=where)
@@ -120,8 +122,8 @@ def file_parameters(file: Any, stem: str, *, where: str) -> dict[str, float]:
             values[key] = value
         elif not np.isclose(values[match], value, rtol=1e-6, atol=0):
             raise SourceError(
-                f"{where}: the name says {key} = {value:g}, the file's attribute says {values[match]:g}. "
-                "Rename the file, or correct the attribute"
+                f"{where}: the name says {key} = {value:g}, the file's attribute says {values[match]:g}",
+                hint="Rename the file, or correct the attribute",
             )
     return dict(sorted(values.items()))
 
@@ -153,8 +155,8 @@ def _declared_parameters(
         if parameter not in values:
             raise SourceError(
                 f"{where} has no dataset and no parameter {parameter!r}. {contents(file)}. Its parameters "
-                f"(numeric attributes, and numbers in its name) are {', '.join(values) or 'none'}. Declare "
-                f"one of these, or the axes of {name!r}"
+                f"(numeric attributes, and numbers in its name) are {', '.join(values) or 'none'}",
+                hint=f"Declare one of these, or the axes of {name!r}",
             )
     return {name: values[parameter] for name, parameter in names.items()}, left_out
 
@@ -167,7 +169,9 @@ def open_piece(parent: Any, dataset: str, axes: tuple[str, ...], *, where: str) 
     """
     found = parent.get(dataset)
     if not is_dataset(parent, dataset):
-        raise SourceError(f"{where} has no dataset {dataset!r}. {contents(parent)}. Declare one of these")
+        raise SourceError(
+            f"{where} has no dataset {dataset!r}. {contents(parent)}", hint="Declare one of these"
+        )
     return make_piece(found, dataset, axes, where=where)
 
 
@@ -195,7 +199,9 @@ def rows_layout(fields: tuple[FieldLayout, ...], *, where: str) -> FileLayout:
     counts = {piece.dataset: piece.rows for one in fields for piece in one.pieces if piece.rows is not None}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        raise SourceError(f"{where}: datasets have different numbers of samples: {listed}. Fix the file")
+        raise SourceError(
+            f"{where}: datasets have different numbers of samples: {listed}", hint="Fix the file"
+        )
     return FileLayout(fields=fields, rows=next(iter(counts.values()), 1))
 
 

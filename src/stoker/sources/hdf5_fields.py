@@ -131,8 +131,9 @@ def parse_axes(text: str, *, where: str) -> tuple[str, ...]:
     axes = tuple(_WORDS.get(word.lower(), word.lower()) for word in text.split())
     if not axes or len(set(axes)) < len(axes) or not all(axis.isidentifier() for axis in axes):
         raise SourceError(
-            f"{where}: axes {text!r} are not distinct words. Write one word per axis: n sample, t time, "
-            "x y z space, c channel; for example 'n t x' or 'n t y x c'"
+            f"{where}: axes {text!r} are not distinct words",
+            hint="Write one word per axis: n sample, t time, x y z space, c channel; for example 'n t x' or "
+            "'n t y x c'",
         )
     return axes
 
@@ -168,11 +169,14 @@ def make_piece(
     """
     shape = dataset.shape
     if shape is None or math.prod(shape) == 0:
-        raise SourceError(f"{where}: dataset {name!r} is empty, shape {shape}. Leave the file out, or fix it")
+        raise SourceError(
+            f"{where}: dataset {name!r} is empty, shape {shape}", hint="Leave the file out, or fix it"
+        )
     if len(axes) != len(shape):
         raise SourceError(
             f"{where}: dataset {name!r} has {len(shape)} axes {tuple(shape)}, declared were {len(axes)}: "
-            f"{' '.join(axes)!r}. Declare one word per axis, for example {arg('fields', {name: 'n t x c'})}"
+            f"{' '.join(axes)!r}",
+            hint=f"Declare one word per axis, for example {arg('fields', {name: 'n t x c'})}",
         )
     dtype = read_dtype(dataset.dtype, where=f"{where}: dataset {name!r}")
     return Piece(
@@ -257,8 +261,8 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
         if (other.shape[:-1], other.dtype, other.time) != (first.shape[:-1], first.dtype, first.time):
             raise SourceError(
                 f"{where}: datasets {layout.pieces[0].dataset!r} and {piece.dataset!r} cannot be stacked as "
-                f"channels of {layout.name!r}: {first.dtype} {first.shape} and {other.dtype} {other.shape}. "
-                "Name them as separate fields"
+                f"channels of {layout.name!r}: {first.dtype} {first.shape} and {other.dtype} {other.shape}",
+                hint="Name them as separate fields",
             )
     shape = (*first.shape[:-1], sum(one.shape[-1] for one in fields))
     return Field(shape=shape, dtype=first.dtype, time=first.time)
@@ -374,7 +378,7 @@ def offset_of(dataset: Any, *, where: str) -> int:
     if isinstance(dataset, np.memmap):
         if not dataset.flags.c_contiguous:
             raise SourceError(
-                f"{where} is stored in Fortran order, so the bytes of a sample are not contiguous. {_CURE}"
+                f"{where} is stored in Fortran order, so the bytes of a sample are not contiguous", hint=_CURE
             )
         return int(dataset.offset)
     if not dataset.size:
@@ -383,7 +387,7 @@ def offset_of(dataset: Any, *, where: str) -> int:
     if offset is None:
         how = f"in chunks of {tuple(dataset.chunks)}" if dataset.chunks else "not as one run of bytes"
         packed = f", compressed with {dataset.compression}" if getattr(dataset, "compression", None) else ""
-        raise SourceError(f"{where} is stored {how}{packed}, so it cannot be served in place. {_CURE}")
+        raise SourceError(f"{where} is stored {how}{packed}, so it cannot be served in place", hint=_CURE)
     return int(offset)
 
 
@@ -396,7 +400,7 @@ def plain_dtype(dtype: np.dtype[Any], *, where: str) -> str:
     name = dtype.newbyteorder("=").name
     native = dtype.byteorder in ("=", "|", "<" if sys.byteorder == "little" else ">")
     if name not in DTYPE_BYTES or not native:
-        raise SourceError(f"{where} is of {dtype.str}, which has to be converted to be served. {_CURE}")
+        raise SourceError(f"{where} is of {dtype.str}, which has to be converted to be served", hint=_CURE)
     return name
 
 
@@ -412,7 +416,8 @@ def check_order(axes: Sequence[str], *, where: str) -> None:
     if served != [*axes]:
         raise SourceError(
             f"{where} has axes {' '.join(axes)}, served are {' '.join(served)}: its values have to be "
-            f"rearranged. {_CURE}"
+            "rearranged",
+            hint=_CURE,
         )
 
 

@@ -341,18 +341,20 @@ def pdebench_layout(
     else:
         raise SourceError(
             f"{where} has none of PDEBench's datasets (tensor, data, density, pressure, Vx, velocity, or "
-            f"groups with data). {contents(file)}. Declare them, for example {arg('fields', {'u': 'n t x'})}"
+            f"groups with data). {contents(file)}",
+            hint=f"Declare them, for example {arg('fields', {'u': 'n t x'})}",
         )
     unused = set(stated) - {piece.dataset for one in found.fields for piece in one.pieces}
     if unused:
         raise SourceError(
-            f"{where}: fields declares {sorted(unused)}, which the preset does not read here. Leave out "
-            f"{arg('preset', 'pdebench')} to name all datasets yourself"
+            f"{where}: fields declares {sorted(unused)}, which the preset does not read here",
+            hint=f"Leave out {arg('preset', 'pdebench')} to name all datasets yourself",
         )
     values = file_parameters(file, PurePosixPath(name).stem, where=where)
     if clash := values.keys() & {one.name for one in found.fields}:
         raise SourceError(
-            f"{where}: {sorted(clash)} is both a dataset and a parameter. Declare {arg('fields')} instead"
+            f"{where}: {sorted(clash)} is both a dataset and a parameter",
+            hint=f"Declare {arg('fields')} instead",
         )
     return replace(found, values=values)
 
@@ -457,8 +459,8 @@ class _PDEBenchReader:
             for one, axes in zip(fields, options, strict=True)
         )
         return SourceError(
-            f"{self._where}: the axes of dataset {names[0]!r} {shape} {fact}: {known}. Declare them with "
-            f"{arg('preset', 'pdebench')} and {readings}"
+            f"{self._where}: the axes of dataset {names[0]!r} {shape} {fact}: {known}",
+            hint=f"Declare them with {arg('preset', 'pdebench')} and {readings}",
         )
 
 
@@ -497,15 +499,17 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
     if not is_well(file):
         raise SourceError(
             f"{where} is not in The Well's layout (groups dimensions, t0_fields, t1_fields, t2_fields). "
-            f"{contents(file)}. Use {arg('preset', 'pdebench')}, or declare {arg('fields')}"
+            f"{contents(file)}",
+            hint=f"Use {arg('preset', 'pdebench')}, or declare {arg('fields')}",
         )
     space = attribute_words(file["dimensions"], "spatial_dims")
     if not space or not set(space) <= {*SPACE}:
         raise SourceError(
-            f"{where}: dimensions state spatial_dims {list(space)}; only x, y, z are read as a grid of equal "
-            f"cells. To use this grid as if it were one, declare the fields in place of "
+            f"{where}: dimensions state spatial_dims {list(space)}; only x, y, z are read as a grid of "
+            "equal cells",
+            hint="To use this grid as if it were one, declare the fields in place of "
             f"{arg('preset', 'well')}, and call the one to train on 'data': "
-            f"{arg('fields', _declaration(file, space, where))}"
+            f"{arg('fields', _declaration(file, space, where))}",
         )
     stacked: list[Piece] = []
     single: list[FieldLayout] = []
@@ -557,8 +561,8 @@ def _present(dataset: Any, axes: tuple[str, ...], *, where: str) -> tuple[str, .
     found = tuple(axis for axis in axes if bool(dataset.attrs.get(flags[axis], True)))
     if len(found) > len(dataset.shape):
         raise SourceError(
-            f"{where} has shape {tuple(dataset.shape)}, its attributes say that {' '.join(found)} vary. "
-            "Correct sample_varying and time_varying"
+            f"{where} has shape {tuple(dataset.shape)}, its attributes say that {' '.join(found)} vary",
+            hint="Correct sample_varying and time_varying",
         )
     return found
 
@@ -575,7 +579,8 @@ def _field(file: Any, name: str, rank: int, space: tuple[str, ...], where: str) 
     if len(axes) != len(dataset.shape):
         raise SourceError(
             f"{where}: dataset {name!r} has shape {tuple(dataset.shape)}, its attributes give the axes "
-            f"{' '.join(axes)!r}. Correct sample_varying, time_varying and dim_varying"
+            f"{' '.join(axes)!r}",
+            hint="Correct sample_varying, time_varying and dim_varying",
         )
     base = name.rsplit("/", 1)[-1]
     words = (
@@ -699,19 +704,19 @@ def time_step(times: NDArray[Any], *, where: str) -> float:
     """
     steps = np.diff(times.astype(np.float64))
     if not len(steps):
-        raise SourceError(f"{where} has one time, so there is no time step. Leave 'dt' out of include")
+        raise SourceError(f"{where} has one time, so there is no time step", hint="Leave 'dt' out of include")
     mean = float(steps.mean())
     if mean == 0 or not np.isfinite(steps).all():
         raise SourceError(
-            f"{where}: times are {times[0]:.4g} to {times[-1]:.4g}, and the mean step is {mean:.4g}. Correct "
-            "them, or leave 'dt' out of include"
+            f"{where}: times are {times[0]:.4g} to {times[-1]:.4g}, and the mean step is {mean:.4g}",
+            hint="Correct them, or leave 'dt' out of include",
         )
     # Times are often float32, whose rounding is of the size of the last time, not of the step.
     rounding = 4 * float(np.finfo(np.float32).eps) * float(np.abs(times).max())
     if float(np.abs(steps - mean).max()) > 1e-3 * abs(mean) + min(rounding, 0.1 * abs(mean)):
         raise SourceError(
-            f"{where}: times are not equally spaced, their steps are {steps.min():.4g} to {steps.max():.4g}. "
-            "Include 'time' in place of 'dt'"
+            f"{where}: times are not equally spaced, their steps are {steps.min():.4g} to {steps.max():.4g}",
+            hint="Include 'time' in place of 'dt'",
         )
     return mean
 
@@ -727,8 +732,8 @@ def _rounded_times(times: NDArray[Any], *, where: str) -> NDArray[np.float32]:
     if lost := [*map(int, np.flatnonzero(np.abs(kept - steps) > 0.1 * np.abs(steps)))]:
         first, second = times[lost[0]], times[lost[0] + 1]
         raise SourceError(
-            f"{where}: times {first:.12g} and {second:.12g} are {kept[lost[0]]:.4g} apart as float32. Store "
-            "times that begin near 0, or include 'dt' in place of 'time'"
+            f"{where}: times {first:.12g} and {second:.12g} are {kept[lost[0]]:.4g} apart as float32",
+            hint="Store times that begin near 0, or include 'dt' in place of 'time'",
         )
     return rounded
 
@@ -744,21 +749,22 @@ def _axis_piece(
     what = {"t": "times"}.get(word, f"coordinates along {word}")
     hint = f"Leave {'time and dt' if word == 't' else 'coordinates'} out of include"
     if word not in sizes:
-        raise SourceError(f"{where}: the data has no time axis, so there are no {what}. {hint}")
+        raise SourceError(f"{where}: the data has no time axis, so there are no {what}", hint=hint)
     if word not in named:
-        raise SourceError(f"{where} states no {what}. {contents(parent)}. {hint}")
+        raise SourceError(f"{where} states no {what}. {contents(parent)}", hint=hint)
     path, points = named[word], sizes[word]
     shape = tuple(int(size) for size in parent[path].shape)
     for axes, claim in (((word,), ()), (("n", word), (rows,))):
         if len(shape) == len(axes) and shape[:-1] == claim and shape[-1] in (points, points + 1):
             if parent[path].dtype.kind == "c":
-                raise SourceError(f"{where}: dataset {path!r} is complex, and no {what}. {hint}")
+                raise SourceError(f"{where}: dataset {path!r} is complex, and no {what}", hint=hint)
             piece = open_piece(parent, path, axes, where=where)
             # Steps and cell edges are differences, which are taken before numbers are rounded.
             return replace(piece, dtype="float64", narrowed=False) if piece.narrowed else piece
     raise SourceError(
-        f"{where}: dataset {path!r} has shape {shape}, expected {points} {what}, or one more, for all or for "
-        f"each of {rows} samples. {hint}"
+        f"{where}: dataset {path!r} has shape {shape}, expected {points} {what}, or one more, for all or "
+        f"for each of {rows} samples",
+        hint=hint,
     )
 
 
@@ -767,7 +773,8 @@ def _add_boundaries(file: Any, found: _Additions, where: str) -> None:
     if group is None or not len(group):
         raise SourceError(
             f"{where} states no boundary conditions (The Well has a group boundary_conditions). "
-            f"{contents(file)}. Leave 'boundary' out of include"
+            f"{contents(file)}",
+            hint="Leave 'boundary' out of include",
         )
     for name in sorted(group):
         own = group[name]
@@ -775,8 +782,9 @@ def _add_boundaries(file: Any, found: _Additions, where: str) -> None:
         kind = as_text(own.attrs.get("bc_type", "")).upper()
         if kind not in BOUNDARIES:
             raise SourceError(
-                f"{label} is of type {kind or 'unknown'!r}, which has no number. Types are "
-                f"{', '.join(BOUNDARIES)}. Correct the attribute bc_type, or leave 'boundary' out of include"
+                f"{label} is of type {kind or 'unknown'!r}, which has no number",
+                hint=f"Types are {', '.join(BOUNDARIES)}. Correct the attribute bc_type, or leave "
+                "'boundary' out of include",
             )
         found.values[f"boundary_{name}"] = float(BOUNDARIES.index(kind))
         for part in ("mask", "values"):
@@ -798,5 +806,6 @@ def _boundary_piece(group: Any, part: str, path: str, label: str) -> Piece:
             return make_piece(dataset, path, axes, where=label)
     raise SourceError(
         f"{label}/{part} has shape {tuple(dataset.shape)}, its attributes give the axes "
-        f"{' '.join((*lead, *dims))!r}. Correct sample_varying, time_varying and associated_dims"
+        f"{' '.join((*lead, *dims))!r}",
+        hint="Correct sample_varying, time_varying and associated_dims",
     )

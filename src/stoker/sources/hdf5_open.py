@@ -69,8 +69,9 @@ def open_file(path: Path) -> Any:
         raise
     except BlockingIOError as error:
         raise SourceError(
-            f"{path} is locked by a process that writes it ({error}). Wait until it has finished; if "
-            "nothing writes (some network file systems), set HDF5_USE_FILE_LOCKING=FALSE"
+            f"{path} is locked by a process that writes it ({error})",
+            hint="Wait until it has finished; if nothing writes (some network file systems), set "
+            "HDF5_USE_FILE_LOCKING=FALSE",
         ) from error
     except FOREIGN_ERRORS as error:
         raise _cannot_open(path, error) from cause_of(error)
@@ -83,13 +84,15 @@ def _cannot_open(path: Path, error: Exception) -> SourceError:
     except OSError:
         size = None
     if isinstance(error, FileNotFoundError) or size is None:
-        return SourceError(f"{path} does not exist (any more). Check the path or the mount")
+        return SourceError(f"{path} does not exist (any more)", hint="Check the path or the mount")
     if "truncated file" in text:
-        return SourceError(f"{path} is truncated at {size:,} bytes ({text}). Copy or download it again")
+        return SourceError(
+            f"{path} is truncated at {size:,} bytes ({text})", hint="Copy or download it again"
+        )
     if isinstance(error, PermissionError):
-        return SourceError(f"{path} may not be read ({text}). Change its permissions")
+        return SourceError(f"{path} may not be read ({text})", hint="Change its permissions")
     return SourceError(
-        f"{path} is not a readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
+        f"{path} is not a readable HDF5 file, {size:,} bytes ({text})", hint="Copy or download it again"
     )
 
 
@@ -131,15 +134,16 @@ def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
             if not stat.S_ISREG(status.st_mode):
                 raise SourceError(
                     f"{file.filename}: {name!r} is an external link to {place}, which is "
-                    f"{why_unreadable(place) or 'a folder'}. Remove the link, or put the file there"
+                    f"{why_unreadable(place) or 'a folder'}",
+                    hint="Remove the link, or put the file there",
                 )
             seen.add((status.st_dev, status.st_ino))
             try:
                 with h5py.File(place, "r") as inner:
                     refuse_pipes(inner, seen)
             except SourceError as error:
-                fact = f"{file.filename}: {name!r} is an external link; {error.marked_fact}"
-                raise SourceError(fact, hint=error.marked_hint) from error
+                fact = f"{file.filename}: {name!r} is an external link; {error.problem.fact}"
+                raise SourceError(fact, hint=error.problem.hint) from error
             except FOREIGN_ERRORS:
                 continue  # what follows the link will report it
 
@@ -194,8 +198,8 @@ def refuse_outside(dataset: Any, filename: str, name: str, *, where: str) -> Non
     else:
         return
     raise SourceError(
-        f"{where}: dataset {name!r} {found}, where a change would go unseen. Copy it into the file "
-        "(h5repack), or name the inner file as source"
+        f"{where}: dataset {name!r} {found}, where a change would go unseen",
+        hint="Copy it into the file (h5repack), or name the inner file as source",
     )
 
 
@@ -218,9 +222,9 @@ def require_filters(dataset: Any, *, where: str) -> None:
             continue
         known = f" ({name.decode(errors='replace')})" if name else ""
         raise SourceError(
-            f"{where} is compressed by HDF5 filter {code}{known}, which is not installed. Run pip install "
-            "hdf5plugin, which is found from then on; for another filter set HDF5_PLUGIN_PATH. Or write the "
-            "file again with gzip: h5repack -f GZIP=4"
+            f"{where} is compressed by HDF5 filter {code}{known}, which is not installed",
+            hint="Run pip install hdf5plugin, which is found from then on; for another filter set "
+            "HDF5_PLUGIN_PATH. Or write the file again with gzip: h5repack -f GZIP=4",
         )
 
 
@@ -261,7 +265,8 @@ def unwritten_rows(dataset: Any, axis: int | None) -> NDArray[np.bool_] | None:
     if rows > _ROWS and len(complete) * step < rows // 100:
         raise SourceError(
             f"{dataset.file.filename}: dataset {dataset.name!r} has {rows:,} rows, and at most "
-            f"{len(complete) * step:,} of them were written. Write it again, or cut it to what is there"
+            f"{len(complete) * step:,} of them were written",
+            hint="Write it again, or cut it to what is there",
         )
     missing = np.ones(rows, np.bool_)
     for place in complete:
@@ -546,8 +551,9 @@ class BlockReader:
         dataset = self._pool.dataset(place.path, name, keep=not place.group)
         if tuple(dataset.shape) != piece.shape:
             raise SourceError(
-                f"{place.label}: dataset {name!r} has shape {tuple(dataset.shape)}, expected "
-                f"{piece.shape} as in the rest. One sample differs, or the file changed; fix or exclude it"
+                f"{place.label}: dataset {name!r} has shape {tuple(dataset.shape)}, expected {piece.shape} "
+                "as in the rest",
+                hint="One sample differs, or the file changed; fix or exclude it",
             )
         if out.size:
             with source_errors(

@@ -70,7 +70,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
         raise
     except Exception as error:
         raise DecodeError(
-            f"{where} cannot be decoded: {error}. Copy or download it again, or leave it out"
+            f"{where} cannot be decoded: {error}", hint="Copy or download it again, or leave it out"
         ) from error
     if turn in _TURNS:
         image = image.transpose(_TURNS[turn])
@@ -86,17 +86,19 @@ def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
     image, _ = _opened(data, None, where)
     if (image.height, image.width) != fit.before:
         raise DecodeError(
-            f"{where} is {image.height} x {image.width}, its color image {fit.before[0]} x {fit.before[1]}. "
-            "Both must be of one size"
+            f"{where} is {image.height} x {image.width}, its color image {fit.before[0]} x {fit.before[1]}",
+            hint="Both must be of one size",
         )
     try:
         values = np.asarray(image)
     except MemoryError:
         raise
     except Exception as error:
-        raise DecodeError(f"{where} cannot be decoded: {error}. Copy or download it again") from error
+        raise DecodeError(f"{where} cannot be decoded: {error}", hint="Copy or download it again") from error
     if values.ndim != 2 or values.dtype.kind not in "iu":
-        raise DecodeError(f"{where} holds {values.dtype} {values.shape}. Expected whole numbers (H, W)")
+        raise DecodeError(
+            f"{where} holds {values.dtype} {values.shape}", hint="Expected whole numbers (H, W)"
+        )
     return nearest_map(values, fit)
 
 
@@ -120,13 +122,13 @@ def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, 
         raise
     except UnidentifiedImageError as error:
         raise DecodeError(
-            f"{where} is not an image that can be read ({len(data):,} bytes, begins with {data[:8]!r}). "
-            f"Expected one of {', '.join(FORMATS)}. Copy or download it again, or leave it out"
+            f"{where} is not an image that can be read ({len(data):,} bytes, begins with {data[:8]!r})",
+            hint=f"Expected one of {', '.join(FORMATS)}. Copy or download it again, or leave it out",
         ) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(where, str(error)) from error
     except Exception as error:
-        raise DecodeError(f"{where} is damaged: {error}. Copy or download it again") from error
+        raise DecodeError(f"{where} is damaged: {error}", hint="Copy or download it again") from error
     return image, turn if isinstance(turn, int) else 1
 
 
@@ -149,10 +151,12 @@ def _plain(image: Image.Image, data: bytes, color: Color, where: str) -> Image.I
         values = np.asarray(image)
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > 65535:
-            raise DecodeError(f"{where} holds numbers {low:,}..{high:,}. Expected 8 or 16 bits a pixel")
+            raise DecodeError(
+                f"{where} holds numbers {low:,}..{high:,}", hint="Expected 8 or 16 bits a pixel"
+            )
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
-        raise DecodeError(f"{where} holds floats. Expected 8 or 16 bits a pixel: convert it first")
+        raise DecodeError(f"{where} holds floats", hint="Expected 8 or 16 bits a pixel: convert it first")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         over = image.convert("RGBA")
         image = Image.new("RGBA", over.size, (0, 0, 0, 255))

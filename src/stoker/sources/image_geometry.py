@@ -176,17 +176,17 @@ def object_fields(objects: Objects, fit: Fit, rules: ObjectRules, *, where: str)
     count = len(objects.labels)
     if rules.limit is not None and count > rules.limit:
         raise DecodeError(
-            f"{where} has {count} objects, there is room for {rules.limit}. Give "
-            f"{arg('max_objects', count)} or more"
+            f"{where} has {count} objects, there is room for {rules.limit}",
+            hint=f"Give {arg('max_objects', count)} or more",
         )
     cut, valid = inside(objects.boxes, fit.before)
     if rules.strict and not valid.all():
         bad = int(np.flatnonzero(~valid)[0])
         shown = ", ".join(f"{edge:g}" for edge in objects.boxes[bad])
         raise DecodeError(
-            f"{where}: the box of object {bad} ({shown}) has no area inside the image of "
-            f"{fit.before[1]} x {fit.before[0]} pixels. Fix it, or give {arg('strict', False)} to "
-            f"have it marked"
+            f"{where}: the box of object {bad} ({shown}) has no area inside the image of {fit.before[1]} x "
+            f"{fit.before[0]} pixels",
+            hint=f"Fix it, or give {arg('strict', False)} to have it marked",
         )
     fields: Sample = {
         "boxes": fit.boxes(cut),

@@ -119,7 +119,7 @@ def choose_images(
         rule["drawn"] = {"count": selection.max_samples, "seed": selection.seed}
     if not taken:
         raise SourceError(
-            f"{where} holds no image{f' of {selection.split}' if selection.split else ''}. {_SUFFIXES}"
+            f"{where} holds no image{f' of {selection.split}' if selection.split else ''}", hint=_SUFFIXES
         )
     return taken, rule
 
@@ -133,7 +133,8 @@ def _of_split(listing: Listing, selection: ImageSelection, where: str) -> tuple[
         if selection.splits is not None:
             raise SplitError(
                 f"{where} already divides its images into {', '.join(listing.splits)}; {arg('splits')} "
-                "would divide them again. Leave splits out"
+                "would divide them again",
+                hint="Leave splits out",
             )
         if split not in listing.splits:
             raise absent_split(where, selection.split, listing.splits)
@@ -198,7 +199,9 @@ def split_folders(root: Path) -> dict[str, str]:
         split = canonical_split(child.name)
         if split in DEFAULT_SPLITS and child.is_dir():
             if split in found:
-                raise SourceError(f"{root} has {found[split]} and {child.name}, both for {split}. Keep one")
+                raise SourceError(
+                    f"{root} has {found[split]} and {child.name}, both for {split}", hint="Keep one"
+                )
             found[split] = child.name
     return found
 
@@ -211,7 +214,7 @@ def require_folder(path: Path, what: str) -> Path:
     """
     if not path.is_dir():
         fact = "is not a folder" if path.exists() else "does not exist"
-        raise SourceError(f"{path} {fact}. Expected {what}")
+        raise SourceError(f"{path} {fact}", hint=f"Expected {what}")
     return path
 
 
@@ -233,16 +236,16 @@ def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
         # Without their cause, which would count as an error of storage that may pass.
         if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
             raise SourceError(
-                f"{path} is {why_unreadable(path)}, {path.readlink()}. Remove the link, or put the file "
-                "itself in its place"
+                f"{path} is {why_unreadable(path)}, {path.readlink()}",
+                hint="Remove the link, or put the file itself in its place",
             ) from None
         if error.errno == errno.ENOENT:
             raise SourceError(
-                f"{path} is missing. Put the file there, or remove it from the list that names it"
+                f"{path} is missing", hint="Put the file there, or remove it from the list that names it"
             ) from None
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if not data:
-        raise DecodeError(f"{path} is empty (0 bytes). Copy or download it again, or leave it out")
+        raise DecodeError(f"{path} is empty (0 bytes)", hint="Copy or download it again, or leave it out")
     return data
 
 
@@ -265,7 +268,8 @@ class PlainFolder:
         if splits and listed != len(every):
             raise SourceError(
                 f"{self._root} has folders {', '.join(folders.values())}, and {len(every) - listed} images "
-                "next to them that belong to no split. Move them, or name the folder with the images"
+                "next to them that belong to no split",
+                hint="Move them, or name the folder with the images",
             )
         return Listing(every=every, splits=splits)
 
@@ -312,7 +316,7 @@ class ClassFolders(PlainFolder):
         folders = entry.image.split("/")[self._depth : -1]
         if not folders:
             raise SourceError(
-                f"{self._root / entry.image} is not in a folder of a class. Expected <class>/<image>"
+                f"{self._root / entry.image} is not in a folder of a class", hint="Expected <class>/<image>"
             )
         return folders[0]
 
@@ -327,7 +331,8 @@ class ClassFolders(PlainFolder):
         if name not in classes:
             raise SourceError(
                 f"{self._root / entry.image} is of class {name!r}, which is not among "
-                f"{arg('classes', list(classes))}. Add it, or move the image"
+                f"{arg('classes', list(classes))}",
+                hint="Add it, or move the image",
             )
         return {"label": np.asarray(classes.index(name), dtype=np.int64)}
 
@@ -374,7 +379,8 @@ class Labels:
             value = getattr(self, name)
             if value is not None and (isinstance(value, str) or listed(value) is None):
                 raise ConfigError(
-                    f"labels has {arg(name, value)}. Expected a list of names, as {arg(name, ['...'])}"
+                    f"labels has {arg(name, value)}",
+                    hint=f"Expected a list of names, as {arg(name, ['...'])}",
                 )
         if self.max_objects is not None:
             check_int("labels' max_objects", self.max_objects, least=1)
@@ -566,7 +572,7 @@ def require_pillow() -> None:
     """
     if find_spec("PIL") is None:
         raise ConfigError(
-            "images are decoded with Pillow, which is not installed. pip install 'stoker[images]'"
+            "images are decoded with Pillow, which is not installed", hint="pip install 'stoker[images]'"
         )
 
 
@@ -576,7 +582,9 @@ def _readable(path: Path) -> bool:
 
 def _check(name: str, value: object, known: Sequence[object]) -> None:
     if value not in known:
-        raise ConfigError(f"{arg(name, value)} is unknown. Expected one of {', '.join(map(repr, known))}")
+        raise ConfigError(
+            f"{arg(name, value)} is unknown", hint=f"Expected one of {', '.join(map(repr, known))}"
+        )
 
 
 def _size(size: object, fit: FitRule) -> tuple[int, int]:
@@ -591,16 +599,20 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
         if fit == "short"
         else f"(height, width), as {arg('size', (224, 224))}"
     )
-    raise ConfigError(f"size is {size!r}. With {arg('fit', fit)} expected {wanted}")
+    raise ConfigError(f"size is {size!r}", hint=f"With {arg('fit', fit)} expected {wanted}")
 
 
 def _labels(given: object) -> Labels:
     known = Labels.__dataclass_fields__
     if not isinstance(given, Mapping):
-        raise ConfigError(f"labels is {given!r}. Expected Labels(...), or some of {', '.join(known)} by name")
+        raise ConfigError(
+            f"labels is {given!r}", hint=f"Expected Labels(...), or some of {', '.join(known)} by name"
+        )
     rules = cast("Mapping[str, Any]", given)
     if unknown := [name for name in rules if name not in known]:
-        raise ConfigError(f"labels={{{unknown[0]!r}: ...}} is unknown. Expected some of {', '.join(known)}")
+        raise ConfigError(
+            f"labels={{{unknown[0]!r}: ...}} is unknown", hint=f"Expected some of {', '.join(known)}"
+        )
     return Labels(**rules)
 
 
@@ -627,12 +639,13 @@ def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) ->
     for name in Labels.__dataclass_fields__:
         if name not in _USES[layout] and getattr(labels, name) != getattr(plain, name):
             raise ConfigError(
-                f"labels has {arg(name)}, which {arg('annotations', layout)} has no use for. Leave it out"
+                f"labels has {arg(name)}, which {arg('annotations', layout)} has no use for",
+                hint="Leave it out",
             )
     if labels.ragged and labels.max_objects is not None:
         raise ConfigError(
-            f"labels has {arg('ragged', True)} and {arg('max_objects')}; ragged fields need no room. "
-            f"Give one of them"
+            f"labels has {arg('ragged', True)} and {arg('max_objects')}; ragged fields need no room",
+            hint="Give one of them",
         )
     limit = None if labels.ragged else labels.max_objects or 0
     if layout in _FLAGS:

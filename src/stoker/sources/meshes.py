@@ -131,11 +131,14 @@ class MeshSource(ContainerSource[MeshContainer]):
         fill_missing: bool = False,
     ) -> None:
         if layout not in get_args(MeshLayout):
-            raise ConfigError(f"layout {layout!r} is unknown. Expected {', '.join(get_args(MeshLayout))}")
+            raise ConfigError(
+                f"layout {layout!r} is unknown", hint=f"Expected {', '.join(get_args(MeshLayout))}"
+            )
         if layout == "grid" and fields is not None:
             raise ConfigError(
-                "layout='grid' reads the group fields. For other arrays use ArraySource, as "
-                f"{arg('layout', 'groups')} with {arg('fields', {'data': 'u: t y x c'})}"
+                "layout='grid' reads the group fields",
+                hint=f"For other arrays use ArraySource, as {arg('layout', 'groups')} with "
+                f"{arg('fields', {'data': 'u: t y x c'})}",
             )
         self._layout: MeshLayout = layout
         self._declared = None if fields is None else _declared(fields)
@@ -231,14 +234,16 @@ class MeshSource(ContainerSource[MeshContainer]):
         if at_root and groups:
             raise SourceError(
                 f"{container.path} has {needed} at its root and in the group {groups[0]!r}, so what a "
-                "sample is cannot be told. Put samples in groups of their own"
+                "sample is cannot be told",
+                hint="Put samples in groups of their own",
             )
         if not at_root and not groups:
             held = ", ".join([*opened.groups(), *(n for n in opened.arrays("") if "/" not in n)][:8])
             raise SourceError(
-                f"{container.path} is not a set of layout {self._layout}: neither its root nor a group holds "
-                f"{needed}. It has {held or 'nothing'}. Name the arrays with {arg('fields')}, or another "
-                f"{arg('layout')}"
+                f"{container.path} is not a set of layout {self._layout}: neither its root nor a group "
+                f"holds {needed}",
+                hint=f"It has {held or 'nothing'}. Name the arrays with {arg('fields')}, or another "
+                f"{arg('layout')}",
             )
         if groups and (others := [name for name in opened.groups() if name not in {*groups}]):
             log.warning(
@@ -288,7 +293,7 @@ class MeshSource(ContainerSource[MeshContainer]):
                     )
                 if name in found:
                     raise SourceError(
-                        f"{where}: {path!r} and another array are both called {name!r}. Rename it"
+                        f"{where}: {path!r} and another array are both called {name!r}", hint="Rename it"
                     )
                 found[name] = (path, axes[: arrays[path].ndim])
         paths = {path for path, _ in found.values()}
@@ -310,7 +315,9 @@ class MeshSource(ContainerSource[MeshContainer]):
             path, _, name = field.words[0].rpartition("/")
             value = opened.attributes("/".join(part for part in (group, path) if part)).get(name)
             if not _is_number(value):
-                raise SourceError(f"{where}: attribute {field.words[0]!r} is {value!r}. Expected a number")
+                raise SourceError(
+                    f"{where}: attribute {field.words[0]!r} is {value!r}", hint="Expected a number"
+                )
             return np.asarray(value)
         name = f"{group}/{field.array}" if group else field.array
         arrays = opened.arrays(group) if field.name == "edges" else {}
@@ -326,8 +333,8 @@ class MeshSource(ContainerSource[MeshContainer]):
         if array.ndim != len(field.words) or own != wanted:
             raise SourceError(
                 f"{where}: array {field.array!r} has shape {tuple(array.shape)}, expected axes "
-                f"{' '.join(field.words)} with {wanted} as in the first "
-                f"sample. If axes are stored in another order, declare them: {self._hint()}"
+                f"{' '.join(field.words)} with {wanted} as in the first sample",
+                hint=f"If axes are stored in another order, declare them: {self._hint()}",
             )
         return array
 
@@ -339,14 +346,16 @@ class MeshSource(ContainerSource[MeshContainer]):
         size = math.prod(array.shape) * array.dtype.itemsize
         if size > MAX_ARRAY_BYTES:
             raise SourceError(
-                f"{where}: array {name!r} of shape {tuple(array.shape)} is {format_bytes(size)}, more than a "
-                f"sample may have ({format_bytes(MAX_ARRAY_BYTES)}). Is its header damaged?"
+                f"{where}: array {name!r} of shape {tuple(array.shape)} is {format_bytes(size)}, more than "
+                f"a sample may have ({format_bytes(MAX_ARRAY_BYTES)})",
+                hint="Is its header damaged?",
             )
         rows = array.shape[0] if array.ndim else 1
         if not self._fill_missing and size and (absent := opened.absent(name, 0, rows)):
             raise SourceError(
-                f"{where}: array {name!r}: chunk {absent} is not there. Copy or write it again; if it was "
-                f"left out because it holds nothing but the fill value, give {arg('fill_missing', True)}"
+                f"{where}: array {name!r}: chunk {absent} is not there",
+                hint="Copy or write it again; if it was left out because it holds nothing but the fill "
+                f"value, give {arg('fill_missing', True)}",
             )
         return array
 
@@ -362,11 +371,14 @@ class MeshSource(ContainerSource[MeshContainer]):
                     what = "steps" if word == "t" else "points"
                     raise SourceError(
                         f"{where}: {by!r} has {first:,} {what} and {field.array!r} {tuple(array.shape)} has "
-                        f"{size:,}. Fields of a sample have the same steps and points: fix the file"
+                        f"{size:,}",
+                        hint="Fields of a sample have the same steps and points: fix the file",
                     )
         sizes = {word: size for word, (size, _) in found.items()}
         if 0 in sizes.values():
-            raise SourceError(f"{where} has no {'steps' if sizes.get('t') == 0 else 'points'}. Leave it out")
+            raise SourceError(
+                f"{where} has no {'steps' if sizes.get('t') == 0 else 'points'}", hint="Leave it out"
+            )
         return sizes
 
     def _values(self, one: MeshField, array: Any, steps: slice, where: str) -> Sample:
@@ -381,7 +393,8 @@ class MeshSource(ContainerSource[MeshContainer]):
         if dtype.name != one.field.dtype:
             raise SourceError(
                 f"{where}: array {one.array!r} is {raw.dtype}, in the first sample it is read as "
-                f"{one.field.dtype}. Write it in one dtype"
+                f"{one.field.dtype}",
+                hint="Write it in one dtype",
             )
         values = read_as(values, dtype, where=f"{where}: array {one.array!r}")
         if not one.field.folded:
@@ -415,12 +428,15 @@ def _declared(fields: Mapping[str, str]) -> dict[str, tuple[str, tuple[str, ...]
         lead = {*words} & {*AXIS_WORDS}
         if not lead or len({*words}) != len(words) or lead not in ({"t"}, {"p"}, {"t", "p"}, {"e"}, {"k"}):
             raise ConfigError(
-                f"fields[{name!r}] is {text!r}. Expected words of its axes, among them t (time), p (points), "
-                "both, e (edges) or k (cells), each once, as 't p d' or 'graph/pairs: e i'"
+                f"fields[{name!r}] is {text!r}",
+                hint="Expected words of its axes, among them t (time), p (points), both, e (edges) or k "
+                "(cells), each once, as 't p d' or 'graph/pairs: e i'",
             )
         found[name] = ((path if colon else name).strip().strip("/"), words)
     if not found:
-        raise ConfigError("fields is empty. Name at least one array, for example {'positions': 't p d'}")
+        raise ConfigError(
+            "fields is empty", hint="Name at least one array, for example {'positions': 't p d'}"
+        )
     return found
 
 
@@ -431,8 +447,8 @@ def _described_field(name: str, path: str, words: tuple[str, ...], array: Any, w
         return MeshField(name=name, array=path, words=words, field=field)
     if array.ndim != len(words):
         raise SourceError(
-            f"{where}: array {path!r} has shape {tuple(array.shape)}, expected axes {' '.join(words)}. Name "
-            f"its axes with {arg('fields')}"
+            f"{where}: array {path!r} has shape {tuple(array.shape)}, expected axes {' '.join(words)}",
+            hint=f"Name its axes with {arg('fields')}",
         )
     dtype = read_dtype(array.dtype, where=f"{where}: array {path!r}").name
     axes = tuple(word for word in AXIS_WORDS if word in words)
@@ -442,9 +458,9 @@ def _described_field(name: str, path: str, words: tuple[str, ...], array: Any, w
         wanted = "(E, 2)" if axes == ("e",) else "(K, k)"
         turned = f"{path}: {' '.join(reversed(words))}"
         raise SourceError(
-            f"{where}: array {path!r} is {array.dtype} {tuple(array.shape)} with axes {' '.join(words)}. "
-            f"Expected whole numbers of points, {wanted}. If its axes are stored the other way round, "
-            f"name all arrays to read, as {arg('fields', {'positions': 't p d', name: turned})}"
+            f"{where}: array {path!r} is {array.dtype} {tuple(array.shape)} with axes {' '.join(words)}",
+            hint=f"Expected whole numbers of points, {wanted}. If its axes are stored the other way round, "
+            f"name all arrays to read, as {arg('fields', {'positions': 't p d', name: turned})}",
         )
     alone = axes == ("t",)
     field = Field(shape=(-1, *rest), dtype=dtype, ragged=True, time=alone, axes=() if alone else axes)
@@ -462,7 +478,8 @@ def _grid_field(fields: Sequence[MeshField]) -> Field:
         if (one.field.shape[1:3], one.field.dtype) != (first.shape[1:3], first.dtype):
             raise SourceError(
                 f"{one.array!r} is {one.field.dtype} on {one.field.shape[1:3]}, {fields[0].array!r} is "
-                f"{first.dtype} on {first.shape[1:3]}. The fields of a grid have one grid and dtype"
+                f"{first.dtype} on {first.shape[1:3]}",
+                hint="The fields of a grid have one grid and dtype",
             )
     channels = sum(one.field.shape[3] if len(one.field.shape) == 4 else 1 for one in fields)
     return Field(shape=(-1, *first.shape[1:3], channels), dtype=first.dtype, time=True, ragged=True)
@@ -477,7 +494,8 @@ def _check_grid(fields: Sequence[MeshField], attributes: Mapping[str, Any], wher
             if word in shape and _is_number(told) and int(np.asarray(told)) != shape[word]:
                 raise SourceError(
                     f"{where}: array {one.array!r} has {shape[word]} points along {name}, its attribute "
-                    f"{name} says {told}. Fix the file: axes are (T, H, W, C)"
+                    f"{name} says {told}",
+                    hint="Fix the file: axes are (T, H, W, C)",
                 )
 
 
@@ -485,7 +503,7 @@ def _lookup(arrays: Mapping[str, Any], path: str, where: str) -> Any:
     if path not in arrays and _has_csr(arrays, path):
         return None
     if path not in arrays:
-        raise SourceError(f"{where} has no array {path!r}. It has {', '.join(arrays) or 'none'}")
+        raise SourceError(f"{where} has no array {path!r}", hint=f"It has {', '.join(arrays) or 'none'}")
     return arrays[path]
 
 
@@ -501,7 +519,8 @@ def _edges_of_csr(indices: NDArray[Any], indptr: NDArray[Any], where: str) -> ND
     if not whole or bool((np.diff(starts) < 0).any()):
         raise SourceError(
             f"{where}: neighbors/indptr {tuple(starts.shape)} and neighbors/indices {tuple(indices.shape)} "
-            "do not fit together. Expected indptr from 0 up to the number of indices. Write them again"
+            "do not fit together",
+            hint="Expected indptr from 0 up to the number of indices. Write them again",
         )
     points = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     return np.stack([points, indices.astype(np.int64)], axis=1)
@@ -514,13 +533,16 @@ def _check_connectivity(sample: Sample, fields: Sequence[MeshField], points: int
             continue
         values = sample[one.name]
         if points is None:
-            raise SourceError(f"{where}: {one.array!r} numbers points, and no field has points. Declare one")
+            raise SourceError(
+                f"{where}: {one.array!r} numbers points, and no field has points", hint="Declare one"
+            )
         bad = (values < 0) | (values >= points)
         if bad.any():
             row = int(np.argwhere(bad)[0][0])
             raise SourceError(
                 f"{where}: row {row} of {one.array!r} is {values[row].tolist()}, and the sample has "
-                f"{points:,} points, from 0 to {points - 1:,}. Fix the file, or leave the sample out"
+                f"{points:,} points, from 0 to {points - 1:,}",
+                hint="Fix the file, or leave the sample out",
             )
 
 

@@ -50,9 +50,9 @@ def pickle_for_process(thing: object, name: str = "source", *, otherwise: str = 
         path = name if culprit is None else _shown_path(culprit.path)
         kind = "" if culprit is None else f" ({type(culprit.value).__name__})"
         raise SourceError(
-            f"{path}{kind} cannot be sent to another process: {type(error).__name__}: {error}. Make it on "
-            "first use in __getitem__ instead of in __init__, or leave it out of the state (__getstate__). "
-            f"{otherwise}"
+            f"{path}{kind} cannot be sent to another process: {type(error).__name__}: {error}",
+            hint="Make it on first use in __getitem__ instead of in __init__, or leave it out of the state "
+            f"(__getstate__). {otherwise}",
         ) from error
 
 
@@ -104,7 +104,8 @@ def _refuse(found: list[PicklingObstacle], otherwise: str) -> None:
     cures = ". ".join(dict.fromkeys(one.cure for one in shown))
     raise SourceError(
         f"{'; '.join(map(str, shown))}{more}, which cannot be sent to another process, and samples are read "
-        f"in others. {cures}. {otherwise}"
+        "in others",
+        hint=f"{cures}. {otherwise}",
     )
 
 

@@ -187,8 +187,9 @@ def read_dtype(stored: np.dtype[Any], *, where: str) -> np.dtype[Any]:
     if kind == "u" and size in {2, 4}:
         return np.dtype("int32" if size == 2 else "int64")
     raise SourceError(
-        f"{where} has dtype {stored}, which cannot be stored. Readable are bool, int8 to int64, uint8 to "
-        "uint32, float16 to float64 and complex numbers; leave it out of `fields` or convert it"
+        f"{where} has dtype {stored}, which cannot be stored",
+        hint="Readable are bool, int8 to int64, uint8 to uint32, float16 to float64 and complex numbers; "
+        "leave it out of `fields` or convert it",
     )
 
 
@@ -208,8 +209,8 @@ def read_as(values: ArrayLike, dtype: np.dtype[Any], *, where: str) -> NDArray[A
         place = [*map(int, np.argwhere(lost)[0])]
         value, most = exact[lost].flat[0], np.finfo(dtype).max
         raise DecodeError(
-            f"{where} holds {value:.4g} at {place}, is read as {dtype}, and that ends at {most:.4g}. "
-            "Scale the values, or leave the sample or the field out"
+            f"{where} holds {value:.4g} at {place}, is read as {dtype}, and that ends at {most:.4g}",
+            hint="Scale the values, or leave the sample or the field out",
         ) from None
 
 

@@ -87,7 +87,7 @@ def choose_split(
     if split is None:
         if splits is not None:
             raise SplitError(
-                f"{where}: splits were given, but no split was asked for. Add {arg('split', 'train')}"
+                f"{where}: splits were given, but no split was asked for", hint=f"Add {arg('split', 'train')}"
             )
         return SplitChoice(split=None, files=tuple(range(len(names))))
     wanted = canonical_split(split)
@@ -102,8 +102,8 @@ def choose_split(
     if None in labels:
         odd = names[labels.index(None)]
         raise SplitError(
-            f"{where}: {odd} carries no split in its name, others do ({', '.join(sorted(found))}). "
-            "Rename it, or give only the files of one kind"
+            f"{where}: {odd} carries no split in its name, others do ({', '.join(sorted(found))})",
+            hint="Rename it, or give only the files of one kind",
         )
     cut = {name: part for name, part in (fractions or {}).items() if name == "train" or name not in found}
     if wanted in found and (wanted != "train" or len(cut) < 2):
@@ -123,8 +123,8 @@ def _cut_everything(choice: SplitChoice, fractions: dict[str, float] | None, whe
     shares = dict(DEFAULT_SPLITS) if fractions is None else fractions
     if choice.split not in shares:
         raise SplitError(
-            f'{where}: split "{choice.split}" is not among the fractions {", ".join(shares)}. '
-            f"Add it to data.splits, or ask for one of them"
+            f'{where}: split "{choice.split}" is not among the fractions {", ".join(shares)}',
+            hint="Add it to data.splits, or ask for one of them",
         )
     if fractions is None:
         shown = ", ".join(f"{name} {share:g}" for name, share in shares.items())
@@ -136,13 +136,15 @@ def _check_fractions(splits: Mapping[str, float]) -> dict[str, float]:
     """Canonical names in canonical order, so that the order in a config file decides nothing."""
     named = {canonical_split(name): float(share) for name, share in splits.items()}
     if len(named) < len(splits):
-        raise SplitError(f"splits {sorted(splits)} name one split twice ('valid' is 'val'). Keep one of them")
+        raise SplitError(
+            f"splits {sorted(splits)} name one split twice ('valid' is 'val')", hint="Keep one of them"
+        )
     total = sum(named.values())
     wrong = [name for name, share in named.items() if not (math.isfinite(share) and share > 0)]
     if not named or wrong or total > 1 + 1e-6:
         raise SplitError(
-            f"splits {dict(splits)} must be positive fractions that sum to at most 1, got {total:g}. "
-            "For example {'train': 0.8, 'val': 0.1, 'test': 0.1}"
+            f"splits {dict(splits)} must be positive fractions that sum to at most 1, got {total:g}",
+            hint="For example {'train': 0.8, 'val': 0.1, 'test': 0.1}",
         )
     return {name: named[name] for name in sorted(named, key=split_rank)}
 
@@ -165,7 +167,8 @@ def split_numbers(
     shares, wanted = _check_fractions(splits), canonical_split(split)
     if wanted not in shares:
         raise SplitError(
-            f'{where}: split "{split}" is not among the fractions {", ".join(shares)}. Add it, or ask for one'
+            f'{where}: split "{split}" is not among the fractions {", ".join(shares)}',
+            hint="Add it, or ask for one",
         )
     ranges = _ranges(shares)
     low, high = ranges[wanted]
@@ -351,8 +354,8 @@ class SplitOf(SourceSelection):
         """
         if not isinstance(self._source, InPlaceSource):
             raise SourceError(
-                f"{self._source!r} does not know where its samples are stored. Use stoker.precompute, "
-                "in settings precompute.in_place=false"
+                f"{self._source!r} does not know where its samples are stored",
+                hint="Use stoker.precompute, in settings precompute.in_place=false",
             )
         return [part.take(rows) for part, rows in self._rows_of_parts(self._source.places()) if len(rows)]
 
@@ -398,7 +401,7 @@ class Subset(SourceSelection):
 
     def __init__(self, source: Source, count: int) -> None:
         if count < 1:
-            raise ConfigError(f"a limit of {count} samples leaves nothing to do. Give at least 1")
+            raise ConfigError(f"a limit of {count} samples leaves nothing to do", hint="Give at least 1")
         super().__init__(source)
         self._limit = count
         self._found: NDArray[np.int64] | None = None

@@ -69,7 +69,7 @@ def import_arrow(what: str) -> Any:
         return import_module("pyarrow")
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs pyarrow, which is not installed. Run pip install 'stoker[parquet]'"
+            f"{what} needs pyarrow, which is not installed", hint="Run pip install 'stoker[parquet]'"
         ) from error
 
 
@@ -81,7 +81,7 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """
     names = listed(columns)
     if columns is not None and (not names or not all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"columns is {columns!r}. Expected a list of names, as columns=['u', 'v']")
+        raise ConfigError(f"columns is {columns!r}", hint="Expected a list of names, as columns=['u', 'v']")
     return None if columns is None else tuple(columns)
 
 
@@ -100,11 +100,11 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     wanted = names if columns is None else list(columns)
     if twice := sorted({name for name in wanted if names.count(name) > 1}):
         raise SourceError(
-            f"{where} has several columns named {', '.join(twice)}. Rename them, or name the others with "
-            "columns="
+            f"{where} has several columns named {', '.join(twice)}",
+            hint="Rename them, or name the others with columns=",
         )
     if missing := [name for name in wanted if name not in names]:
-        raise SourceError(f"{where} has no column {', '.join(missing)}. It has {', '.join(names)}")
+        raise SourceError(f"{where} has no column {', '.join(missing)}", hint=f"It has {', '.join(names)}")
     found: list[ArrowField] = []
     refused: dict[str, str] = {}
     for name in wanted:
@@ -116,12 +116,12 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
         rest = [name for name in wanted if name not in refused]
         shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
         cure = f"Name the columns to read, as columns={rest}" if rest else "Convert them when it is written"
-        raise SourceError(f"{where}: {shown}, and a store holds numbers. {cure}")
+        raise SourceError(f"{where}: {shown}, and a store holds numbers", hint=cure)
     every = [field.name for field in found]
     if twice := sorted({name for name in every if every.count(name) > 1}):
         raise SourceError(
-            f"{where}: {', '.join(twice)} occurs twice: members of a struct are named STRUCT.MEMBER. "
-            f"Rename one, or leave it out with {arg('columns', setting='data.parquet.columns')}"
+            f"{where}: {', '.join(twice)} occurs twice: members of a struct are named STRUCT.MEMBER",
+            hint=f"Rename one, or leave it out with {arg('columns', setting='data.parquet.columns')}",
         )
     if narrowed := [field.name for field in found if field.narrowed]:
         _log.warning("%s: float64 is read as float32: %s", where, ", ".join(narrowed))
@@ -199,7 +199,7 @@ def sample_of(table: Any, row: int, fields: Sequence[ArrowField], *, where: str)
             hint = (
                 " (a path to a file outside the table is not followed)" if field.path[-1] == "bytes" else ""
             )
-            raise SourceError(f"{at} is null{hint}. Fill it, or leave the row or the column out")
+            raise SourceError(f"{at} is null{hint}", hint="Fill it, or leave the row or the column out")
         sample[field.name] = _value(value, field, at)
     return sample
 
@@ -218,11 +218,13 @@ def _value(value: Any, field: ArrowField, where: str) -> NDArray[Any]:
             break
         values = values.flatten()
     if values.null_count:
-        raise SourceError(f"{where} holds a null. Fill it, or leave the row out")
+        raise SourceError(f"{where} holds a null", hint="Fill it, or leave the row out")
     flat = read_as(values.to_numpy(zero_copy_only=False), dtype, where=where)
     each = math.prod(size for size in shape if size >= 0)
     if len(flat) % each if field.field.ragged else len(flat) != each:
-        raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Fix or leave out the row")
+        raise SourceError(
+            f"{where} has {len(flat)} numbers, its shape is {shape}", hint="Fix or leave out the row"
+        )
     return flat.reshape(shape)
 
 
@@ -359,14 +361,14 @@ class ParquetSource(PartedSource[ParquetFile]):
                 if common is not None and fields != common:
                     raise SourceError(
                         f"{path} has other columns than {self._paths[0][1]}: "
-                        f"{', '.join(field.name for field in fields)}. Name those of both with "
-                        f"{arg('columns', setting='data.parquet.columns')}"
+                        f"{', '.join(field.name for field in fields)}",
+                        hint=f"Name those of both with {arg('columns', setting='data.parquet.columns')}",
                     )
                 common = fields
                 edges = tuple(int(edge) for edge in np.cumsum([0, *counts]))
                 tables.append(ParquetFile(name=name, path=path, edges=edges))
             if not any(table.count for table in tables):
-                raise SourceError(f"{self!r} holds no rows. Check the path")
+                raise SourceError(f"{self!r} holds no rows", hint="Check the path")
             self._described = tuple(tables), common or ()
         return self._described
 
@@ -409,8 +411,9 @@ class DatasetsSource:
         import_arrow("DatasetsSource")
         if not (hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")):
             raise ConfigError(
-                f"DatasetsSource takes a datasets.Dataset, got {type(dataset).__name__}. Name a split, as "
-                "load_dataset(..., split='train'); streaming ones have no numbers to read by"
+                f"DatasetsSource takes a datasets.Dataset, got {type(dataset).__name__}",
+                hint="Name a split, as load_dataset(..., split='train'); streaming ones have no numbers to "
+                "read by",
             )
         self._dataset = dataset.with_format("arrow")
         self._fingerprint = str(dataset._fingerprint)

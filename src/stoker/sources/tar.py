@@ -194,7 +194,9 @@ class TarSource(PartedSource[Archive]):
         try:
             fd = self._files.get(archive.path).fileno()
             if os.fstat(fd).st_size != archive.size:
-                raise SourceError(f"{archive.path} has another size than when it was listed. Start again")
+                raise SourceError(
+                    f"{archive.path} has another size than when it was listed", hint="Start again"
+                )
             data = os.pread(fd, member.size, member.offset)
         except OSError as error:
             raise SourceError(f"{where} cannot be read: {error.strerror}") from error
@@ -237,8 +239,9 @@ class TarSource(PartedSource[Archive]):
             archive, row = self._find(index)
             said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {index})")
         return SourceError(
-            f"field {name!r} is {' and '.join(said)}. Only axis 0 may vary: write the members alike, or "
-            f"leave .{name.partition('.')[0]} out with {arg('fields', setting=MEMBERS)}"
+            f"field {name!r} is {' and '.join(said)}",
+            hint=f"Only axis 0 may vary: write the members alike, or leave .{name.partition('.')[0]} out "
+            f"with {arg('fields', setting=MEMBERS)}",
         )
 
 
@@ -269,7 +272,7 @@ def list_members(name: str, path: Path) -> Archive:
                     key, ending = _key_of(info.name, path)
                     if ending in found.setdefault(key, {}):
                         raise SourceError(
-                            f"{path} holds {info.name!r} twice. Write it again with one of them"
+                            f"{path} holds {info.name!r} twice", hint="Write it again with one of them"
                         )
                     found[key][ending] = TarMember(info.offset_data, info.size)
             _check_end(file, path, archive.offset, size)
@@ -277,11 +280,12 @@ def list_members(name: str, path: Path) -> Archive:
         if isinstance(error, SourceError):
             raise
         raise SourceError(
-            f"{path} is not a readable tar file, {size:,} bytes ({error}). Copy it again; a compressed one "
-            "has to be unpacked to .tar first, since its members cannot be read one by one"
+            f"{path} is not a readable tar file, {size:,} bytes ({error})",
+            hint="Copy it again; a compressed one has to be unpacked to .tar first, since its members "
+            "cannot be read one by one",
         ) from error
     if not found:
-        raise SourceError(f"{path} holds no members. Leave it out")
+        raise SourceError(f"{path} holds no members", hint="Leave it out")
     return Archive(name=name, path=path, keys=tuple(found), members=tuple(found.values()), size=size)
 
 
@@ -298,12 +302,13 @@ def _check_member(info: tarfile.TarInfo, path: Path, size: int) -> None:
     )  # fmt: skip
     if why:
         raise SourceError(
-            f"{path}: member {info.name!r} is refused, {why}. Write the archive with plain files only"
+            f"{path}: member {info.name!r} is refused, {why}", hint="Write the archive with plain files only"
         )
     if info.isfile() and info.offset_data + info.size > size:
         raise SourceError(
             f"{path} ends at byte {size:,} within {info.name!r}, which goes to "
-            f"{info.offset_data + info.size:,}: cut short. Copy it again"
+            f"{info.offset_data + info.size:,}: cut short",
+            hint="Copy it again",
         )
 
 
@@ -312,8 +317,8 @@ def _check_end(file: io.FileIO, path: Path, end: int, size: int) -> None:
     mark = os.pread(file.fileno(), tarfile.BLOCKSIZE, end)
     if mark != bytes(tarfile.BLOCKSIZE):
         raise SourceError(
-            f"{path} has no mark of its end at byte {end:,} of {size:,}: cut short or damaged there. "
-            "Copy it again"
+            f"{path} has no mark of its end at byte {end:,} of {size:,}: cut short or damaged there",
+            hint="Copy it again",
         )
 
 
@@ -322,8 +327,8 @@ def _key_of(name: str, path: Path) -> tuple[str, str]:
     stem, dot, ending = plain.name.partition(".")
     if not dot or not stem or not ending:
         raise SourceError(
-            f"{path}: member {name!r} has no name with an extension, so it belongs to no sample. "
-            "Write members as <name>.<extension>"
+            f"{path}: member {name!r} has no name with an extension, so it belongs to no sample",
+            hint="Write members as <name>.<extension>",
         )
     return (plain.parent / stem).as_posix(), ending.lower()
 
@@ -345,5 +350,7 @@ def _decode(name: str, data: bytes, where: str, narrowed: set[str]) -> dict[str,
     except (ValueError, EOFError, OSError, OverflowError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{where} cannot be decoded ({error}). Write it again, or leave it out") from error
+        raise SourceError(
+            f"{where} cannot be decoded ({error})", hint="Write it again, or leave it out"
+        ) from error
     return {name: (np.frombuffer(data, dtype=np.uint8).copy(), "uint8")}

@@ -173,7 +173,8 @@ class DatasetProber:
         )
         raise SourceError(
             f"{self._name}: all of {len(failed)} probed samples failed, sample {index} with "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. {hint}"
+            f"{type(error).__name__}: {str(error).rstrip('.')}",
+            hint=hint,
         ) from error
 
     def _refuse(self, index: int, field: str) -> None:
@@ -181,7 +182,8 @@ class DatasetProber:
         held = f" (it holds {suspects})" if suspects else ""
         raise SourceError(
             f"{self._name}: sample {index}, field {field!r} changes when it is read again{held}; a cache "
-            f"would freeze one random draw. {RANDOM_CURE}"
+            "would freeze one random draw",
+            hint=RANDOM_CURE,
         )
 
 
@@ -239,8 +241,8 @@ def common_schema(
     for index, item in items.items():
         if item.keys() != first.keys():
             raise SourceError(
-                f"{name}: sample {index} has fields {sorted(item)}, sample {first_index} has "
-                f"{sorted(first)}. Return the same fields in every item"
+                f"{name}: sample {index} has fields {sorted(item)}, sample {first_index} has {sorted(first)}",
+                hint="Return the same fields in every item",
             )
     for field in first:
         others = {index: item[field] for index, item in items.items()}
@@ -258,8 +260,9 @@ def _common_field(
     for index, (other, kind) in others.items():
         if kind != dtype or other.ndim != array.ndim or other.shape[1:] != array.shape[1:]:
             raise SourceError(
-                f"{where} is {dtype} {array.shape} in sample {first_index} and "
-                f"{kind} {other.shape} in sample {index}. Only axis 0 may vary; resize or pad"
+                f"{where} is {dtype} {array.shape} in sample {first_index} and {kind} {other.shape} in "
+                f"sample {index}",
+                hint="Only axis 0 may vary; resize or pad",
             )
     lengths = {other.shape[:1] for other, _ in others.values()}
     if len(lengths) > 1 and not ragged:
@@ -384,24 +387,26 @@ class TorchSource:
     ) -> None:
         if isinstance(dataset, type):
             name = dataset.__name__
-            raise SourceError(f"{name} is a class, which has no items. Give an object of it, as {name}(...)")
+            raise SourceError(
+                f"{name} is a class, which has no items", hint=f"Give an object of it, as {name}(...)"
+            )
         check_dataset(dataset)
         self._name = qualified_name(type(dataset))
         torch_data = sys.modules.get("torch.utils.data")
         iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
         if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise SourceError(
-                f"{self._name} has no length and items by index. Give a map-style Dataset with __len__ and "
-                "__getitem__"
+                f"{self._name} has no length and items by index",
+                hint="Give a map-style Dataset with __len__ and __getitem__",
             )
         self._count = self._length(dataset)
         if self._count == 0:
-            raise SourceError(f"{self._name} is empty. Check the paths and filters it was made with")
+            raise SourceError(f"{self._name} is empty", hint="Check the paths and filters it was made with")
         if keys is not None and len(keys) != self._count:
-            raise ConfigError(f"{len(keys)} keys for {self._count} samples. Give one key per sample")
+            raise ConfigError(f"{len(keys)} keys for {self._count} samples", hint="Give one key per sample")
         if random not in ("refuse", "freeze"):
             raise ConfigError(
-                f"random is {random!r}. Expected 'refuse', or 'freeze' to store one random draw"
+                f"random is {random!r}", hint="Expected 'refuse', or 'freeze' to store one random draw"
             )
         self._dataset = dataset
         self._version = version
@@ -430,8 +435,8 @@ class TorchSource:
             return len(dataset)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SourceError(
-                f"{self._name} has no length: len(dataset) raised {type(error).__name__}: {error}. Have "
-                "__len__ return how many items there are"
+                f"{self._name} has no length: len(dataset) raised {type(error).__name__}: {error}",
+                hint="Have __len__ return how many items there are",
             ) from error
 
     def __repr__(self) -> str:
@@ -630,8 +635,8 @@ class TorchSource:
         found = flatten_item(item, where=where, text=self._text)
         if found.keys() != schema.keys():
             raise SourceError(
-                f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples. "
-                "Return the same fields in every item"
+                f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples",
+                hint="Return the same fields in every item",
             )
         for name, (array, dtype) in found.items():
             field = schema[name]
@@ -640,8 +645,9 @@ class TorchSource:
                 longer = dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
                 cure = f"; if its length may vary, give stoker.TorchSource(dataset, ragged=({name!r},))"
                 raise SourceError(
-                    f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} {field.shape} "
-                    f"as in the probed samples. Fix the item{cure if longer else ''}"
+                    f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} "
+                    f"{field.shape} as in the probed samples",
+                    hint=f"Fix the item{cure if longer else ''}",
                 )
         self._plain = self._plain or PlainItems(item, found)
         return {name: array for name, (array, _) in found.items()}
@@ -765,8 +771,9 @@ def _collect(child: Child, output: IO[bytes], name: str, timeout_s: float) -> di
             where = "starting it" if number < 0 else f"item {number}"
             raise StalledError(
                 f"{name}: read in a second process, {where} took more than "
-                f"{START_S if number < 0 else timeout_s:g} s. Fix what it waits for, give it more time "
-                f"(source.probe_timeout_s = 300), or read in this process with {arg('workers', 0)}"
+                f"{START_S if number < 0 else timeout_s:g} s",
+                hint="Fix what it waits for, give it more time (source.probe_timeout_s = 300), or read in "
+                f"this process with {arg('workers', 0)}",
             )
         data = child.socket.recv(1 << 16)
         if not data:
@@ -806,18 +813,18 @@ def check_alike(
         other = there.get(number, "it was not read")
         if isinstance(other, str):
             raise SourceError(
-                f"{name}: sample {number} can be read in this process and not in a second one: {other}. "
-                "What it needs exists in this process alone: pass it to the Dataset in __init__, or read "
-                f"in this process with {arg('workers', 0)}"
+                f"{name}: sample {number} can be read in this process and not in a second one: {other}",
+                hint="What it needs exists in this process alone: pass it to the Dataset in __init__, or "
+                f"read in this process with {arg('workers', 0)}",
             )
         for field, digest in fields.items():
             if other.get(field) != digest:
                 raise SourceError(
                     f"{name}: sample {number}, field {field!r} is another in a second process, so each "
-                    "reader would give its own. Fix what depends on the process (its number, hash() of "
-                    "text, the order of a set, a value set after import): hand it to the Dataset in "
-                    "__init__. If it is drawn at random, seed it by the sample number, or store one draw "
-                    f"with {arg('random', 'freeze')}"
+                    "reader would give its own",
+                    hint="Fix what depends on the process (its number, hash() of text, the order of a set, "
+                    "a value set after import): hand it to the Dataset in __init__. If it is drawn at "
+                    f"random, seed it by the sample number, or store one draw with {arg('random', 'freeze')}",
                 )
 
 

@@ -49,15 +49,15 @@ class TextRules:
             if isinstance(rule, str):
                 if rule not in ("bytes", "drop"):
                     raise ConfigError(
-                        f"{arg('text', {name: rule})} is not a rule. "
-                        "Expected a list of words, 'bytes' or 'drop'"
+                        f"{arg('text', {name: rule})} is not a rule",
+                        hint="Expected a list of words, 'bytes' or 'drop'",
                     )
                 self._rules[name] = rule
                 continue
             words = [str(word) for word in rule]
             if len(set(words)) != len(words) or not words:
                 raise ConfigError(
-                    f"{arg('text', {name: words})} names no word, or one twice. Name each word once"
+                    f"{arg('text', {name: words})} names no word, or one twice", hint="Name each word once"
                 )
             self._rules[name] = list[Json](words)
             self._places[name] = {word: place for place, word in enumerate(words)}
@@ -87,7 +87,8 @@ class TextRules:
         if place is None:
             raise SourceError(
                 f"{where} is {text[:40]!r}, which is not among the {len(self._places[name])} words of its "
-                f"rule in {arg('text')}. Add it there"
+                f"rule in {arg('text')}",
+                hint="Add it there",
             )
         return np.asarray(place, np.int64)
 
@@ -115,7 +116,8 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
         if name in found:
             raise SourceError(
                 f"{spot} occurs twice: nested names are joined with '.', so {{'a': {{'b': 1}}}} and "
-                "{'a.b': 2} are one. Give one of them another name"
+                "{'a.b': 2} are one",
+                hint="Give one of them another name",
             )
         if name in text and isinstance(value, str | bytes):
             array = text.number(name, value, spot)
@@ -300,8 +302,8 @@ def _walk(value: Any, name: str, where: str, depth: int = 0) -> Iterator[tuple[s
     """
     if depth > DEEPEST:
         raise SourceError(
-            f"{where}, field {name[:40]!r}... is nested more than {DEEPEST} deep. Does it contain itself? "
-            "Return arrays in a flat dictionary"
+            f"{where}, field {name[:40]!r}... is nested more than {DEEPEST} deep",
+            hint="Does it contain itself? Return arrays in a flat dictionary",
         )
     if (items := _children(value, name)) is None:
         yield name, value
@@ -359,11 +361,12 @@ def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
     out = f"leave it out with {arg('text', {name: 'drop'})}"
     if isinstance(value, str | bytes):
         raise SourceError(
-            f"{where} is text ({value[:40]!r}), and a store holds numbers. Give its words, as "
-            f"{arg('text', {name: ['cat', 'dog']})}, which stores the place of each; or {out}"
+            f"{where} is text ({value[:40]!r}), and a store holds numbers",
+            hint=f"Give its words, as {arg('text', {name: ['cat', 'dog']})}, which stores the place of "
+            f"each; or {out}",
         )
     if value is None:
-        raise SourceError(f"{where} is None. Return an array or a number in every item, or {out}")
+        raise SourceError(f"{where} is None", hint=f"Return an array or a number in every item, or {out}")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _from_tensor(value, where)
@@ -381,15 +384,17 @@ def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
     if isinstance(value, complex | np.ndarray | np.generic):
         return _from_numpy(np.asanyarray(value), where)
     kind = type(cast("object", value)).__name__
-    raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images, or {out}")
+    raise SourceError(
+        f"{where} is of type {kind}", hint=f"Return tensors, arrays, numbers or images, or {out}"
+    )
 
 
 def _from_list(values: Sequence[Any], where: str, name: str) -> tuple[NDArray[Any], str]:
     if not values:
         raise SourceError(
-            f"{where} is an empty list, which has neither dtype nor further axes. Return an array in every "
-            f"item, as np.array(values, np.float32) or np.zeros((0, 4), np.float32); or leave it out with "
-            f"{arg('text', {name: 'drop'})}"
+            f"{where} is an empty list, which has neither dtype nor further axes",
+            hint="Return an array in every item, as np.array(values, np.float32) or np.zeros((0, 4), "
+            f"np.float32); or leave it out with {arg('text', {name: 'drop'})}",
         )
     array = np.asanyarray(values)
     if array.dtype.kind not in "bi" and all(isinstance(value, int | np.integer) for value in values):
@@ -402,8 +407,8 @@ def _from_int(value: int, where: str) -> tuple[NDArray[Any], str]:
         return np.asarray(value, dtype=np.int64), "int64"
     except OverflowError as error:
         raise SourceError(
-            f"{where} is a whole number of {value.bit_length()} bits, expected at most 63 and a sign. "
-            "Return it as a float"
+            f"{where} is a whole number of {value.bit_length()} bits, expected at most 63 and a sign",
+            hint="Return it as a float",
         ) from error
 
 
@@ -411,9 +416,11 @@ def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
     import torch
 
     if tensor.layout != torch.strided:
-        raise SourceError(f"{where} is a tensor of layout {tensor.layout}. Return it dense (`to_dense()`)")
+        raise SourceError(
+            f"{where} is a tensor of layout {tensor.layout}", hint="Return it dense (`to_dense()`)"
+        )
     if tensor.is_meta:
-        raise SourceError(f"{where} is a meta tensor, which has no values. Return one with values")
+        raise SourceError(f"{where} is a meta tensor, which has no values", hint="Return one with values")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if plain.dtype == torch.bfloat16:
         return plain.contiguous().view(torch.int16).numpy().view(np.uint16).copy(), "bfloat16"
@@ -421,7 +428,8 @@ def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
         array = plain.numpy()
     except (TypeError, RuntimeError) as error:
         raise SourceError(
-            f"{where} has dtype {tensor.dtype}, which cannot be stored ({error}). Convert it in the Dataset"
+            f"{where} has dtype {tensor.dtype}, which cannot be stored ({error})",
+            hint="Convert it in the Dataset",
         ) from error
     return _from_numpy(array, where)
 
@@ -437,8 +445,8 @@ def _from_numpy(array: NDArray[Any], where: str, *, exact: bool = False) -> tupl
     """Return an array as it is stored; float64 stays where it is one number, or `exact`."""
     if isinstance(array, np.ma.MaskedArray) and np.ma.getmaskarray(array).any():
         raise SourceError(
-            f"{where} is a masked array with values left out, and a store has no masks. Return "
-            "array.filled(VALUE), and the mask as a field of its own if it is wanted"
+            f"{where} is a masked array with values left out, and a store has no masks",
+            hint="Return array.filled(VALUE), and the mask as a field of its own if it is wanted",
         )
     array = np.asarray(array)
     kind, size = array.dtype.kind, array.dtype.itemsize
@@ -457,7 +465,7 @@ def _from_numpy(array: NDArray[Any], where: str, *, exact: bool = False) -> tupl
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     else:
         raise SourceError(
-            f"{where} has dtype {array.dtype}, which cannot be stored. Return bool, integers that fit "
-            "int64, or floating point numbers"
+            f"{where} has dtype {array.dtype}, which cannot be stored",
+            hint="Return bool, integers that fit int64, or floating point numbers",
         )
     return array, array.dtype.name

@@ -63,8 +63,9 @@ def selected(cache: Cache, key: object) -> NDArray[np.int64]:
             wanted = wanted.astype(np.int64)
             return np.where((-count <= wanted) & (wanted < 0), wanted + count, wanted)
     raise RecordError(
-        f"a cache has no entry {key!r}. Give a sample index, as cache[5], a slice, as cache[10:20], a list "
-        f"of indices, as cache[[3, 5]], or a field, as cache[{next(iter(cache.schema), 'data')!r}]"
+        f"a cache has no entry {key!r}",
+        hint="Give a sample index, as cache[5], a slice, as cache[10:20], a list of indices, as cache[[3, "
+        f"5]], or a field, as cache[{next(iter(cache.schema), 'data')!r}]",
     )
 
 
@@ -141,7 +142,9 @@ class Column:
         """Return all stored records, for numpy; a bfloat16 field as float32."""
         values = self[:]
         if not isinstance(values, Tensor):
-            raise RecordError(f"field {self.name!r} varies in length, so it is not one array. Use column[:]")
+            raise RecordError(
+                f"field {self.name!r} varies in length, so it is not one array", hint="Use column[:]"
+            )
         array: NDArray[Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         return array if dtype is None else array.astype(dtype)
 

@@ -251,7 +251,7 @@ class Cache:
         if isinstance(key, str):
             if key not in served_schema(self):
                 raise RecordError(
-                    f"{self.name} has no field {key!r}. It has {', '.join(served_schema(self))}"
+                    f"{self.name} has no field {key!r}", hint=f"It has {', '.join(served_schema(self))}"
                 )
             return Column(self, key)
         if not is_index(key):
@@ -330,7 +330,7 @@ class Cache:
         """
         spec = self.recipe.columns.get(field)
         if spec is None or not spec.shape:
-            raise RecordError(f"field {field!r} has no axis 0. Fields: {', '.join(self.schema)}")
+            raise RecordError(f"field {field!r} has no axis 0", hint=f"Fields: {', '.join(self.schema)}")
         if not spec.ragged:
             return np.full(len(self), axis_length(spec), np.int64)
         segments = self.segments
@@ -376,15 +376,16 @@ class Cache:
         if failure is not None:
             return MissingRecordError(
                 f"sample {number} was quarantined in stage {failure.stage} after {failure.attempts} "
-                f"attempts: {failure.error}. Precompute again with retry_quarantined to try once more"
+                f"attempts: {failure.error}",
+                hint="Precompute again with retry_quarantined to try once more",
             )
         if not 0 <= number < self.index.count:
             return MissingRecordError(
-                f"sample {number} does not exist: {self.name} has {self.index.count} samples, from 0. Use an "
-                "index below that"
+                f"sample {number} does not exist: {self.name} has {self.index.count} samples, from 0",
+                hint="Use an index below that",
             )
         return MissingRecordError(
-            f"sample {number} is not encoded yet: {self!r}. Run precompute to fill the gaps"
+            f"sample {number} is not encoded yet: {self!r}", hint="Run precompute to fill the gaps"
         )
 
 
@@ -421,15 +422,17 @@ def peek_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
         cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
     except PermissionError as error:
         raise FormatError(
-            f"{error.filename} cannot be read: {error.strerror}. Folders of a cache are made for their owner "
-            f"alone; the owner shares them with chmod -R g+rX"
+            f"{error.filename} cannot be read: {error.strerror}",
+            hint="Folders of a cache are made for their owner alone; the owner shares them with chmod -R "
+            "g+rX",
         ) from error
     if require_complete and cache.lost:
         raise cache.lost[0].error()
     if require_complete and not cache.complete:
         raise IncompleteError(
             f"{display_path(cache.path)} holds {len(cache)} of {cache.index.count} records "
-            f"({len(cache.quarantined)} quarantined). Run again what made it, to encode the rest"
+            f"({len(cache.quarantined)} quarantined)",
+            hint="Run again what made it, to encode the rest",
         )
     return cache
 
@@ -510,9 +513,9 @@ def _no_cache(folder: Path) -> FormatError:
         )
     more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
     return FormatError(
-        f"{display_path(folder)} is not a cache. It holds caches by name: {', '.join(names[:MOST_NAMED])}"
-        f"{more}. "
-        f"Name one, as {display_path(folder / names[0])}"
+        f"{display_path(folder)} is not a cache. It holds caches by name: "
+        f"{', '.join(names[:MOST_NAMED])}{more}",
+        hint=f"Name one, as {display_path(folder / names[0])}",
     )
 
 
@@ -850,7 +853,8 @@ class _JointFiller:
             if own and member.filler is None:
                 raise IncompleteError(
                     f"{member.path} lacks {len(own)} samples, the first is {own[0]}, and has no source at "
-                    "hand. Run the precompute that made it again"
+                    "hand",
+                    hint="Run the precompute that made it again",
                 )
             if own and member.filler is not None:
                 member.filler.fill(own, until - time.monotonic())
@@ -859,7 +863,9 @@ class _JointFiller:
     def begin(self) -> NoReturn:
         """Refused: what fills several caches at once would need an order of all of them."""
         paths = ", ".join(str(member.path) for member in self._members if not member.complete)
-        raise ConfigError(f"caches served as one must be complete, {paths} are not. Precompute them first")
+        raise ConfigError(
+            f"caches served as one must be complete, {paths} are not", hint="Precompute them first"
+        )
 
 
 def _check_alike(members: Sequence[Cache]) -> None:
@@ -870,8 +876,9 @@ def _check_alike(members: Sequence[Cache]) -> None:
                 for c in (members[0], member)
             )
             raise ConfigError(
-                f"{members[0].path} has records of {a}, {member.path} of {b}. One batch can hold records of "
-                "both only where all fields are the same; mix='batch' serves batches of one cache each"
+                f"{members[0].path} has records of {a}, {member.path} of {b}",
+                hint="One batch can hold records of both only where all fields are the same; mix='batch' "
+                "serves batches of one cache each",
             )
 
 

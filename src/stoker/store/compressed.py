@@ -84,7 +84,7 @@ def check_compression(value: str) -> Compression:
             f"compression is {value!r}", hint=f"Expected one of {', '.join(get_args(Compression))}"
         )
     if value != "none" and importlib.util.find_spec("numcodecs") is None:
-        raise ConfigError(f"compression {value!r} needs numcodecs, which is not installed. {_INSTALL}")
+        raise ConfigError(f"compression {value!r} needs numcodecs, which is not installed", hint=_INSTALL)
     return cast("Compression", value)
 
 
@@ -92,7 +92,7 @@ def _blosc(why: str) -> Any:
     try:
         return importlib.import_module("numcodecs.blosc")
     except ImportError as error:
-        raise ConfigError(f"{why} needs numcodecs, which is not installed. {_INSTALL}") from error
+        raise ConfigError(f"{why} needs numcodecs, which is not installed", hint=_INSTALL) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,7 +467,7 @@ def _read_table(file: OpenFile, header: Header, where: str) -> NDArray[np.int64]
     entry, blocks = header.tensors.get("__table__"), header.tensors.get("__blocks__")
     known = {"format", "bytes", "compression", "table"} <= header.metadata.keys()
     if entry is None or blocks is None or len(header.tensors) != 2 or not known:
-        raise FormatError(f"{where} begins as a compressed shard and lacks its table. Remove it")
+        raise FormatError(f"{where} begins as a compressed shard and lacks its table", hint="Remove it")
     if entry.dtype != "U64" or blocks.dtype != "U8" or entry.shape[1:] != (4,) or not entry.shape[0]:
         raise FormatError(f"{where} has a table of {entry.dtype} {entry.shape}, expected U64 (blocks, 4)")
     raw = bytearray(entry.end - entry.begin)

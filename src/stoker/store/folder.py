@@ -457,7 +457,7 @@ def open_folder(
     """
     if not CACHE_NAME.fullmatch(str(name)) or ".." in name or name == WEIGHTS_FOLDER:
         raise ConfigError(
-            f"a cache cannot be called {name!r}. Use letters, digits, '_', '-', '+', '=' and '.'"
+            f"a cache cannot be called {name!r}", hint="Use letters, digits, '_', '-', '+', '=' and '.'"
         )
     cache_dir = Path(cache_dir)
     path = cache_dir / name / recipe.fingerprint

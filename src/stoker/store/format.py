@@ -259,7 +259,7 @@ def capacity(schema: Schema, shard_bytes: int) -> Capacity:
     """
     if shard_bytes < 1:
         raise ConfigError(
-            f"shard_bytes is {shard_bytes}, expected 1 at least. Leave it out for {SHARD_BYTES}"
+            f"shard_bytes is {shard_bytes}, expected 1 at least", hint=f"Leave it out for {SHARD_BYTES}"
         )
     if not is_fixed(schema):
         return Capacity(rows=MAX_ROWS, bytes=min(shard_bytes, RAGGED_SHARD_BYTES), fixed=False)
@@ -379,7 +379,8 @@ def read_header(file: OpenFile, *, where: str) -> Header:
         raise FormatError(f"{where}: metadata is missing or not text")
     if metadata.get("format") not in [str(number) for number in FORMATS]:
         raise FormatError(
-            f"{where} has format {metadata.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
+            f"{where} has format {metadata.get('format')!r}, this version reads {FORMATS}",
+            hint="Upgrade stoker",
         )
     tensors = _check_tensors(entries, file.size - len(raw), where)
     digest = xxhash.xxh3_128_hexdigest(raw)
@@ -464,7 +465,7 @@ def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]
     if not expected <= metadata.keys() or "__number__" not in header.tensors:
         raise FormatError(f"{name} lacks {sorted(expected - metadata.keys()) or '__number__'} in its header")
     if metadata["schema"] != schema_text(schema):
-        raise FormatError(f"{name} has another schema than its cache: it belongs elsewhere. Remove it")
+        raise FormatError(f"{name} has another schema than its cache: it belongs elsewhere", hint="Remove it")
     if metadata["format"] != str(format_of(schema)):
         raise FormatError(f"{name} says format {metadata['format']}, its schema is of another")
     rows = header.tensors["__number__"].shape[0] if header.tensors["__number__"].shape else 0

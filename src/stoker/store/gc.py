@@ -134,7 +134,8 @@ def scan(cache_dir: Path) -> list[ScannedFolder]:
             paths = sorted(parent.iterdir())
         except PermissionError as error:
             raise FormatError(
-                f"{parent} cannot be listed: {error.strerror}. Run as somebody who may see every cache in it"
+                f"{parent} cannot be listed: {error.strerror}",
+                hint="Run as somebody who may see every cache in it",
             ) from error
         for path in paths:
             if FINGERPRINT.fullmatch(path.name) and path.is_dir():
@@ -471,19 +472,21 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     """
     cache_dir = Path(cache_dir)
     if not cache_dir.is_dir():
-        raise FormatError(f"there is no folder {cache_dir}. Name the folder that holds caches by name")
+        raise FormatError(f"there is no folder {cache_dir}", hint="Name the folder that holds caches by name")
     if (cache_dir / MARKER).exists():
         raise FormatError(
-            f"{cache_dir} holds copies of an address, which go by another rule. Use stoker cache gc, or from "
-            "Python stoker.store.gc.clean"
+            f"{cache_dir} holds copies of an address, which go by another rule",
+            hint="Use stoker cache gc, or from Python stoker.store.gc.clean",
         )
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
-        raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")
+        raise FormatError(
+            f"{cache_dir} is one cache", hint="Name the folder above, which holds caches by name"
+        )
     if not scan(cache_dir) and not any(leftovers(cache_dir)) and _holds_others(cache_dir):
         raise FormatError(
-            f"{cache_dir} holds no cache: no folder two levels below it has the name of a fingerprint. "
-            "Name the folder that holds caches by name"
+            f"{cache_dir} holds no cache: no folder two levels below it has the name of a fingerprint",
+            hint="Name the folder that holds caches by name",
         )
     with nullcontext() if dry_run else _cleaning(cache_dir):
         return _Collection(cache_dir, policy or GcPolicy(), dry_run=dry_run).run()
@@ -522,8 +525,8 @@ def _cleaning(cache_dir: Path) -> Generator[None]:
     with lock_folder(cache_dir, "gc", timeout_s=INDEX_WAIT_S) as free:
         if not free:
             raise StalledError(
-                f"{cache_dir} has been cleaned up by {lock_holder(cache_dir, 'gc')} for {INDEX_WAIT_S:g} s. "
-                "Run again when it is done"
+                f"{cache_dir} has been cleaned up by {lock_holder(cache_dir, 'gc')} for {INDEX_WAIT_S:g} s",
+                hint="Run again when it is done",
             )
         yield
 
@@ -557,9 +560,9 @@ class _Collection:
         """Remove one unused folder, and the weights that only it needed."""
         folder = next((one for one in self._own() if one.path == path), None)
         if folder is None:
-            raise FormatError(f"there is no cache {path}. Name the folder of a cache")
+            raise FormatError(f"there is no cache {path}", hint="Name the folder of a cache")
         if why := self._busy(folder) or self._remove(folder):
-            raise ConflictError(f"{path} stays: {why}. Wait for the job that uses it, or cancel it")
+            raise ConflictError(f"{path} stays: {why}", hint="Wait for the job that uses it, or cancel it")
         self._note(
             "fingerprint", path, sum(self._take(folder, name) for name in [*folder.files]), "asked for"
         )

@@ -74,7 +74,8 @@ def index_in_place(
         if folder.path.stat().st_mtime_ns == progress:
             raise StalledError(
                 f"{folder.path} is being indexed by another process, which has made no progress for "
-                f"{READ_DEADLINE_S:g} s. Run again when it is done"
+                f"{READ_DEADLINE_S:g} s",
+                hint="Run again when it is done",
             )
 
 
@@ -90,9 +91,9 @@ def in_place_recipe(source: Source, digests: Digests) -> Recipe:
 def _places_of(source: Source) -> Sequence[PartLocations]:
     if not isinstance(source, InPlaceSource):
         raise ConfigError(
-            f"{source!r} does not say where its samples lie. Expected an HDF5Source or ArraySource over "
-            "contiguous HDF5 or .npy files; for others use stoker.precompute, in settings "
-            "precompute.in_place=false"
+            f"{source!r} does not say where its samples lie",
+            hint="Expected an HDF5Source or ArraySource over contiguous HDF5 or .npy files; for others use "
+            "stoker.precompute, in settings precompute.in_place=false",
         )
     return source.places()
 
@@ -119,7 +120,9 @@ def _recipe(source: Source, places: Sequence[PartLocations], digests: Digests) -
         found = [part.fields[name].field for part in places if name in part.fields]
         if found and any(other.dtype != found[0].dtype for other in found):
             kinds = ", ".join(sorted({one.dtype for one in found}))
-            raise SourceError(f"{source!r}: field {name!r} is {kinds}, not one dtype. Use stoker.precompute")
+            raise SourceError(
+                f"{source!r}: field {name!r} is {kinds}, not one dtype", hint="Use stoker.precompute"
+            )
         schema[name] = replace(field, dtype=found[0].dtype) if found else field
     dtypes = {name: field.dtype for name, field in schema.items()}
     entries: Mapping[str, Any] = {
@@ -288,7 +291,7 @@ def _read(
 def _check_unchanged(users: Mapping[Path, UserFile]) -> None:
     for path, user in users.items():
         if _user(path) != user:
-            raise SourceError(f"{path} changed while it was indexed. Run again once it is written")
+            raise SourceError(f"{path} changed while it was indexed", hint="Run again once it is written")
 
 
 def _check_values(source: Source, cache: Cache) -> None:
@@ -304,6 +307,6 @@ def _check_values(source: Source, cache: Cache) -> None:
             found[name].numpy().astype(value.dtype), value, equal_nan=value.dtype.kind == "f"
         ):
             raise SourceError(
-                f"{source!r}: field {name!r} of sample {number} is not what lies where its file says. "
-                "It cannot be served in place; use stoker.precompute"
+                f"{source!r}: field {name!r} of sample {number} is not what lies where its file says",
+                hint="It cannot be served in place; use stoker.precompute",
             )

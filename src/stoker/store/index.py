@@ -259,7 +259,8 @@ def read_index_entries(folder: Path) -> dict[str, Any]:
         raise CorruptError(f"{path} does not match its digest")
     if entries.get("format") not in FORMATS:
         raise FormatError(
-            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}",
+            hint="Upgrade stoker",
         )
     return entries
 
@@ -391,9 +392,10 @@ class LostShard:
         """Return what to raise where its records are needed."""
         advice = f"Run precompute again: it encodes its {self.entry.records} records again, and only those"
         if self.size is None:
-            return IncompleteError(f"{self.path} is missing. {advice}")
+            return IncompleteError(f"{self.path} is missing", hint=advice)
         return CorruptError(
-            f"{self.path} has {self.size} bytes, expected {self.entry.bytes}: truncated or replaced. {advice}"
+            f"{self.path} has {self.size} bytes, expected {self.entry.bytes}: truncated or replaced",
+            hint=advice,
         )
 
 
@@ -431,7 +433,7 @@ def read_info(storage: Storage, name: str, recipe: Recipe) -> ShardInfo:
     shard = Shard(storage.open(name), storage.path / name, recipe.schema)
     part = part_of(shard, recipe)
     if part is None:
-        raise FormatError(f"{storage.path / name} belongs to another cache. Remove it")
+        raise FormatError(f"{storage.path / name} belongs to another cache", hint="Remove it")
     return ShardInfo(
         file=name,
         part=part,
@@ -623,7 +625,8 @@ def write_index(
     def give_up(failed: FailedAttempt) -> StalledError:
         return StalledError(
             f"the index of {storage.path} was replaced by other machines {failed.attempts} times while it "
-            "was made. See how many are writing to it, then run again"
+            "was made",
+            hint="See how many are writing to it, then run again",
         )
 
     policy = RetryPolicy(first_s=0.0, attempts=INDEX_TRIES)

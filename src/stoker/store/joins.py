@@ -64,9 +64,11 @@ class Join:
         """Refuse rules that are malformed."""
         for name, rule in (("missing", self.missing), ("repeated", self.repeated)):
             if rule not in get_args(Rule):
-                raise ConfigError(f"{name} is {rule!r}. Expected {', '.join(get_args(Rule))}")
+                raise ConfigError(f"{name} is {rule!r}", hint=f"Expected {', '.join(get_args(Rule))}")
         if {self.missing, self.repeated} == {"mask", "drop"}:
-            raise ConfigError("missing and repeated ask for mask and for drop. Give both the same, or refuse")
+            raise ConfigError(
+                "missing and repeated ask for mask and for drop", hint="Give both the same, or refuse"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +134,17 @@ def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
     if unknown or not {"key", "columns"} <= rules.keys():
         known = ", ".join(one.name for one in fields(Join) if one.name != "table")
         raise ConfigError(
-            f"join_table got {', '.join(rules) or 'no rules'}. It needs key and columns, and takes {known}"
+            f"join_table got {', '.join(rules) or 'no rules'}",
+            hint=f"It needs key and columns, and takes {known}",
         )
     join = Join(table=table, **rules)
     if cache.joined is not None:
-        raise ConfigError(f"{cache.name} has joined columns already. Join one table, made of both")
+        raise ConfigError(f"{cache.name} has joined columns already", hint="Join one table, made of both")
     if not cache.complete:
         raise ConfigError(
             f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records, "
-            "and a table is joined to the records that are there. Run the same precompute to its end first, "
-            f"without {arg('wait', False)}, and join then"
+            "and a table is joined to the records that are there",
+            hint=f"Run the same precompute to its end first, without {arg('wait', False)}, and join then",
         )
     other = copy.copy(cache)
     other.joined = join_columns(cache, join)
@@ -221,12 +224,12 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
             name = "repeated" if kind == _REPEATED else "missing"
             raise SourceError(
                 f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
-                f"{join.by}: {format_keys(keys)}{why}. Fix the table, or allow for it: "
-                f"{arg(name, 'mask')} or 'drop'"
+                f"{join.by}: {format_keys(keys)}{why}",
+                hint=f"Fix the table, or allow for it: {arg(name, 'mask')} or 'drop'",
             )
     if not (state == _FOUND).any():
         on = arg("on", join.on) if isinstance(join.on, str) else f"{format_keys(join.on)} (the keys given)"
-        raise SourceError(f"{where}: no record has a row. {join.by} must hold what {on} names")
+        raise SourceError(f"{where}: no record has a row", hint=f"{join.by} must hold what {on} names")
 
 
 def rename_hint(column: str) -> str:
@@ -243,15 +246,16 @@ def _schema(cache: Cache, labels: LabelTable, *, masked: bool) -> Schema:
             continue
         if known in labels.fields:
             raise ConfigError(
-                f"joined columns {name!r} and {known!r}: the second name is needed, as it says which records "
-                f"have the first. Name the second otherwise: {rename_hint(known)}"
+                f"joined columns {name!r} and {known!r}: the second name is needed, as it says which "
+                "records have the first",
+                hint=f"Name the second otherwise: {rename_hint(known)}",
             )
         schema.setdefault(known, Field(shape=(), dtype="bool"))
     taken = sorted(schema.keys() & {*cache.schema, "index"})
     if taken:
         raise ConfigError(
-            f"{cache.name} has a field {taken[0]!r} already. Name the joined one otherwise: "
-            f"{rename_hint(taken[0])}"
+            f"{cache.name} has a field {taken[0]!r} already",
+            hint=f"Name the joined one otherwise: {rename_hint(taken[0])}",
         )
     return schema
 
@@ -268,8 +272,9 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
     if spec is None or spec.shape or spec.floating:
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
         raise ConfigError(
-            f"{arg('on', on)} is not a field of {cache.name} that holds a whole number. Expected number"
-            f"{''.join(f', {name}' for name in whole)}, or a list of keys, one a sample: on=source.keys()"
+            f"{arg('on', on)} is not a field of {cache.name} that holds a whole number",
+            hint=f"Expected number{''.join(f', {name}' for name in whole)}, or a list of keys, one a "
+            "sample: on=source.keys()",
         )
     segments, found = cache.segments, dict[int, str]()
     for shard, row, first, count in zip(

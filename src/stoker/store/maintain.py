@@ -354,7 +354,7 @@ def compact(
 def _checked(compression: str) -> Compression:
     kind = check_compression(compression)
     if kind == "auto":
-        raise ConfigError("compression 'auto' is for new shards. Give none, zstd or lz4")
+        raise ConfigError("compression 'auto' is for new shards", hint="Give none, zstd or lz4")
     return kind
 
 

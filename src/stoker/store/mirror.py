@@ -116,8 +116,9 @@ class MirrorRoot:
         """
         if not (self.path / MARKER).exists():
             raise ResourceError(
-                f"{self.path} was removed while it was in use. What it stood for is at {self.url}: open the "
-                "cache again. `stoker cache gc` gives room back without harm to who reads"
+                f"{self.path} was removed while it was in use",
+                hint=f"What it stood for is at {self.url}: open the cache again. `stoker cache gc` gives "
+                "room back without harm to who reads",
             )
 
     @cached_property
@@ -157,7 +158,9 @@ def read_marker(root: Path) -> tuple[str, int | None]:
         entries = read_strict(file.read_all(), where=str(where))
     url, limit = entries.get("url"), entries.get("limit_bytes")
     if entries.get("format") != 1 or not isinstance(url, str) or not (limit is None or is_count(limit)):
-        raise FormatError(f"{where} is not understood. Remove {root}, which is a copy, or upgrade stoker")
+        raise FormatError(
+            f"{where} is not understood", hint=f"Remove {root}, which is a copy, or upgrade stoker"
+        )
     return parse_url(url), limit
 
 
@@ -176,7 +179,7 @@ def open_remote(url: str) -> Remote:
         if error.name != "obstore":
             raise
         raise ConfigError(
-            f"{url} needs a package that is not installed. pip install 'stoker[objects]'"
+            f"{url} needs a package that is not installed", hint="pip install 'stoker[objects]'"
         ) from error
     return objects.ObjectRemote(url)
 
@@ -374,7 +377,7 @@ class MirrorFolder:
         with lock_range(path, 0, 1, timeout_s=TIMEOUT_S) as got:
             if not got:
                 raise StalledError(
-                    f"{path} has been locked for {TIMEOUT_S:g} s. See what hangs on this machine"
+                    f"{path} has been locked for {TIMEOUT_S:g} s", hint="See what hangs on this machine"
                 )
             yield
 
@@ -498,8 +501,8 @@ class MirrorFolder:
             part.result(0.0, self.url_of(copy.name))
         if late := len(parts) - len(came):  # those not begun end at once: the deadline is theirs too
             raise StalledError(
-                f"{late} of {len(parts)} parts of {self.url_of(copy.name)} did not come in "
-                f"{timeout_s:g} s. See whether the store answers, then run again: what arrived is kept"
+                f"{late} of {len(parts)} parts of {self.url_of(copy.name)} did not come in {timeout_s:g} s",
+                hint="See whether the store answers, then run again: what arrived is kept",
             )
 
     def begin_fetch(self, copy: BlockFile, ranges: Ranges) -> int:
@@ -565,8 +568,8 @@ class MirrorFolder:
 
     def _busy(self, copy: BlockFile, waited_s: float) -> StalledError:
         return StalledError(
-            f"another process has been fetching {self.url_of(copy.name)} for {waited_s:.0f} s. See whether "
-            "it hangs, then run again"
+            f"another process has been fetching {self.url_of(copy.name)} for {waited_s:.0f} s",
+            hint="See whether it hangs, then run again",
         )
 
     @contextmanager
@@ -633,7 +636,7 @@ class MirrorFolder:
         except ReplacedError as error:
             self.forget(copy.name)
             raise CorruptError(
-                f"{self.url_of(copy.name)} was replaced since it was opened. Open the cache again"
+                f"{self.url_of(copy.name)} was replaced since it was opened", hint="Open the cache again"
             ) from error
 
 

@@ -184,7 +184,8 @@ def require_holes(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"the file system of {folder} cannot give back parts of files, so mirror_bytes cannot be kept "
-            "there. Put mirror_dir on a local disk (ext4, xfs, btrfs, tmpfs), or set no limit"
+            "there",
+            hint="Put mirror_dir on a local disk (ext4, xfs, btrfs, tmpfs), or set no limit",
         ) from error
     finally:
         os.close(fd)
@@ -244,7 +245,9 @@ class Space:
         path = self._root / USED_FILE
         with lock_range(path, 0, 1, timeout_s=WAIT_S) as got:
             if not got:
-                raise StalledError(f"{path} has been locked for {WAIT_S:g} s. See what hangs in {self._root}")
+                raise StalledError(
+                    f"{path} has been locked for {WAIT_S:g} s", hint=f"See what hangs in {self._root}"
+                )
             self._require()
             used = change(self.used())
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

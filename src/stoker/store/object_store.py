@@ -110,7 +110,8 @@ class ObjectRemote:
             self._writing = from_url(url, client_options=slower, retry_config=parts)
         except (BaseError, ValueError) as error:
             raise ConfigError(
-                f"{url} cannot be used with the environment as it is ({_plain(error)}). See docs/objects.md"
+                f"{url} cannot be used with the environment as it is ({_plain(error)})",
+                hint="See docs/objects.md",
             ) from None
         self._conditional = True
 
@@ -228,8 +229,9 @@ class ObjectRemote:
         where = f"{operation} {self._url}/{name}" if name else f"{operation} {self._url}"
         if _Begun.pid and _Begun.pid != os.getpid():
             raise ConfigError(
-                f"{where}: this process was forked from one that already talks to the store, which cannot go "
-                "well. Start workers with the method spawn (multiprocessing_context='spawn')"
+                f"{where}: this process was forked from one that already talks to the store, which cannot "
+                "go well",
+                hint="Start workers with the method spawn (multiprocessing_context='spawn')",
             )
         _Begun.pid = os.getpid()
         try:
@@ -256,11 +258,12 @@ class ObjectRemote:
             return _known(known, where, status=403)
         if operation in ("put", "delete"):
             return ReadOnlyError(
-                f"{where}: the store allows no writing ({code}). Use credentials that may write; what is "
-                "there can be read and served all the same"
+                f"{where}: the store allows no writing ({code})",
+                hint="Use credentials that may write; what is there can be read and served all the same",
             )
         return AccessError(
-            f"{where}: the store allows no reading ({code}). Use credentials that may list and read",
+            f"{where}: the store allows no reading ({code})",
+            hint="Use credentials that may list and read",
             status=403,
         )
 

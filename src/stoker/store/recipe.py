@@ -210,7 +210,7 @@ def _stat(ref: FileRef) -> os.stat_result:
     try:
         return ref.path.stat()
     except OSError as error:
-        raise SourceError(f"{ref.path} cannot be read: {error.strerror}. Check the path") from error
+        raise SourceError(f"{ref.path} cannot be read: {error.strerror}", hint="Check the path") from error
 
 
 def _times(status: os.stat_result) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ def _digest(ref: FileRef, before: os.stat_result, *, sampled: bool) -> str:
     except OSError as error:
         raise SourceError(f"{ref.path} cannot be read: {error.strerror}") from error
     if _times(after) != _times(before):
-        raise SourceError(f"{ref.path} changed while it was digested. Run again once it is written")
+        raise SourceError(f"{ref.path} changed while it was digested", hint="Run again once it is written")
     return digest
 
 
@@ -430,7 +430,8 @@ def parse_recipe(data: bytes, folder: Path) -> Recipe:
     entries = read_strict(data, where=str(path))
     if entries.get("format") not in FORMATS:
         raise FormatError(
-            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}",
+            hint="Upgrade stoker",
         )
     recipe = Recipe(entries=entries)
     try:
@@ -461,13 +462,14 @@ def _check_names(schema: Schema) -> None:
         if not name or name.startswith("__") or name.endswith(RESERVED_SUFFIXES):
             raise EncoderError(
                 f"a field is called {name!r}; names that start with '__' or end with "
-                f"{', '.join(RESERVED_SUFFIXES)} are the store's own. Rename it"
+                f"{', '.join(RESERVED_SUFFIXES)} are the store's own",
+                hint="Rename it",
             )
         if schema[name].folded and schema.get(name + SHAPE_SUFFIX) != size_field(schema[name]):
             raise EncoderError(
                 f"field {name!r} has axes {' '.join(schema[name].axes)} in its rows, and no field "
-                f"{name + SHAPE_SUFFIX!r} {size_field(schema[name]).shape} int64 with their sizes. Hand on "
-                "both"
+                f"{name + SHAPE_SUFFIX!r} {size_field(schema[name]).shape} int64 with their sizes",
+                hint="Hand on both",
             )
 
 
@@ -504,17 +506,20 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
     named = [("every float field", dtype)] if isinstance(dtype, str) else wanted.items()
     for name, wish in named:
         if wish not in STORED_FLOATS:
-            raise ConfigError(f"storage dtype {wish!r} for {name} is unknown. Use {', '.join(STORED_FLOATS)}")
+            raise ConfigError(
+                f"storage dtype {wish!r} for {name} is unknown", hint=f"Use {', '.join(STORED_FLOATS)}"
+            )
     for name in wanted:
         if name not in floats:
             raise ConfigError(
-                f"storage dtype is set for {name!r}, which is not a float field. Float fields: {floats}"
+                f"storage dtype is set for {name!r}, which is not a float field",
+                hint=f"Float fields: {floats}",
             )
         if wanted[name] in QUANTIZED_DTYPES and not encoded[name].step_shape:
             raise ConfigError(
                 f"storage dtype {wanted[name]!r} for {name!r}: it has one number "
-                f"{'a step' if encoded[name].shape else 'a sample'}, and none to share a scale with. "
-                "Use bfloat16 or float32"
+                f"{'a step' if encoded[name].shape else 'a sample'}, and none to share a scale with",
+                hint="Use bfloat16 or float32",
             )
     return wanted
 
@@ -540,7 +545,8 @@ def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: st
     return ConfigError(
         f"storage dtype {dtype!r} for all fields does not suit {large!r} {encoded[large].shape}: with its "
         f"scales, each {last} numbers of its last axis take {last + 4 * scales} bytes, and {2 * last} in "
-        f"float16. Name the dtype of each field: {arg('dtype', instead)}"
+        "float16",
+        hint=f"Name the dtype of each field: {arg('dtype', instead)}",
     )
 
 
@@ -561,7 +567,8 @@ def _asked_group(fixed: EncodeBatchSize, samples: int | None, sample_schema: Sch
     if ragged and samples > 1:
         raise ConfigError(
             f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded by "
-            f"itself. Leave it out, or give {arg('encode_batch', 1)}"
+            "itself",
+            hint=f"Leave it out, or give {arg('encode_batch', 1)}",
         )
     return EncodeBatchSize(samples=samples)
 
@@ -606,8 +613,8 @@ def _part_entry(part: Part, files: list[FileDigest]) -> Json:
     for name, value in part.values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise SourceError(
-                f"{part.name}: {name!r}, a number of the file (an attribute, or in its name), is {value}. "
-                f"Give it a finite value in the file, or delete the attribute"
+                f"{part.name}: {name!r}, a number of the file (an attribute, or in its name), is {value}",
+                hint="Give it a finite value in the file, or delete the attribute",
             )
     content: list[Json] = [[file.name, file.bytes, file.digest] for file in files]
     digest = part.digest if not files else digest_json([part.digest, *content])

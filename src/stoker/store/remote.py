@@ -132,8 +132,8 @@ def local_path(place: str | Path, what: str) -> Path:
     """
     if is_url(place):
         raise ConfigError(
-            f"{what} is {masked(str(place))}, an address. Expected a folder of this machine; only caches lie "
-            "at addresses (stoker cache push)"
+            f"{what} is {masked(str(place))}, an address",
+            hint="Expected a folder of this machine; only caches lie at addresses (stoker cache push)",
         )
     return Path(place)
 
@@ -151,30 +151,35 @@ def parse_url(place: str | Path) -> str:
     found = _URL.match(text)
     if found is None or found[1].lower() not in SCHEMES:
         raise ConfigError(
-            f"{masked(text)} is not an address of caches. Expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
-            "az://CONTAINER/FOLDER or file:///FOLDER; a path on this machine has no ://"
+            f"{masked(text)} is not an address of caches",
+            hint="Expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or file:///FOLDER; "
+            "a path on this machine has no ://",
         )
     scheme, rest = found[1].lower(), text[found.end() :]
     if "?" in rest or "#" in rest or (scheme != "file" and "@" in rest.partition("/")[0]):
         raise ConfigError(
             f"an address in {scheme}:// holds a user, a query or a fragment (not repeated here: it may be "
-            "secret). Give the plain address; credentials come from the environment, see docs/objects.md"
+            "secret)",
+            hint="Give the plain address; credentials come from the environment, see docs/objects.md",
         )
     parts = [part for part in rest.split("/") if part]
     if scheme == "file" and found[2] == "//":
         raise ConfigError(
-            f"{masked(text)} names a host, not a path. Expected three slashes, as file:///{'/'.join(parts)}"
+            f"{masked(text)} names a host, not a path",
+            hint=f"Expected three slashes, as file:///{'/'.join(parts)}",
         )
     if scheme != "file" and not parts:
-        raise ConfigError(f"{masked(text)} names no bucket. Expected {scheme}://BUCKET/FOLDER")
+        raise ConfigError(f"{masked(text)} names no bucket", hint=f"Expected {scheme}://BUCKET/FOLDER")
     if scheme != "file" and not _BUCKET.fullmatch(parts[0]):
         raise ConfigError(
-            f"{masked(text)}: {parts[0]!r} is not the name of a bucket. Expected three characters or more: "
-            "letters, digits, '.', '_' and '-', the first a letter or a digit"
+            f"{masked(text)}: {parts[0]!r} is not the name of a bucket",
+            hint="Expected three characters or more: letters, digits, '.', '_' and '-', the first a letter "
+            "or a digit",
         )
     if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
         raise ConfigError(
-            f"{masked(text)} has a part with other characters than letters, digits and '_.+=@ -'. Rename it"
+            f"{masked(text)} has a part with other characters than letters, digits and '_.+=@ -'",
+            hint="Rename it",
         )
     return f"{scheme}://{'/' if scheme == 'file' else ''}{'/'.join(parts)}"
 
@@ -240,8 +245,9 @@ class Retries:
                 return StalledError(f"{what}: the process ends")
             return StalledError(
                 f"{what} failed {failure.attempts} times in {failure.spent_s:.1f} s, {timeout_s:g} s are "
-                f"allowed: {failure.error}. See whether the store answers and the network holds, then run "
-                "again: what arrived is kept"
+                f"allowed: {failure.error}",
+                hint="See whether the store answers and the network holds, then run again: what arrived is "
+                "kept",
             )
 
         return retry(

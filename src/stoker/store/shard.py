@@ -758,7 +758,8 @@ class OpenShards:
             allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise ResourceError(
                 f"a shard cannot be opened: the process has all of its {allowed} file descriptors open, and "
-                f"next to none of them are shards. Allow more (ulimit -n {4 * allowed}), or close files"
+                "next to none of them are shards",
+                hint=f"Allow more (ulimit -n {4 * allowed}), or close files",
             ) from error
 
     def _keep(self, i: int, facts: ShardFacts) -> None:

@@ -511,7 +511,8 @@ def _only(folder: Path, purpose: str, doing: str) -> Generator[None]:
         if not got:
             raise StalledError(
                 f"{folder} {doing} by {lock_holder(folder, purpose)}, which took longer than "
-                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+                f"{INDEX_WAIT_S:g} s",
+                hint="Run again when it is done",
             )
         yield
 
@@ -556,7 +557,7 @@ def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
     if known == (url, limit_bytes):
         return
     if known is not None and known[0] != url:
-        raise FormatError(f"{path} stands for {known[0]}, not for {url}. Choose another mirror_dir")
+        raise FormatError(f"{path} stands for {known[0]}, not for {url}", hint="Choose another mirror_dir")
     make_folder(path, 0o700)
     if limit_bytes is not None:
         require_holes(path)
@@ -577,7 +578,9 @@ def resolve_local(place: str | Path, *, must_exist: bool = True) -> Path:
     """
     text = str(place) if isinstance(cast("object", place), str | Path) else ""
     if not text or "\0" in text:
-        raise ConfigError(f"the path of the cache is {place!r}. Expected a path, as 'data/latent_cache'")
+        raise ConfigError(
+            f"the path of the cache is {place!r}", hint="Expected a path, as 'data/latent_cache'"
+        )
     return attach_mirror(place, must_exist=must_exist) if is_url(place) else Path(place)
 
 
@@ -604,7 +607,7 @@ def attach_mirror(
     url = parse_url(url)
     folders, objects = _list(open_remote(url), "")
     if must_exist and not folders and not objects:
-        raise FormatError(f"there is no cache at {url}. Check the address, or run precompute")
+        raise FormatError(f"there is no cache at {url}", hint="Check the address, or run precompute")
     depth = _depth(folders, objects)
     top, inside = _split(url, depth)
     root = local_path(mirror_dir, "mirror_dir").absolute() / _folder_name(top)

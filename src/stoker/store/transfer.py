@@ -101,7 +101,8 @@ class RecordSelection:
             if not hit.any():
                 raise IncompleteError(
                     f"{display_path(cache.path)} has no record of samples {first:,} to {stop - 1:,}: it has "
-                    f"{cache.index.count:,} samples, from 0. Ask for others"
+                    f"{cache.index.count:,} samples, from 0",
+                    hint="Ask for others",
                 )
         else:
             hit = _overlap(segments.count, *self._positions(len(cache)))
@@ -201,13 +202,15 @@ def pull(
     coming = make_folder(make_folder(cache_dir, 0o700) / COMING, 0o700)
     with lock_folder(coming, "pull", timeout_s=INDEX_WAIT_S, shared=True) as got:
         if not got:
-            raise StalledError(f"{lock_holder(coming, 'pull')} has been cleaning up {coming}. Run again")
+            raise StalledError(
+                f"{lock_holder(coming, 'pull')} has been cleaning up {coming}", hint="Run again"
+            )
         report, arrived = _pull(url, cache_dir, wanted, listen)
     report.seconds = time.monotonic() - began
     if wanted.all and not report.complete:
         raise CorruptError(
-            f"{report.path} is not complete after all of {report.url} came. Run `stoker cache verify "
-            f"{report.path}`"
+            f"{report.path} is not complete after all of {report.url} came",
+            hint=f"Run `stoker cache verify {report.path}`",
         )
     with lock_folder(coming, "pull") as last:  # another pull may be using the same mirror
         if last:
@@ -223,7 +226,7 @@ def _pull(
     mirror = open_storage(source.path).mirror
     if source.lost:
         lost = source.lost[0].error()
-        raise IncompleteError(lost.marked_fact, hint=lost.marked_hint)
+        raise IncompleteError(lost.problem.fact, hint=lost.problem.hint)
     assert mirror is not None
     names = wanted.shards(source)
     target = cache_dir / source.path.parent.name / source.path.name
@@ -354,7 +357,7 @@ def push(
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     storage = open_storage(target)
     if not isinstance(storage, MirrorStorage):
-        raise FormatError(f"{url} is itself a cache. Give the folder that holds caches by name")
+        raise FormatError(f"{url} is itself a cache", hint="Give the folder that holds caches by name")
     report = TransferReport(url=storage.mirror.url, path=str(cache.path))
     entries = _own_entries(cache)
     storage.put(RECIPE_FILE, (cache.path / RECIPE_FILE).read_bytes())
@@ -379,13 +382,14 @@ def _own_entries(cache: Cache) -> list[ShardInfo]:
         FormatError: Their records are in other files.
     """
     if open_storage(cache.path).mirror is not None:
-        raise FormatError(f"{cache.path} is a copy of an address, in part. Pull it, and push that")
+        raise FormatError(f"{cache.path} is a copy of an address, in part", hint="Pull it, and push that")
     entries = [entry for entry in cache.index.shards if len(entry.segments)]
     for entry in entries:
         places = places_name(entry.file)
         if places and (cache.path / places).exists():
             raise FormatError(
-                f"{cache.path} serves files in place, which are not part of it. Precompute a cache of them"
+                f"{cache.path} serves files in place, which are not part of it",
+                hint="Precompute a cache of them",
             )
     return entries
 

@@ -209,7 +209,8 @@ def _finite_only(name: str, exact: Tensor, stored: Tensor, numbers: Sequence[int
         dtype = str(stored.dtype).removeprefix("torch.")
         raise RecordError(
             f"sample {numbers[row]}: field {name!r} holds {value:.4g}, {dtype} ends at "
-            f"{torch.finfo(stored.dtype).max:.4g}. Store it as bfloat16 or float32"
+            f"{torch.finfo(stored.dtype).max:.4g}",
+            hint="Store it as bfloat16 or float32",
         )
     error = torch.where(finite, stored.to(exact.dtype) - exact, 0.0)
     return torch.where(finite, exact, 0.0), error
@@ -316,7 +317,8 @@ def _check_finite(name: str, field: Field, values: Tensor, numbers: Sequence[int
     found = values[row][~torch.isfinite(values[row].to(torch.float32))][0]
     raise RecordError(
         f"sample {numbers[row]}: field {name!r} holds {float(found):.4g}, which {field.dtype} with scales "
-        f"cannot hold. Store it as bfloat16 or float32, or leave the sample out ({arg('nan', 'reject')})"
+        "cannot hold",
+        hint=f"Store it as bfloat16 or float32, or leave the sample out ({arg('nan', 'reject')})",
     )
 
 

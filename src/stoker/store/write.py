@@ -567,7 +567,8 @@ class RecordWriter:
         if local.min() < 0 or local.max() >= entry.count:
             raise RecordError(
                 f"samples {min(numbers)} to {max(numbers)} are not of one part; {entry.name!r} has "
-                f"{entry.offset} to {entry.offset + entry.count - 1}. Append part by part"
+                f"{entry.offset} to {entry.offset + entry.count - 1}",
+                hint="Append part by part",
             )
         return part, local
 
@@ -591,8 +592,8 @@ class RecordWriter:
                 wider = "float16" if field.quantized else "float32"
                 raise RecordError(
                     f"sample {numbers[worst]}: field {name!r} loses {error:.3g} of its largest value as "
-                    f"{field.dtype}, {bound:.3g} is allowed. Store it wider, as with "
-                    f"{arg('dtype', wider)}, or raise {arg('max_error')}"
+                    f"{field.dtype}, {bound:.3g} is allowed",
+                    hint=f"Store it wider, as with {arg('dtype', wider)}, or raise {arg('max_error')}",
                 )
         return stored
 

@@ -157,8 +157,8 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
     """
     if not 1 <= initial <= maximum or steps < 1 or not 0 <= precision < 1:
         raise ConfigError(
-            f"find_batch_size(initial={initial}, maximum={maximum}, precision={precision}, steps={steps}). "
-            "Expected 1 <= initial <= maximum, 0 <= precision < 1 and at least one step"
+            f"find_batch_size(initial={initial}, maximum={maximum}, precision={precision}, steps={steps})",
+            hint="Expected 1 <= initial <= maximum, 0 <= precision < 1 and at least one step",
         )
     others = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     make = batches if callable(batches) else _repeated(batches)
@@ -190,8 +190,8 @@ def _search(fits: Callable[[int], bool], initial: int, maximum: int, precision: 
             bad = middle
     if not good:
         raise ResourceError(
-            "not even a batch of one example fits into memory with this model and optimizer. Use a smaller "
-            "model or smaller examples, or mixed precision"
+            "not even a batch of one example fits into memory with this model and optimizer",
+            hint="Use a smaller model or smaller examples, or mixed precision",
         )
     log.info("a batch of %d examples fits%s", good, "" if bad > maximum else f", one of {bad} does not")
     return good
@@ -239,8 +239,8 @@ def _repeated(batches: Iterable[Any]) -> MakeBatch:
     examples = _examples(one)
     if not examples:
         raise ConfigError(
-            f"find_batch_size got batches of type {type(one).__name__} without a tensor of examples. "
-            "Expected a loader, or a function that makes a batch of so many examples"
+            f"find_batch_size got batches of type {type(one).__name__} without a tensor of examples",
+            hint="Expected a loader, or a function that makes a batch of so many examples",
         )
     return lambda count: _resized(one, examples, count)
 

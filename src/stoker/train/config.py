@@ -83,7 +83,9 @@ def _check_numbers(settings: TrainStage | TrainConfig) -> None:
             bound = "above 0" if least is None else f"of at least {least}"
             bound += f" and at most {most}" if math.isfinite(most) else ""
             kind = "whole number" if whole else "number"
-            raise ConfigError(f"{type(settings).__name__}.{one.name} is {value!r}. Expected a {kind} {bound}")
+            raise ConfigError(
+                f"{type(settings).__name__}.{one.name} is {value!r}", hint=f"Expected a {kind} {bound}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ class TrainStage:
     def __post_init__(self) -> None:
         """Check names and ranges."""
         if self.name not in STAGES:
-            raise ConfigError(f"stage {self.name!r} is unknown. Known: {', '.join(STAGES)}")
+            raise ConfigError(f"stage {self.name!r} is unknown", hint=f"Known: {', '.join(STAGES)}")
         _check_numbers(self)
 
     @property
@@ -214,11 +216,11 @@ class TrainConfig:
         _check_numbers(self)
         if self.schedule not in get_args(Schedule):
             known = ", ".join(get_args(Schedule))
-            raise ConfigError(f"TrainConfig.schedule is {self.schedule!r}. Known: {known}")
+            raise ConfigError(f"TrainConfig.schedule is {self.schedule!r}", hint=f"Known: {known}")
         if self.width % self.heads:
             raise ConfigError(
-                f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}. "
-                f"Use {arg('width', -(-self.width // self.heads) * self.heads)}"
+                f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}",
+                hint=f"Use {arg('width', -(-self.width // self.heads) * self.heads)}",
             )
         _ = self.all_stages  # checked as they are made
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
 from stoker.encoders.grid import Decode
 from stoker.encoders.wrappers import INPUT, SOLUTION, is_steady
-from stoker.errors import ConfigError, RecordError
+from stoker.errors import ConfigError, Problem, RecordError
 from stoker.train.config import BatchLoader
 
 # ----------------------------------------------------------------------------------------------------------
@@ -188,8 +188,9 @@ def as_pairs(batch: PairBatch | Mapping[str, Any]) -> PairBatch:
         return batch
     if not is_steady(batch):
         raise ConfigError(
-            f"a batch has {', '.join(batch)} of whole records. Training needs pairs of states: make the "
-            f"loader with windows=stoker.Windows(), or records with {INPUT!r} and {SOLUTION!r}"
+            f"a batch has {', '.join(batch)} of whole records",
+            hint="Training needs pairs of states: make the loader with windows=stoker.Windows(), or records "
+            f"with {INPUT!r} and {SOLUTION!r}",
         )
     index: Tensor = batch["index"]
     return SteadyBatch(
@@ -229,8 +230,8 @@ def to_pairs(batch: PairBatch | Mapping[str, Any], widths: Mapping[str, int], de
     found = cond_widths(batch)
     if found != dict(widths):
         raise RecordError(
-            f"a batch has the conditions {found}, training began with {dict(widths)}. "
-            f"Train on caches whose samples carry the same parameters"
+            f"a batch has the conditions {found}, training began with {dict(widths)}",
+            hint="Train on caches whose samples carry the same parameters",
         )
     z0, z1 = _state(batch.z0, device, 1), _state(batch.z1, device, 1)
     states, mask = z1[:, None], None
@@ -252,19 +253,20 @@ def cond_widths(batch: PairBatch | Mapping[str, Any]) -> dict[str, int]:
     return {name: conditions[name][0].numel() for name in sorted(conditions)}
 
 
-def unequal_tokens(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def unequal_tokens(shapes: Mapping[str, tuple[int, ...]]) -> Problem | None:
     """Say why one operator cannot take states of these shapes, by field; None where it can.
 
     >>> unequal_tokens({"u": (16, 8), "v": (4, 4, 2), "w": (16, 1)})
-    >>> unequal_tokens({"u": (16, 8), "v": (4, 8)}).partition(" have")[0]
+    >>> unequal_tokens({"u": (16, 8), "v": (4, 8)}).fact.partition(" have")[0]
     'the state fields u (16, 8), v (4, 8)'
     """
     if len({math.prod(shape[:-1]) for shape in shapes.values()}) == 1:
         return None
     said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    return (
+    return Problem(
         f"the state fields {said} have different numbers of tokens, so the operator cannot take them "
-        "side by side. Name fields of one grid in Windows(field=...) or training.state_fields, or one"
+        "side by side",
+        hint="Name fields of one grid in Windows(field=...) or training.state_fields, or one",
     )
 
 
@@ -286,7 +288,7 @@ def _state(found: Tensor | Mapping[str, Tensor], device: torch.device, axes: int
         for values in fields.values()
     ]
     if why := unequal_tokens({name: tuple(v.shape[axes:]) for name, v in fields.items()}):
-        raise RecordError(why)
+        raise RecordError.of_all([why])
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
@@ -298,8 +300,9 @@ def raw_field(batch: PairBatch, name: str, device: torch.device) -> Tensor:
     """
     if name not in batch.cond:
         raise RecordError(
-            f"a batch has no raw field {name!r}, only {', '.join(sorted(batch.cond)) or 'no conditions'}. "
-            f"Store it with the latents: precompute.keep={name[:-1]}, or keep_fields(encoder, {name[:-1]!r})"
+            f"a batch has no raw field {name!r}, only {', '.join(sorted(batch.cond)) or 'no conditions'}",
+            hint=f"Store it with the latents: precompute.keep={name[:-1]}, or keep_fields(encoder, "
+            f"{name[:-1]!r})",
         )
     return batch.cond[name].to(device, torch.float32, non_blocking=True)
 

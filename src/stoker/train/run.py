@@ -203,8 +203,9 @@ class _TrainRun:
         if self.only is not None and self.only != stages[0].name:
             raise ConfigError(
                 f"stage {self.only} continues a run of the same settings, and {self.folder} has no "
-                f"unfinished one. Begin with `stoker train CONFIG --stage {stages[0].name}`, or do all "
-                "stages without --stage"
+                "unfinished one",
+                hint=f"Begin with `stoker train CONFIG --stage {stages[0].name}`, or do all stages without "
+                "--stage",
             )
         self.loader = self.loader_of(stages[0])
         objective = start_run(self.config, self.loader, self.note_batch, self.ranks, self.space)
@@ -224,12 +225,12 @@ class _TrainRun:
         wanted = [stage.name for stage in stages].index(self.only)
         if done < wanted:
             raise ConfigError(
-                f"stage {self.only} comes after {stages[done].name}, which is not done in {self.folder}. Do "
-                f"that first: `stoker train CONFIG --stage {stages[done].name}`"
+                f"stage {self.only} comes after {stages[done].name}, which is not done in {self.folder}",
+                hint=f"Do that first: `stoker train CONFIG --stage {stages[done].name}`",
             )
         if done > wanted:
             rest = f"--stage {stages[done].name}" if done < len(stages) else "another training.run_dir"
-            raise ConfigError(f"stage {self.only} is done in {self.folder}. Continue with {rest}")
+            raise ConfigError(f"stage {self.only} is done in {self.folder}", hint=f"Continue with {rest}")
         return wanted
 
     def do_stages(self, loop: TrainLoop) -> None:
@@ -310,11 +311,14 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
     if loader is None and patience is not None:
         raise ConfigError(
             f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
-            "that many epochs whatever it learned. Give a val_loader, or leave patience out"
+            "that many epochs whatever it learned",
+            hint="Give a val_loader, or leave patience out",
         )
     every = loader.values() if isinstance(loader, Mapping) else [loader]
     if any(one is not None and not len(one) for one in every):
-        raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
+        raise ConfigError(
+            "the validation loader has no batch", hint="Give one that has, or None to train without"
+        )
 
 
 @contextmanager
@@ -330,12 +334,14 @@ def lock_run_folder(folder: Path) -> Generator[None]:
             folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         why = "its file system takes none" if isinstance(error, FileNotFoundError) else "a file is in its way"
-        raise ConfigError(f"{folder} cannot be a folder: {why}. Give another training.run_dir") from error
+        raise ConfigError(
+            f"{folder} cannot be a folder: {why}", hint="Give another training.run_dir"
+        ) from error
     with lock_folder(folder, "train") as got:
         if not got:
             raise ConfigError(
-                f"{lock_holder(folder, 'train')} is training in {folder}. Wait until it ends or stop it, "
-                "or give another training.run_dir"
+                f"{lock_holder(folder, 'train')} is training in {folder}",
+                hint="Wait until it ends or stop it, or give another training.run_dir",
             )
         remove_unfinished(folder)
         remove_unfinished(folder / "checkpoints")
@@ -366,8 +372,9 @@ def start_run(
         batches.append(batch)
     if not batches:
         raise ConfigError(
-            "the training loader has no batch. It drops a last short batch when drop_last is set: "
-            "use a smaller training.batch_size, or more samples"
+            "the training loader has no batch",
+            hint="It drops a last short batch when drop_last is set: use a smaller training.batch_size, or "
+            "more samples",
         )
     widths = cond_widths(batches[0])
     scales = measure_scales(_finite_pairs(batches, widths, device), ranks)
@@ -404,8 +411,9 @@ def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
     found = ranks.all_gather("none" if checkpoint is None else f"step {checkpoint.step}", "the checkpoint")
     if len(set(found)) > 1:
         raise StaleStateError(
-            f"the newest checkpoint in {root} is of {', '.join(found)} as the ranks see it. Expected one "
-            "folder that all of them see: put training.run_dir on storage that the machines share"
+            f"the newest checkpoint in {root} is of {', '.join(found)} as the ranks see it",
+            hint="Expected one folder that all of them see: put training.run_dir on storage that the "
+            "machines share",
         )
 
 
@@ -430,15 +438,16 @@ def resume_run(
     if found != wanted:
         raise StaleStateError(
             f"the checkpoint of step {checkpoint.step} in {folder} has an operator of {found}, the settings "
-            f"say {wanted}. Resume with the settings it was begun with, or train in another training.run_dir"
+            f"say {wanted}",
+            hint="Resume with the settings it was begun with, or train in another training.run_dir",
         )
     number, name = int(saved["progress"].get("stage", 0)), saved.get("stage", "operator")
     names = [stage.name for stage in config.all_stages]
     if names[number : number + 1] != [name]:
         raise StaleStateError(
             f"the checkpoint of step {checkpoint.step} in {folder} is of stage {number + 1}, {name}; the "
-            f"settings have the stages {', '.join(names)}. Resume with the stages it was begun with, or "
-            "train in another training.run_dir"
+            f"settings have the stages {', '.join(names)}",
+            hint="Resume with the stages it was begun with, or train in another training.run_dir",
         )
     found = saved.get("decoder")
     decoder = None if found is None else replace(DecoderShape(**found), field=tuple(found["field"]))
@@ -479,8 +488,9 @@ def check_finite(pairs: Pairs) -> None:
         number, start = pairs.index[int(bad.int().argmax())].tolist()
         raise DivergedError(
             f"sample {number}, time step {start} holds a NaN or an infinity ({int(bad.sum())} of {len(bad)} "
-            f"examples of a batch do). Expected finite states and parameters. Look at cache[{number}]; "
-            f"precompute with {arg('nan', 'reject')} leaves such samples out"
+            "examples of a batch do)",
+            hint=f"Expected finite states and parameters. Look at cache[{number}]; precompute with "
+            f"{arg('nan', 'reject')} leaves such samples out",
         )
 
 
@@ -501,13 +511,13 @@ def _checked(space: FieldSpace | None, config: TrainConfig) -> FieldSpace:
     """
     if space is None:
         raise ConfigError(
-            "a stage trains a decoder, and nothing tells which raw field it decodes to. From Python give "
-            'train(..., space=FieldSpace(field="data"))'
+            "a stage trains a decoder, and nothing tells which raw field it decodes to",
+            hint='From Python give train(..., space=FieldSpace(field="data"))',
         )
     if space.encode is None and any(stage.lambda_inv_dec for stage in config.all_stages):
         raise ConfigError(
-            "lambda_inv_dec is above 0, and this encoder has no form that gradients pass. Set it to 0; "
-            "inverse encoding works with any encoder"
+            "lambda_inv_dec is above 0, and this encoder has no form that gradients pass",
+            hint="Set it to 0; inverse encoding works with any encoder",
         )
     return space
 

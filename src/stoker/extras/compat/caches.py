@@ -191,8 +191,8 @@ def read_metadata(cache_dir: str | Path) -> dict[str, Any]:
         str(known["config_hash"])
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
-            f"{path} is not the metadata of a cache ({type(error).__name__}: {error}). Remove it; "
-            "save_cache_metadata writes it again"
+            f"{path} is not the metadata of a cache ({type(error).__name__}: {error})",
+            hint="Remove it; save_cache_metadata writes it again",
         ) from error
     return known
 
@@ -330,8 +330,9 @@ class EarlierReader:
                 found.append(reader.read(path).tensors)
             except RefusedFileError as refused:
                 raise SourceError(
-                    f"{path} is not a sample of the earlier cache: {refused}. Remove it and encode again, "
-                    "or import the others with `stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`"
+                    f"{path} is not a sample of the earlier cache: {refused}",
+                    hint="Remove it and encode again, or import the others with `stoker cache import-pt "
+                    "FOLDER --out CACHE_DIR --name NAME`",
                 ) from refused
         return found
 

@@ -119,8 +119,8 @@ class EarlierPrecomputeFlags:
         workers = self.num_workers
         if self.parallel is not None and workers is not None and self.parallel == (workers == 0):
             raise ConfigError(
-                f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict. "
-                "Give one of them"
+                f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict",
+                hint="Give one of them",
             )
         # Files may be given a time of their own; else a worker that does not answer has it for all it does.
         file_s = self.dataloader_timeout if self.hdf5_timeout is None else self.hdf5_timeout
@@ -363,7 +363,7 @@ def _original(spec: str, old: Path, key: str | None, prefix: str) -> Any:
     )  # fmt: skip
     module = code.call(code.find(), {})
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"--original {spec} makes a {type(module).__qualname__}. {code.form}")
+        raise ConfigError(f"--original {spec} makes a {type(module).__qualname__}", hint=code.form)
     load_checkpoint(module, old, key=key, prefix=prefix)
     return module.eval()
 

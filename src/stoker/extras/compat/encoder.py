@@ -95,7 +95,7 @@ class EarlierGridEncoder(nn.Module):
         if missing := [name for name in names if name not in fields]:
             raise EncoderError(f"fields has {sorted(fields)}, and lacks {', '.join(missing)}")
         if meta is None or "grid_shape" not in meta:
-            raise EncoderError('meta lacks grid_shape. Give meta={"grid_shape": (H, W)}')
+            raise EncoderError("meta lacks grid_shape", hint='Give meta={"grid_shape": (H, W)}')
         height, width = (int(size) for size in meta["grid_shape"])
         values = torch.cat([fields[name] for name in names], -1)
         if values.dim() != 3 or values.shape[1] != height * width:
@@ -239,14 +239,15 @@ def convert_encoder(  # noqa: PLR0913  what the earlier class was made with, by 
     }
     place = Path(out)
     if place.suffix != ".safetensors":
-        raise EncoderError(f"{place}: weights are written as safetensors. Name a file that ends so")
+        raise EncoderError(f"{place}: weights are written as safetensors", hint="Name a file that ends so")
     with replace_atomically(place) as temporary:
         temporary.write_bytes(weights_to_bytes(encoder_weights))
         found, largest = _compare(shape, temporary, project.shape[0], forward)
         if found > TOLERANCE * max(largest, 1e-30):
             raise EncoderError(
                 f"{old}: the converted encoder differs by {found:.3g} from latents of up to {largest:.3g}: "
-                f"the original computes something else than the formula. {_INSTEAD}"
+                "the original computes something else than the formula",
+                hint=_INSTEAD,
             )
     return ConvertedEncoder(
         out=place, grid=grid, channels=channels, patch=shape.cell, tokens=tokens, dim=project.shape[0],
@@ -273,7 +274,9 @@ def original_forward(module: nn.Module, grid: tuple[int, int], field: str) -> Fo
         with torch.inference_mode():
             found: object = call(data.float())
         if not isinstance(found, Tensor):
-            raise EncoderError(f"the original gives a {type(found).__name__}. Expected latents (n, L, D)")
+            raise EncoderError(
+                f"the original gives a {type(found).__name__}", hint="Expected latents (n, L, D)"
+            )
         return found.double()
 
     return forward
@@ -309,20 +312,22 @@ class _Shape:
         """
         if min(*grid, patch, tokens, channels) < 1 or grid[0] % patch or grid[1] % patch:
             raise EncoderError(
-                f"patch {patch} does not divide grid {grid} (H, W). Give those it was made with"
+                f"patch {patch} does not divide grid {grid} (H, W)", hint="Give those it was made with"
             )
         high, wide = grid[0] // patch, grid[1] // patch
         if tokens > high * wide:
             raise EncoderError(
                 f"{tokens} tokens were made of {high * wide} patches by copying, which GridEncoder does not "
-                f"do. {_INSTEAD}"
+                "do",
+                hint=_INSTEAD,
             )
         run, rest = divmod(high * wide, tokens)
         rows, cols = (1, run) if run <= wide else (run // wide, wide)
         if rest or wide % cols or rows * cols != run or high % rows:
             raise EncoderError(
-                f"adaptive_avg_pool1d makes {tokens} tokens of {high} x {wide} patches, row after row; these "
-                f"are not equal rectangles, which GridEncoder needs. {_INSTEAD}"
+                f"adaptive_avg_pool1d makes {tokens} tokens of {high} x {wide} patches, row after row; "
+                "these are not equal rectangles, which GridEncoder needs",
+                hint=_INSTEAD,
             )
         return _Shape(grid, patch, tokens, channels, (rows * patch, cols * patch))
 
@@ -331,7 +336,8 @@ class _Shape:
         if tuple(latents.shape) != (1, self.tokens, dim):
             raise EncoderError(
                 f"the original gives latents {tuple(latents.shape)}, its weights are for (1, {self.tokens}, "
-                f"{dim}). Give the sizes that it was made with"
+                f"{dim})",
+                hint="Give the sizes that it was made with",
             )
 
 
@@ -352,7 +358,8 @@ def _require_zero_stem(weights: Mapping[str, Tensor]) -> None:
             if largest != 0.0:
                 raise EncoderError(
                     f"layer {name}, the last of the stem, has values up to {largest:.3g}, so the encoder is "
-                    f"not linear and GridEncoder cannot give its latents. {_INSTEAD}"
+                    "not linear and GridEncoder cannot give its latents",
+                    hint=_INSTEAD,
                 )
 
 
@@ -363,14 +370,15 @@ def _projection(weights: Mapping[str, Tensor], shape: _Shape) -> tuple[Tensor, T
         return torch.eye(shape.values, dtype=torch.float64), torch.zeros(shape.values, dtype=torch.float64)
     if len(found) > 1:
         raise EncoderError(
-            f"layers {', '.join(found[:4])} are all linear; the earlier grid encoder has one projection. "
-            "Name the part of the file that is the encoder with --key and --prefix"
+            f"layers {', '.join(found[:4])} are all linear; the earlier grid encoder has one projection",
+            hint="Name the part of the file that is the encoder with --key and --prefix",
         )
     matrix = weights[found[0]].double()
     if matrix.shape[1] < shape.values:
         raise EncoderError(
-            f"layer {found[0]} takes {matrix.shape[1]} numbers, a patch has {shape.values} ({shape.channels} "
-            f"channels of {shape.patch} x {shape.patch}). Give the patch and channels it was made with"
+            f"layer {found[0]} takes {matrix.shape[1]} numbers, a patch has {shape.values} "
+            f"({shape.channels} channels of {shape.patch} x {shape.patch})",
+            hint="Give the patch and channels it was made with",
         )
     bias = weights.get(f"{found[0].rpartition('.')[0]}.bias")
     return matrix, torch.zeros(len(matrix)).double() if bias is None else bias.double()
@@ -407,7 +415,8 @@ def _fourier(shape: _Shape, frequencies: tuple[int, ...], columns: int) -> Tenso
     counts = [2 * len(frequencies) * len(at) for at in (centers, points)]
     raise EncoderError(
         f"the projection has {columns} columns more than a patch has numbers, and Fourier features of "
-        f"{list(frequencies)} take {counts[0]} or {counts[1]}. Give the frequencies it was made with"
+        f"{list(frequencies)} take {counts[0]} or {counts[1]}",
+        hint="Give the frequencies it was made with",
     )
 
 

@@ -150,7 +150,9 @@ class GPUCachedDataset:
         dinov2_folder: str | Path | None = None,
     ) -> None:
         if not dtype.is_floating_point:
-            raise ConfigError(f"dtype is {dtype}. Expected a float, as torch.bfloat16: images are normalized")
+            raise ConfigError(
+                f"dtype is {dtype}", hint="Expected a float, as torch.bfloat16: images are normalized"
+            )
         self.device = device_or_cpu(device, "images")
         self.split, self.dtype, self.normalize = split, dtype, normalize
         if load_dinov2_features and dinov2_folder is None:
@@ -284,7 +286,9 @@ def _tell_unused(config: Mapping[str, Any]) -> None:
     unused = sorted(str(key) for key in config if key not in _KEYS)
     for key in unused:
         if near := difflib.get_close_matches(key, _EARLIER, n=1, cutoff=0.9):
-            raise ConfigError(f"config has the key {key!r}, which is not known. Did you mean {near[0]!r}?")
+            raise ConfigError(
+                f"config has the key {key!r}, which is not known", hint=f"Did you mean {near[0]!r}?"
+            )
     if unused:
         why = " (images are stored as bytes; precompute.compression, as zstd, compresses them)"
         said = why if any("compress" in key.lower() for key in unused) else ""
@@ -346,8 +350,8 @@ def _mean_step(model: nn.Module, batch: Any) -> None:
     means = [tensor.float().mean() for tensor in _tensors(returned) if tensor.requires_grad]
     if not means:
         raise ConfigError(
-            f"model(batch) returned a {type(returned).__name__} without a tensor that has a gradient. Give "
-            "step=, a function of model and batch that ends with backward()"
+            f"model(batch) returned a {type(returned).__name__} without a tensor that has a gradient",
+            hint="Give step=, a function of model and batch that ends with backward()",
         )
     torch.stack(means).sum().backward()  # pyright: ignore[reportUnknownMemberType]
 
@@ -369,9 +373,10 @@ def _local_dinov2() -> str:
         return str(hub.snapshot_download(DINOV2, local_files_only=True))
     except (ImportError, OSError, ValueError) as error:  # not installed; not downloaded
         raise ConfigError(
-            f"features were asked for, and {DINOV2} is not on this machine ({type(error).__name__}); nothing "
-            "is downloaded. Give dinov2_folder, a local folder with the model and its processor, as "
-            "save_pretrained() writes it"
+            f"features were asked for, and {DINOV2} is not on this machine ({type(error).__name__}); "
+            "nothing is downloaded",
+            hint="Give dinov2_folder, a local folder with the model and its processor, as save_pretrained() "
+            "writes it",
         ) from error
 
 
@@ -382,7 +387,7 @@ def _source(
         source: Source = dataset if isinstance(dataset, Source) else TorchSource(dataset)
         if IMAGE not in source.schema():
             raise ConfigError(
-                f"dataset has the fields {', '.join(source.schema())}. Expected one named {IMAGE!r}"
+                f"dataset has the fields {', '.join(source.schema())}", hint=f"Expected one named {IMAGE!r}"
             )
         if max_samples is None or max_samples >= len(source):
             return source
@@ -394,14 +399,14 @@ def _source(
     folder = data_dir if data_dir is not None else os.environ.get(FOLDER_VARIABLE)
     if not folder:
         raise ConfigError(
-            f"no folder of images: data_dir is not given, and the variable {FOLDER_VARIABLE} is not set. "
-            "Give one of them, a folder in DexYCB's layout; or dataset, any source or Dataset with a field "
-            "'image'"
+            f"no folder of images: data_dir is not given, and the variable {FOLDER_VARIABLE} is not set",
+            hint="Give one of them, a folder in DexYCB's layout; or dataset, any source or Dataset with a "
+            "field 'image'",
         )
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"{named} is {folder}, which is not a folder. Expected one in DexYCB's layout, with "
-            "calibration and 20200709-subject-01 in it"
+            f"{named} is {folder}, which is not a folder",
+            hint="Expected one in DexYCB's layout, with calibration and 20200709-subject-01 in it",
         )
     from stoker.sources.images import ImageSource
 

@@ -100,14 +100,15 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         if len(stored) < num_samples or missing:
             there = len(stored) if isinstance(stored, Cache) else num_samples - len(missing)
             raise CacheIncompleteError(
-                f"Cache incomplete: {there}/{num_samples} records in {cache_dir}. "
-                "`stoker precompute` encodes the missing ones"
+                f"Cache incomplete: {there}/{num_samples} records in {cache_dir}",
+                hint="`stoker precompute` encodes the missing ones",
             )
         needed = _bytes_needed(stored)
         if not check_sufficient_ram(needed / MIB):
             raise ResourceError(
-                f"Insufficient RAM for PreloadedCacheDataset ({format_bytes(needed)} required, "
-                "and a fifth to spare). Use stoker.Loader(cache), which serves from disk what does not fit"
+                f"Insufficient RAM for PreloadedCacheDataset ({format_bytes(needed)} required, and a fifth "
+                "to spare)",
+                hint="Use stoker.Loader(cache), which serves from disk what does not fit",
             )
         self.windows = Windows(stride=time_stride, horizon=rollout_horizon, start_every=time_stride)
         if isinstance(stored, Cache):
@@ -167,9 +168,9 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         """
         if self.cache is None:
             raise ConfigError(
-                "a loader reads caches, and this folder holds sample_*.pt files. Import them with "
-                "`stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`, or use a torch DataLoader with "
-                "collate_fn=latent_pair_collate"
+                "a loader reads caches, and this folder holds sample_*.pt files",
+                hint="Import them with `stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`, or use "
+                "a torch DataLoader with collate_fn=latent_pair_collate",
             )
         pairs = max(1, self.windows.count(trajectory_steps(self.cache.schema)))
         own: dict[str, Any] = {"shuffle": True, **loader}
@@ -389,7 +390,7 @@ def _as_encoder(
         return cast("Encoder", encoder)
     if "coords" in inspect.signature(encoder.forward).parameters:
         if grid is None:
-            raise ConfigError("grid_shape is None, and the encoder takes coordinates. Give (H, W)")
+            raise ConfigError("grid_shape is None, and the encoder takes coordinates", hint="Give (H, W)")
         if isinstance(encoder, EarlierGridEncoder):
             return encoder.for_grid(grid, field_name)
         encoder = EarlierCall(encoder, coords, grid, field_name)
@@ -444,8 +445,8 @@ def latent_pair_collate(pairs: Sequence[LatentPair]) -> dict[str, Any]:
     }
     if len(kinds) > 1:
         raise ConfigError(
-            f"trajectories of one batch have different conditions, horizons or grids ({sorted(kinds)}). Use "
-            "stoker.Mixture, which aligns them by name and says which are there"
+            f"trajectories of one batch have different conditions, horizons or grids ({sorted(kinds)})",
+            hint="Use stoker.Mixture, which aligns them by name and says which are there",
         )
     first = pairs[0]
     futures = [pair.future for pair in pairs if pair.future is not None]
@@ -501,13 +502,14 @@ class MultiTaskDistributedSampler(Sampler[int]):
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigError(f"rank is {self.rank}, expected 0 to {self.num_replicas - 1}")
         if min(self.task_sizes, default=0) < 1:
-            raise ConfigError(f"task_sizes is {list(task_sizes)}. Give each task at least one sample")
+            raise ConfigError(f"task_sizes is {list(task_sizes)}", hint="Give each task at least one sample")
         of = math.floor if drop_last else math.ceil
         self._counts = [of(size / self.num_replicas) for size in self.task_sizes]
         if not all(self._counts):
             raise ConfigError(
                 f"task_sizes is {list(task_sizes)}, and drop_last leaves nothing of a task of fewer samples "
-                f"than {self.num_replicas} ranks. Leave drop_last out"
+                f"than {self.num_replicas} ranks",
+                hint="Leave drop_last out",
             )
 
     def set_epoch(self, epoch: int) -> None:

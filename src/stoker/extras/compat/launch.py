@@ -143,7 +143,7 @@ def _refuse_verb(verb: str) -> None:
     if why := _VERBS_REFUSED.get(verb):
         raise ConfigError.of_all([why.within(f"{verb} is not taken: ")])
     if verb not in VERBS:
-        raise ConfigError(f"{verb!r} is not a verb of vast_launch. Expected {', '.join(VERBS[:4])}")
+        raise ConfigError(f"{verb!r} is not a verb of vast_launch", hint=f"Expected {', '.join(VERBS[:4])}")
 
 
 def _search(out: CommandOutput, overrides: list[str], limit: int) -> None:
@@ -339,16 +339,17 @@ def _check_stage(config: Config, stage: str) -> None:
     if only_stage(config, stage) is not None and len(stages_of(config)) > 1:
         raise ConfigError(
             f"--stage {stage} is not taken: the machine runs `stoker train CONFIG`, which trains all of its "
-            f"stages ({', '.join(one.name for one in stages_of(config))}). Take --stage all, or have only "
-            "the first ones trained: --run-arg stages=[operator]"
+            f"stages ({', '.join(one.name for one in stages_of(config))})",
+            hint="Take --stage all, or have only the first ones trained: --run-arg stages=[operator]",
         )
 
 
 def _check_upload(plan: LaunchPlan, path: Path) -> None:
     if plan.config.launch.upload is None:
         raise ConfigError(
-            f"{path}: launch.upload is not set, so nothing of an earlier machine is kept. Set it to "
-            "REMOTE:PATH before the first launch; a machine that was stopped still has its disk"
+            f"{path}: launch.upload is not set, so nothing of an earlier machine is kept",
+            hint="Set it to REMOTE:PATH before the first launch; a machine that was stopped still has its "
+            "disk",
         )
 
 
@@ -359,8 +360,8 @@ def _check_branch(branch: str) -> None:
 
     if not is_checked_out(Path.cwd(), branch):
         raise ConfigError(
-            f"--branch {branch} is not the commit that is checked out here, which is what the machine gets. "
-            f"git checkout {branch}, then launch"
+            f"--branch {branch} is not the commit that is checked out here, which is what the machine gets",
+            hint=f"git checkout {branch}, then launch",
         )
 
 
@@ -379,7 +380,7 @@ def _environment(env_file: Path) -> dict[str, str]:
     """Return the environment, and what a `.env` file adds to it."""
     if not env_file.is_file():
         if env_file != ENV_FILE:
-            raise ConfigError(f"{env_file} does not exist. Expected a file of NAME=VALUE lines")
+            raise ConfigError(f"{env_file} does not exist", hint="Expected a file of NAME=VALUE lines")
         return dict(os.environ)
     return {**read_env_file(env_file), **os.environ}
 
@@ -502,8 +503,9 @@ def bucket_of(environment: Mapping[str, str]) -> str:
     ]
     if missing:
         raise ConfigError(
-            f"not set: {', '.join(missing)}. Export them or put them into .env; or name files in fetch.files "
-            "of CONFIG and use `stoker data fetch CONFIG`"
+            f"not set: {', '.join(missing)}",
+            hint="Export them or put them into .env; or name files in fetch.files of CONFIG and use `stoker "
+            "data fetch CONFIG`",
         )
     return f"{REMOTES[1]}:{variable(environment, 'B2_BUCKET')}"
 
@@ -516,7 +518,7 @@ def files_of_keys(keys: Sequence[str], prefix: str, bucket: str, listed: ListFil
         TransferError: The bucket cannot be listed.
     """
     if not keys:
-        raise ConfigError("no key of a data set is given. Name some, or set WANDB_DATASETS to a,b")
+        raise ConfigError("no key of a data set is given", hint="Name some, or set WANDB_DATASETS to a,b")
     place = f"{bucket}/{prefix.strip('/')}".rstrip("/")
     files = {one.name: one for one in listed(place)}
     found: dict[str, ListedFile] = {}

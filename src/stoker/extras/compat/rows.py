@@ -260,7 +260,9 @@ def create_gpu_cached_dataloaders(
         StokerError: As `GPUCachedRows`.
     """
     if "dataset_ids" not in config:
-        raise ConfigError(f"config has no dataset_ids. It has: {', '.join(map(str, config)) or 'nothing'}")
+        raise ConfigError(
+            "config has no dataset_ids", hint=f"It has: {', '.join(map(str, config)) or 'nothing'}"
+        )
     if unused := sorted(str(key) for key in config if key not in {*_DATASET, *_LOADER}):
         log.warning("these keys of config have no effect on the rows: %s", ", ".join(unused))
     given = {key: config[key] for key in _DATASET if key in config}
@@ -287,10 +289,10 @@ def _splits(validation: float | None, splits: Mapping[str, float] | None) -> Map
         return SPLITS if splits is None else splits
     if splits is not None:
         raise ConfigError(
-            f"validation_split={validation} and splits={dict(splits)} contradict. Give one of them"
+            f"validation_split={validation} and splits={dict(splits)} contradict", hint="Give one of them"
         )
     if not 0 <= validation <= 0.5:
-        raise ConfigError(f"validation_split is {validation}. Expected 0 to 0.5")
+        raise ConfigError(f"validation_split is {validation}", hint="Expected 0 to 0.5")
     return {"train": 1 - validation, "val": validation} if validation else {"train": 1.0}
 
 
@@ -302,8 +304,8 @@ def _address(db_session: Any) -> str | Path:
     url = getattr(bind, "url", None)
     if url is None or not hasattr(url, "render_as_string"):
         raise ConfigError(
-            f"db_session is a {type(db_session).__name__} without an address. Expected sqlite:///FILE, "
-            "postgresql://HOST/DATABASE, or an SQLAlchemy engine or session"
+            f"db_session is a {type(db_session).__name__} without an address",
+            hint="Expected sqlite:///FILE, postgresql://HOST/DATABASE, or an SQLAlchemy engine or session",
         )
     scheme, separator, rest = str(url.render_as_string(hide_password=False)).partition("://")
     return scheme.partition("+")[0] + separator + rest  # without the name of a driver

@@ -172,7 +172,8 @@ def _values(shard: Shard, name: str, f: Field, run: RecordRun, dtype: str) -> tu
     if dtype != "float32" and not bool(torch.isfinite(values).all()):
         raise RecordError(
             f"a record among the samples {run.number} to {run.number + run.count - 1} holds "
-            f"{float(exact.abs().max()):.4g} in {name!r}, which {dtype} cannot hold. Choose packed='float32'"
+            f"{float(exact.abs().max()):.4g} in {name!r}, which {dtype} cannot hold",
+            hint="Choose packed='float32'",
         )
     return _shaped(values, f), lengths
 
@@ -254,7 +255,7 @@ class ExportSettings:
             raise ConfigError(f"export: file_bytes is {self.file_bytes}, expected 1 at least")
         if self.records is not None and not 0 <= self.records[0] < self.records[1]:
             raise ConfigError(
-                f"export: records is {self.records[0]}:{self.records[1]}. Expected A:B with 0 <= A < B"
+                f"export: records is {self.records[0]}:{self.records[1]}", hint="Expected A:B with 0 <= A < B"
             )
 
 
@@ -298,16 +299,16 @@ def chosen_fields(schema: Schema, settings: ExportSettings) -> Schema:
     if packed and settings.packed == "refuse":
         raise ConfigError(
             f"export: {', '.join(packed)} of {fields[packed[0]].dtype} with scales, which no other library "
-            f"decodes. Choose what they become, {arg('packed', 'float32', setting='--packed')}, or "
-            f"leave them out "
-            f"with {arg('fields', setting='--fields')}"
+            "decodes",
+            hint=f"Choose what they become, {arg('packed', 'float32', setting='--packed')}, or leave them "
+            f"out with {arg('fields', setting='--fields')}",
         )
     names = [INDEX]
     for name, f in fields.items():
         names += [name, *([f"{name}.offsets", f"{name}.lengths"] if f.ragged else [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            f"export: a field is called {twice[0]!r}, which the export needs for itself. Leave it out"
+            f"export: a field is called {twice[0]!r}, which the export needs for itself", hint="Leave it out"
         )
     return fields
 
@@ -323,11 +324,10 @@ def check_ragged(fields: Schema, settings: ExportSettings, lengths: Mapping[str,
     nested = sum(int(own.sum()) * fields[name].row_bytes for name, own in lengths.items())
     padded = sum(int(own.max(initial=0)) * len(own) * fields[name].row_bytes for name, own in lengths.items())
     raise ConfigError(
-        f"export: {', '.join(lengths)} differ in length from record to record. Choose "
-        f"{arg('ragged', 'nested', setting='--ragged')} (one "
-        f"after another with offsets, {format_bytes(nested)} as stored) or "
-        f"{arg('ragged', 'pad', setting='--ragged')} (zeros up to the "
-        f"longest, {format_bytes(padded)})"
+        f"export: {', '.join(lengths)} differ in length from record to record",
+        hint=f"Choose {arg('ragged', 'nested', setting='--ragged')} (one after another with offsets, "
+        f"{format_bytes(nested)} as stored) or {arg('ragged', 'pad', setting='--ragged')} (zeros up to the "
+        f"longest, {format_bytes(padded)})",
     )
 
 
@@ -578,10 +578,12 @@ def export_cache(
         cache = open_cache(cache)
     if not cache.complete:
         raise IncompleteError(
-            f"{cache.path} holds {len(cache)} of {cache.index.count} records. Run precompute first"
+            f"{cache.path} holds {len(cache)} of {cache.index.count} records", hint="Run precompute first"
         )
     if cache.joined is not None:
-        raise ConfigError("export: joined columns are not exported. Export the cache as it was opened first")
+        raise ConfigError(
+            "export: joined columns are not exported", hint="Export the cache as it was opened first"
+        )
     fields = chosen_fields(cache.schema, settings)
     records = Records(cache, settings.records)
     lengths = {name: records.lengths(name) for name, f in fields.items() if f.ragged}
@@ -648,17 +650,19 @@ def _check_place(out: Path) -> None:
         ConfigError: It is not so.
     """
     if os.path.lexists(out) and not out.is_dir():
-        raise ConfigError(f"export: {out} is a file. Choose a folder that does not exist, or is empty")
+        raise ConfigError(f"export: {out} is a file", hint="Choose a folder that does not exist, or is empty")
     own = out.resolve()
     for folder in (own, *own.parents):
         recipes = (folder / RECIPE_FILE, *folder.glob(f"{'[0-9a-f]' * 16}/{RECIPE_FILE}"))
         if any(FINGERPRINT.fullmatch(recipe.parent.name) and recipe.exists() for recipe in recipes):
             raise ConfigError(
-                f"export: {out} is in {folder}, which is a cache: its files are Stoker's own. Choose a "
-                "folder outside of it"
+                f"export: {out} is in {folder}, which is a cache: its files are Stoker's own",
+                hint="Choose a folder outside of it",
             )
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"export: {out} exists and is not empty. Choose another folder, or remove it")
+        raise ConfigError(
+            f"export: {out} exists and is not empty", hint="Choose another folder, or remove it"
+        )
 
 
 @contextmanager
@@ -670,8 +674,8 @@ def _new_folder(out: Path, size_bytes: int) -> Generator[Path]:
     with lock_folder(temporary, "export") as got:
         if not got:
             raise StalledError(
-                f"export: {lock_holder(temporary, 'export')} is exporting to {out}. Wait for it, or choose "
-                "another folder"
+                f"export: {lock_holder(temporary, 'export')} is exporting to {out}",
+                hint="Wait for it, or choose another folder",
             )
         try:
             for left in temporary.iterdir():  # by an export that was killed
@@ -826,8 +830,9 @@ def tensors(fields: Schema, settings: ExportSettings, count: int, lengths: Lengt
     for tensor in found:
         if tensor.name in TAKEN or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tensor.name):
             raise ConfigError(
-                f"export: a field is called {tensor.name!r}, which the layout of tensordict has no file name "
-                f"for. Leave it out with {arg('fields', setting='--fields')}, or export to safetensors"
+                f"export: a field is called {tensor.name!r}, which the layout of tensordict has no file "
+                "name for",
+                hint=f"Leave it out with {arg('fields', setting='--fields')}, or export to safetensors",
             )
     return found
 

@@ -104,7 +104,7 @@ def wanted_files(config: Config) -> tuple[WantedFile | WantedFolder, ...]:
     twice = {one.name for one in own} & {one.name for one in more}
     if twice:
         raise ConfigError(
-            f"{config.where}: fetch.files and fetch.manifest both name {min(twice)!r}. Name it once"
+            f"{config.where}: fetch.files and fetch.manifest both name {min(twice)!r}", hint="Name it once"
         )
     return (*own, *more)
 
@@ -160,7 +160,7 @@ def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
             raise ConfigError(f"{path} is larger than {MANIFEST_BYTES:,} bytes, too large for a manifest")
         content = parse_json(data)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Expected a manifest") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="Expected a manifest") from error
     except ConfigError:
         raise
     except ValueError as error:
@@ -171,7 +171,7 @@ def read_manifest(path: Path) -> tuple[WantedFile | WantedFolder, ...]:
     entries = cast("dict[str, Any]", files)
     for name, entry in entries.items():
         if not isinstance(entry, dict):
-            raise ConfigError(f"{path}: {name!r} is not a mapping. Expected {{from, bytes, sha256}}")
+            raise ConfigError(f"{path}: {name!r} is not a mapping", hint="Expected {from, bytes, sha256}")
     return parse_wanted(entries, str(path))
 
 
@@ -319,21 +319,21 @@ def origin_of(source: str, base: Path) -> Origin:
         parts = urlsplit(source)
         if not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
-                f"{shown_source(source)} names no host, or carries a user name. Put secrets into an "
-                "rclone remote, or into the query of a URL that expires soon"
+                f"{shown_source(source)} names no host, or carries a user name",
+                hint="Put secrets into an rclone remote, or into the query of a URL that expires soon",
             )
         return HttpOrigin(source)
     if scheme == "file":
         return FolderOrigin(Path(urlsplit(source).path))
     if scheme:
         raise ConfigError(
-            f"{shown_source(source)} is of a kind that cannot be fetched. Expected http://, https://, "
-            "remote:path (rclone) or a path"
+            f"{shown_source(source)} is of a kind that cannot be fetched",
+            hint="Expected http://, https://, remote:path (rclone) or a path",
         )
     if source.startswith(":"):
         raise ConfigError(
-            "an rclone remote written out in full (:s3,...:) would show its settings to everyone. Give it a "
-            "name: `rclone config`, or RCLONE_CONFIG_<NAME>_TYPE and so on in the environment"
+            "an rclone remote written out in full (:s3,...:) would show its settings to everyone",
+            hint="Give it a name: `rclone config`, or RCLONE_CONFIG_<NAME>_TYPE and so on in the environment",
         )
     if is_remote(source):
         return RcloneOrigin(source)
@@ -455,8 +455,8 @@ class HttpOrigin:
         """Return the error for a rclone_error of the connection."""
         if error.kind is FailureKind.ENCODED:
             return TransferError(
-                f"{self._shown} sends the file {error.reason}-encoded although identity was asked for. Fetch "
-                "it from another URL, or by hand"
+                f"{self._shown} sends the file {error.reason}-encoded although identity was asked for",
+                hint="Fetch it from another URL, or by hand",
             )
         return TransferError(
             f"{self._shown}: {error.reason}", transient=error.kind is not FailureKind.REFUSED
@@ -532,7 +532,7 @@ class RcloneOrigin:
         """See `Origin`."""
         found = self._look(stall_s)
         if found.get("IsDir"):
-            raise TransferError(f"{self._source} is a folder, or does not exist. Name a file")
+            raise TransferError(f"{self._source} is a folder, or does not exist", hint="Name a file")
         size = int(found["Size"])
         version = ContentVersion(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
         offset = offset if tag in ("", version.tag) else 0
@@ -634,7 +634,8 @@ def _rclone_errors(source: str) -> Generator[None]:
         yield
     except FileNotFoundError:
         raise TransferError(
-            "rclone is not installed, which remotes need. Install it: apt-get install rclone, or rclone.org"
+            "rclone is not installed, which remotes need",
+            hint="Install it: apt-get install rclone, or rclone.org",
         ) from None
     except OSError as error:
         raise TransferError(f"rclone cannot be started: {error.strerror}", transient=True) from error
@@ -729,8 +730,8 @@ def _list(source: str, base: Path) -> list[ListedFile]:
         return list_remote(source, LIST_S)
     if "://" in source and not source.startswith("file://"):
         raise TransferError(
-            f"{shown_source(source)}: web servers list no folders. Name the files, in a manifest: "
-            '{"files": {name: {"from": "https://...", "sha256": "..."}}}'
+            f"{shown_source(source)}: web servers list no folders",
+            hint='Name the files, in a manifest: {"files": {name: {"from": "https://...", "sha256": "..."}}}',
         )
     top = Path(urlsplit(source).path) if "://" in source else base / Path(source).expanduser()
     clock = ItemClock()
@@ -758,6 +759,6 @@ def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[ListedFile]:
             try:
                 found = path.stat()
             except OSError as error:
-                raise TransferError(f"{path}: {error.strerror}. Remove it, or fix it") from error
+                raise TransferError(f"{path}: {error.strerror}", hint="Remove it, or fix it") from error
             if stat.S_ISREG(found.st_mode):
                 yield ListedFile(name=path.relative_to(top).as_posix(), bytes=found.st_size)

@@ -418,8 +418,8 @@ def fetch(
     wanted = wanted_files(config)
     if not wanted:
         raise ConfigError(
-            f"{config.where}: neither fetch.files nor fetch.manifest names a file. Give one of them "
-            "(docs/fetch.md)"
+            f"{config.where}: neither fetch.files nor fetch.manifest names a file",
+            hint="Give one of them (docs/fetch.md)",
         )
     folder = folder or Path(config.fetch.folder or default)
     return fetch_files(wanted, folder, config.fetch, redact=redact, listen=listen)
@@ -460,8 +460,8 @@ def fetch_files(
     with FileLock(folder / LOCK, mode=0o666) as lock:
         if not lock.acquire():
             raise ResourceError(
-                f"{folder}: another `stoker data fetch` ({lock.holder()}) is running. Wait for it, then run "
-                "again"
+                f"{folder}: another `stoker data fetch` ({lock.holder()}) is running",
+                hint="Wait for it, then run again",
             )
         _check_room(jobs, folder)
         _FetchLoop(jobs, FetchRecord(folder), settings, redact, listen_redacted).run()
@@ -488,10 +488,14 @@ def _target(folder: Path, name: str) -> Path:
         for part in target.relative_to(folder).parts[:-1]:
             place /= part
             if place.is_symlink() or (place.exists() and not place.is_dir()):
-                raise ConfigError(f"{place} is a link or a file, expected a folder of {folder}. Remove it")
+                raise ConfigError(
+                    f"{place} is a link or a file, expected a folder of {folder}", hint="Remove it"
+                )
             place.mkdir(exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            raise ConfigError(f"{target} is a folder, expected a file. Remove it, or choose another name")
+            raise ConfigError(
+                f"{target} is a folder, expected a file", hint="Remove it, or choose another name"
+            )
     return target
 
 
@@ -636,8 +640,8 @@ class _FetchLoop:
 
     def _overdue(self, job: _FileJob) -> StalledError:
         return StalledError(
-            f"not complete after {format_seconds(self._settings.deadline)}, at {job.best:,} bytes. Raise "
-            "fetch.deadline, or run again: what came is kept"
+            f"not complete after {format_seconds(self._settings.deadline)}, at {job.best:,} bytes",
+            hint="Raise fetch.deadline, or run again: what came is kept",
         )
 
     def _tell(self) -> None:
@@ -670,4 +674,4 @@ def _as_stoker_error(error: BaseException | None) -> StokerError:
         return error
     if isinstance(error, OSError):
         return SourceError(f"{error.filename or 'the disk'}: {error.strerror or error}")
-    return StokerError(f"unexpected {type(error).__name__}: {error}. Please report it")
+    return StokerError(f"unexpected {type(error).__name__}: {error}", hint="Please report it")

@@ -82,8 +82,9 @@ class Coco:
         if image.size is not None and image.size != fit.before:
             raise DecodeError(
                 f"{where} has {image.size[1]} x {image.size[0]} pixels, the file {fit.before[1]} x "
-                f"{fit.before[0]} as shown. Fix the entry; if it was drawn before EXIF turned the image, "
-                f"give {arg('turned', False)}"
+                f"{fit.before[0]} as shown",
+                hint="Fix the entry; if it was drawn before EXIF turned the image, give "
+                f"{arg('turned', False)}",
             )
         objects = self._objects(image, read, where)
         fields = object_fields(objects, fit, read.rules, where=where)
@@ -123,7 +124,8 @@ class Coco:
                 )
             if name not in classes:
                 raise DecodeError(
-                    f"{where} names {name!r}, which is not among {arg('classes', list(classes))}. Add it"
+                    f"{where} names {name!r}, which is not among {arg('classes', list(classes))}",
+                    hint="Add it",
                 )
             left, top, width, height = cast("list[float]", box)
             boxes.append([left, top, left + width, top + height])
@@ -152,7 +154,7 @@ class Coco:
         )
         files = sorted(folder.glob("*.json"), key=lambda path: natural_key(path.name))
         if not files:
-            raise SourceError(f"{folder} holds no JSON file. Put the annotations there")
+            raise SourceError(f"{folder} holds no JSON file", hint="Put the annotations there")
         images: dict[str, _Image] = {}
         categories: dict[int, str] = {}
         splits: dict[str, list[Entry]] = {}
@@ -166,20 +168,20 @@ class Coco:
             if named is not None:
                 if named in splits:
                     raise SourceError(
-                        f"{folder} has two files for {named}, {path.name} one of them. Keep one"
+                        f"{folder} has two files for {named}, {path.name} one of them", hint="Keep one"
                     )
                 splits[named] = entries
             for category in content["categories"]:
                 number, name = int(category["id"]), str(category["name"])
                 if categories.setdefault(number, name) != name:
                     raise SourceError(
-                        f"{path} calls category {number} {name!r}, which is {categories[number]!r} already. "
-                        "Give each id one name, in all files"
+                        f"{path} calls category {number} {name!r}, which is {categories[number]!r} already",
+                        hint="Give each id one name, in all files",
                     )
                 keypoints = max(keypoints, len(category.get("keypoints", ())))
         if splits and sum(map(len, splits.values())) < len(every):
             raise SourceError(
-                f"{folder} has files for {', '.join(splits)} and others. Keep those of one kind"
+                f"{folder} has files for {', '.join(splits)} and others", hint="Keep those of one kind"
             )
         most = max((len(image.objects) for image in images.values()), default=0)
         room = max(1, most) if self._rules.limit == 0 else self._rules.limit
@@ -210,13 +212,14 @@ def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[s
         name, number = f"{folder}{image['file_name']}", int(image["id"])
         if number in numbers:
             raise SourceError(
-                f"{path} gives id {number} to {numbers[number]} and to {name}, so it is unclear which "
-                "of them its objects belong to. Give each image an id of its own"
+                f"{path} gives id {number} to {numbers[number]} and to {name}, so it is unclear which of "
+                "them its objects belong to",
+                hint="Give each image an id of its own",
             )
         numbers[number] = name
         key = name.rpartition(".")[0]
         if key in images:
-            raise SourceError(f"{path} lists {name}, which is listed already. Name each image once")
+            raise SourceError(f"{path} lists {name}, which is listed already", hint="Name each image once")
         height, width = image.get("height"), image.get("width")
         images[key] = _Image(
             number=number,
@@ -226,7 +229,7 @@ def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[s
         found.append(Entry(key=key, image=name))
     if objects:
         lost = next(iter(objects))
-        raise SourceError(f"{path} has objects of image {lost}, which it does not list. Fix the file")
+        raise SourceError(f"{path} has objects of image {lost}, which it does not list", hint="Fix the file")
     return sorted(found, key=lambda entry: natural_key(entry.key))
 
 
@@ -251,8 +254,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise
     except (ValueError, TypeError, KeyError) as error:
         raise SourceError(
-            f"{path} is not in COCO's form ({type(error).__name__}: {error}). Expected JSON with images, "
-            "annotations and categories"
+            f"{path} is not in COCO's form ({type(error).__name__}: {error})",
+            hint="Expected JSON with images, annotations and categories",
         ) from error
     return cast("Mapping[str, Any]", content)
 

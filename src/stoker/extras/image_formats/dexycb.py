@@ -72,9 +72,9 @@ class DexYcb:
 
     def __init__(self, root: Path, setup: Setup, extras: Sequence[Extra]) -> None:
         if setup not in SETUPS:
-            raise ConfigError(f"setup {setup!r} is unknown. DexYCB has {', '.join(SETUPS)}")
+            raise ConfigError(f"setup {setup!r} is unknown", hint=f"DexYCB has {', '.join(SETUPS)}")
         if unknown := [name for name in extras if name not in EXTRAS]:
-            raise ConfigError(f"extras {unknown} are unknown. DexYCB has {', '.join(EXTRAS)}")
+            raise ConfigError(f"extras {unknown} are unknown", hint=f"DexYCB has {', '.join(EXTRAS)}")
         self._root = root
         self._setup: Setup = setup
         self._extras = tuple(name for name in EXTRAS if name in extras)
@@ -85,7 +85,9 @@ class DexYcb:
         """Return the same for stored images of (height, width), which maps share; None: of various sizes."""
         self._size = size
         if size is None and self._extras:
-            raise ConfigError(f"depth and segmentation need images of one size. Give {arg('fit', 'stretch')}")
+            raise ConfigError(
+                "depth and segmentation need images of one size", hint=f"Give {arg('fit', 'stretch')}"
+            )
         return self
 
     def listing(self) -> Listing:
@@ -140,7 +142,9 @@ class DexYcb:
         sample = {**_hand(found, fit), **_objects(found, meta, where)}
         side = str(meta["mano_sides"][0])
         if side not in SIDES:
-            raise DecodeError(f"{where}: its sequence is of a {side!r} hand. Expected {' or '.join(SIDES)}")
+            raise DecodeError(
+                f"{where}: its sequence is of a {side!r} hand", hint=f"Expected {' or '.join(SIDES)}"
+            )
         betas = self._yaml(_mano_file(meta))["betas"]
         sample["mano_side"] = np.asarray(SIDES.index(side), dtype=np.int64)
         sample["mano_shape"] = _array(betas, (10,), np.float32, f"{_mano_file(meta)}: betas")
@@ -154,7 +158,7 @@ class DexYcb:
             fx, fy, x, y = (float(color[key]) for key in ("fx", "fy", "ppx", "ppy"))
         except (KeyError, TypeError, ValueError) as error:
             raise DecodeError(
-                f"{self._root / name} lacks fx, fy, ppx or ppy of the color camera ({error!r}). Fix it"
+                f"{self._root / name} lacks fx, fy, ppx or ppy of the color camera ({error!r})", hint="Fix it"
             ) from error
         return np.array([[fx, 0, x], [0, fy, y], [0, 0, 1]])
 
@@ -169,7 +173,7 @@ class DexYcb:
             values = found["seg"]
             if values.shape != fit.before:
                 raise DecodeError(
-                    f"{where}: seg is {values.shape}, the image {fit.before}. Both must be alike"
+                    f"{where}: seg is {values.shape}, the image {fit.before}", hint="Both must be alike"
                 )
             maps["segmentation"] = nearest_map(values, fit)
         return maps
@@ -197,7 +201,7 @@ class DexYcb:
         meta = self._yaml(name)
         for key in ("mano_calib", "mano_sides", "ycb_ids", "ycb_grasp_ind"):
             if key not in meta:
-                raise DecodeError(f"{self._root / name} has no {key}. Copy or download it again")
+                raise DecodeError(f"{self._root / name} has no {key}", hint="Copy or download it again")
         return meta
 
     def _yaml(self, name: str) -> Mapping[str, Any]:
@@ -206,9 +210,9 @@ class DexYcb:
             try:
                 content: Any = yaml.safe_load(read_file(path, _FILE_BYTES))
             except yaml.YAMLError as error:
-                raise DecodeError(f"{path} is not YAML: {error}. Copy or download it again") from error
+                raise DecodeError(f"{path} is not YAML: {error}", hint="Copy or download it again") from error
             if not isinstance(content, dict):
-                raise DecodeError(f"{path} holds no entries. Copy or download it again")
+                raise DecodeError(f"{path} holds no entries", hint="Copy or download it again")
             self._metas[name] = cast("Mapping[str, Any]", content)
         return self._metas[name]
 
@@ -258,7 +262,7 @@ def _labels(path: Path) -> dict[str, NDArray[Any]]:
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, SourceError):
             raise
-        raise DecodeError(f"{path} is damaged: {error}. Copy or download it again") from error
+        raise DecodeError(f"{path} is damaged: {error}", hint="Copy or download it again") from error
     found["pose_m"] = _array(found["pose_m"], (1, 51), np.float32, f"{path}: pose_m")[0]
     found["joint_3d"] = _array(found["joint_3d"], (1, 21, 3), np.float32, f"{path}: joint_3d")[0]
     found["joint_2d"] = _array(found["joint_2d"], (1, 21, 2), np.float32, f"{path}: joint_2d")[0]
@@ -284,7 +288,8 @@ def _objects(found: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], where: 
     count = len(ids)
     if poses.shape != (count, 3, 4):
         raise DecodeError(
-            f"{where}: pose_y is {poses.shape}, its sequence names {count} objects. Expected ({count}, 3, 4)"
+            f"{where}: pose_y is {poses.shape}, its sequence names {count} objects",
+            hint=f"Expected ({count}, 3, 4)",
         )
     if count > MAX_OBJECTS:
         raise DecodeError(f"{where}: {count} objects, there is room for {MAX_OBJECTS}")
@@ -309,5 +314,5 @@ def _array(values: Any, shape: tuple[int, ...], dtype: Any, where: str) -> NDArr
     except (TypeError, ValueError) as error:
         raise DecodeError(f"{where} holds other things than numbers: {error}") from error
     if array.shape != shape:
-        raise DecodeError(f"{where} is {array.shape}. Expected {shape}")
+        raise DecodeError(f"{where} is {array.shape}", hint=f"Expected {shape}")
     return array

@@ -66,7 +66,8 @@ class Voc:
             stem = entry.key.removeprefix(f"{IMAGES}/")
             if stem in stems:
                 raise SourceError(
-                    f"{self._root}: {stems[stem].image} and {entry.image} have one annotation. Keep one"
+                    f"{self._root}: {stems[stem].image} and {entry.image} have one annotation",
+                    hint="Keep one",
                 )
             stems[stem] = Entry(key=stem, image=entry.image)
         for path in (self._root / ANNOTATIONS).glob("*.xml"):
@@ -79,7 +80,7 @@ class Voc:
                 names = [line.split()[0] for line in _lines_of(path) if line.strip()]
                 if len(set(names)) < len(names):
                     twice = next(name for name in names if names.count(name) > 1)
-                    raise SourceError(f"{path} lists {twice} twice. Name each image once")
+                    raise SourceError(f"{path} lists {twice} twice", hint="Name each image once")
                 splits[canonical_split(path.stem)] = [stems.get(n, _without_image(n)) for n in names]
         every = sorted(stems.values(), key=lambda entry: natural_key(entry.key))
         return Listing(every=every, splits=splits)
@@ -96,13 +97,15 @@ class Voc:
         if found.size is not None and found.size != fit.before:
             raise DecodeError(
                 f"{path} is of an image of {found.size[1]} x {found.size[0]} pixels, the image has "
-                f"{fit.before[1]} x {fit.before[0]} as shown. Fix it; if it was drawn on the image before "
-                f"EXIF turned it, give {arg('turned', False)}"
+                f"{fit.before[1]} x {fit.before[0]} as shown",
+                hint="Fix it; if it was drawn on the image before EXIF turned it, give "
+                f"{arg('turned', False)}",
             )
         unknown = sorted(set(found.names) - set(classes))
         if unknown:
             raise DecodeError(
-                f"{path} names {unknown[0]!r}, which is not among {arg('classes', list(classes))}. Add it"
+                f"{path} names {unknown[0]!r}, which is not among {arg('classes', list(classes))}",
+                hint="Add it",
             )
         objects = Objects(
             boxes=found.boxes,
@@ -179,7 +182,9 @@ def _lines_of(path: Path) -> list[str]:
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path} is not text in UTF-8 at byte {error.start}. Write it again") from error
+        raise SourceError(
+            f"{path} is not text in UTF-8 at byte {error.start}", hint="Write it again"
+        ) from error
 
 
 def read_annotation(path: Path) -> Annotation:
@@ -191,11 +196,11 @@ def read_annotation(path: Path) -> Annotation:
     """
     data = read_file(path, MAX_XML_BYTES)
     if b"<!DOCTYPE" in data or b"<!ENTITY" in data:  # entities can grow without bound; labels need none
-        raise DecodeError(f"{path} declares a document type or entities. Expected a plain annotation")
+        raise DecodeError(f"{path} declares a document type or entities", hint="Expected a plain annotation")
     try:
         root = Xml.fromstring(data)  # noqa: S314 - without entities there is nothing to expand
     except (Xml.ParseError, ValueError, LookupError) as error:
-        raise DecodeError(f"{path} is not XML: {error}. Copy or download it again") from error
+        raise DecodeError(f"{path} is not XML: {error}", hint="Copy or download it again") from error
     names: list[str] = []
     boxes: list[list[float]] = []
     difficult: list[bool] = []
@@ -203,7 +208,7 @@ def read_annotation(path: Path) -> Annotation:
         if twice := _repeated(node, ("name", "bndbox", "difficult")) or _repeated(
             node.find("bndbox"), ("xmin", "ymin", "xmax", "ymax")
         ):
-            raise DecodeError(f"{path}: object {place} has {twice} more than once. Keep one of each")
+            raise DecodeError(f"{path}: object {place} has {twice} more than once", hint="Keep one of each")
         name = (node.findtext("name") or "").strip()
         edges = [_number(node, f"bndbox/{edge}") for edge in ("xmin", "ymin", "xmax", "ymax")]
         if not name or None in edges:

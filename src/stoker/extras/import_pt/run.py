@@ -483,15 +483,17 @@ class _FolderContents:
             ConfigError: A number is beyond what was asked for.
         """
         if not self.files:
-            raise SourceError(f"{path} holds no sample_00000.pt or the like. Name the folder of one task")
+            raise SourceError(
+                f"{path} holds no sample_00000.pt or the like", hint="Name the folder of one task"
+            )
         highest = max([*self.files, *self.refused])
         if wanted is not None and highest >= wanted:
-            raise ConfigError(f"count is {wanted}, but there is a sample {highest}. Give more")
+            raise ConfigError(f"count is {wanted}, but there is a sample {highest}", hint="Give more")
         count = highest + 1 if wanted is None else wanted
         if count > 10 * len(self.files) + 1000:
             raise SourceError(
-                f"{path} holds {format_count(len(self.files))} samples for {format_count(count)} numbers. "
-                "Is a file named wrongly?"
+                f"{path} holds {format_count(len(self.files))} samples for {format_count(count)} numbers",
+                hint="Is a file named wrongly?",
             )
         return count
 
@@ -561,7 +563,9 @@ def _scan(path: Path, settings: ImportSettings) -> _FolderContents:
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}. Name the folder of one task") from error
+        raise SourceError(
+            f"{path} cannot be read: {error.strerror}", hint="Name the folder of one task"
+        ) from error
     for entry in entries:
         match = SAMPLE_FILE.fullmatch(entry.name)
         number = int(match[1]) if match else -1
@@ -644,7 +648,7 @@ class _ImportRun:
             raise RefusedFileError(why)
         content = self._read(path)
         if content.digest != self._digests[number]:
-            raise SourceError(f"{path} changed since it was digested. Run again once it is written")
+            raise SourceError(f"{path} changed since it was digested", hint="Run again once it is written")
         for name in content.left_out:
             self.left_out[name] = self.left_out.get(name, 0) + 1
         _check(content.tensors, self._folder.recipe.encoded, path, self._settings.nan)
@@ -689,6 +693,6 @@ def _check(tensors: Mapping[str, Tensor], schema: Schema, path: Path, nan: str) 
             )
         if nan == "reject" and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise RecordError(
-                f"{path}: field {name!r} holds NaN or infinities. "
-                f"{arg('nan', 'allow', setting='--nan')} takes them"
+                f"{path}: field {name!r} holds NaN or infinities",
+                hint=f"{arg('nan', 'allow', setting='--nan')} takes them",
             )

@@ -150,7 +150,9 @@ def vast_client() -> VastClient:
         if not key and path.is_file():
             key = path.read_text().strip()
     if not key or not key.isprintable():
-        raise ConfigError(f"no key of Vast.ai was found. Set VAST_API_KEY, or put it into {KEY_FILES[0]}")
+        raise ConfigError(
+            "no key of Vast.ai was found", hint=f"Set VAST_API_KEY, or put it into {KEY_FILES[0]}"
+        )
     return VastClient(key, api=os.environ.get("VAST_API_URL", API))
 
 

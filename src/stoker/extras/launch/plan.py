@@ -55,21 +55,23 @@ def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> LaunchCod
         StalledError: git does not answer.
     """
     if not config.is_file():
-        raise ConfigError(f"{config} does not exist. Expected a YAML file with settings")
+        raise ConfigError(f"{config} does not exist", hint="Expected a YAML file with settings")
     where = Path.cwd()
     top = Path(_git(where, "rev-parse", "--show-toplevel").strip())
     place = config.resolve()
     if not place.is_relative_to(top):
-        raise ConfigError(f"{config} is outside of the repository {top}, all that the machine gets. Move it")
+        raise ConfigError(
+            f"{config} is outside of the repository {top}, all that the machine gets", hint="Move it"
+        )
     if not _git(where, "ls-files", "--", str(place)).strip():
-        raise ConfigError(f"{config} is not committed. git add {config}, then commit and push")
+        raise ConfigError(f"{config} is not committed", hint=f"git add {config}, then commit and push")
     changed = _git(where, "status", "--porcelain", "--", str(place)).strip()
     if changed:
-        raise ConfigError(f"{config} has changes that are not committed. Commit and push them")
+        raise ConfigError(f"{config} has changes that are not committed", hint="Commit and push them")
     commit = _git(where, "rev-parse", "HEAD").strip()
     if need_pushed and not _git(where, "branch", "-r", "--contains", commit).strip():
         raise ConfigError(
-            f"commit {commit[:12]} is not at any remote known here. Push it: the machine fetches it"
+            f"commit {commit[:12]} is not at any remote known here", hint="Push it: the machine fetches it"
         )
     return LaunchCode(
         repo=_address(repo or _git(where, "remote", "get-url", "origin").strip()),
@@ -106,8 +108,8 @@ def _address(url: str) -> str:
         return f"https://{found[1]}/{found[2]}"
     if "@" in url.partition("://")[2].partition("/")[0]:
         raise ConfigError(
-            "the address of the repository carries a password. Take it out, and give the machine a token as "
-            "GIT_TOKEN (launch.secrets)"
+            "the address of the repository carries a password",
+            hint="Take it out, and give the machine a token as GIT_TOKEN (launch.secrets)",
         )
     return url
 
@@ -116,13 +118,16 @@ def _git(where: Path, *words: str) -> str:
     try:
         result = run_program(["git", "-C", where, *words], timeout_s=GIT_S)
     except FileNotFoundError:
-        raise ConfigError("git is not installed. The machine gets the code by git: install it") from None
+        raise ConfigError(
+            "git is not installed", hint="The machine gets the code by git: install it"
+        ) from None
     except StalledError:
         raise StalledError(f"git {words[0]} did not answer for {GIT_S:g} s in {where}") from None
     if result.code:
         raise ConfigError(
-            f"git {words[0]} failed in {where}: {result.last_error_line}. A machine gets the "
-            "code from a repository with a remote: make one, or name it as launch.repo"
+            f"git {words[0]} failed in {where}: {result.last_error_line}",
+            hint="A machine gets the code from a repository with a remote: make one, or name it as "
+            "launch.repo",
         )
     return result.output.decode(errors="replace")
 
@@ -143,7 +148,8 @@ def variables_for(
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set here, and launch.secrets "
-            "promises it to the machine. Set it, or take it out of launch.secrets"
+            "promises it to the machine",
+            hint="Set it, or take it out of launch.secrets",
         )
     found = {name: environment[name] for name in names}
     for remote in sorted({_remote(place) for place in places} - {""}):
@@ -152,7 +158,8 @@ def variables_for(
         if f"{prefix}TYPE" not in own:
             raise ConfigError(
                 f"the rclone remote {remote}: is not described by variables here ({prefix}TYPE and so on), "
-                "which the machine gets. Set them; a file of rclone does not travel"
+                "which the machine gets",
+                hint="Set them; a file of rclone does not travel",
             )
         found |= own
     return found
@@ -279,8 +286,9 @@ def plan_launch(
     onstart = script.render()
     if told := shown_in(onstart, environment, own.secrets):
         raise ConfigError(
-            f"{path}: the start-up script would show the value of {', '.join(told)}. Take it out of settings "
-            "and addresses: the machine gets variables that launch.secrets names"
+            f"{path}: the start-up script would show the value of {', '.join(told)}",
+            hint="Take it out of settings and addresses: the machine gets variables that launch.secrets "
+            "names",
         )
     return LaunchPlan(
         name=name, target=target, config=config, code=code, onstart=onstart, variables=variables
@@ -308,8 +316,8 @@ def _check_pins(install: Sequence[str], constraints: str | None) -> None:
     loose = [one for one in install if not re.search(r"==|@", one) and "/" not in one and one != "."]
     if loose and constraints is None:
         raise ConfigError(
-            f"launch.install: {', '.join(loose)} names no version. Give one (name==1.2.3), or a file of pins "
-            "as launch.constraints"
+            f"launch.install: {', '.join(loose)} names no version",
+            hint="Give one (name==1.2.3), or a file of pins as launch.constraints",
         )
 
 
@@ -357,8 +365,8 @@ def _image(config: Config) -> CheckRow:
     found = IMAGE.fullmatch(image)
     if found is None:
         error = ConfigError(
-            f"launch.image is {image!r}, which is not the name of an image. Expected name:tag, as "
-            "pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel"
+            f"launch.image is {image!r}, which is not the name of an image",
+            hint="Expected name:tag, as pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel",
         )
         return failed(check, error)
     if found["digest"] is None and found["tag"] in (None, "latest"):

@@ -35,7 +35,7 @@ def _no_flag(text: str) -> str:
 
 def _setting(text: str) -> str:
     if "=" not in text:
-        raise ConfigError("is not a setting. Expected key=value")
+        raise ConfigError("is not a setting", hint="Expected key=value")
     return text
 
 
@@ -44,7 +44,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_plai
 
 def _absolute(text: str) -> str:
     if not text.startswith("/"):
-        raise ConfigError(f"{text!r} is not absolute. Give a path that begins with /")
+        raise ConfigError(f"{text!r} is not absolute", hint="Give a path that begins with /")
     return text
 
 
@@ -111,8 +111,8 @@ class StartScript(BaseModel):
         size = len(text.encode())
         if self.target == "vast" and size > ONSTART_BYTES:
             raise ConfigError(
-                f"the start-up script has {size:,} bytes, the provider takes {ONSTART_BYTES:,}. Move "
-                "settings from the command line into the configuration, or shorten paths and names"
+                f"the start-up script has {size:,} bytes, the provider takes {ONSTART_BYTES:,}",
+                hint="Move settings from the command line into the configuration, or shorten paths and names",
             )
         return text
 

@@ -82,7 +82,7 @@ class VastClient:
         pause_s: float = 1.0,
     ) -> None:
         if not api.startswith(("http://", "https://")):
-            raise ConfigError(f"{api} is not the URL of an API. Expected https://...")
+            raise ConfigError(f"{api} is not the URL of an API", hint="Expected https://...")
         self._key, self._api = key, api.rstrip("/")
         self._timeout_s, self._deadline_s, self._pause_s = timeout_s, deadline_s, pause_s
         self._http = HttpClient(timeout_s=timeout_s)
@@ -100,7 +100,8 @@ class VastClient:
         number = found.get("new_contract")
         if not isinstance(number, int):
             raise ServiceError(
-                f"offer {offer} was not rented: {_said(found)}. Take another: stoker launch vast search"
+                f"offer {offer} was not rented: {_said(found)}",
+                hint="Take another: stoker launch vast search",
             )
         return number
 
@@ -116,7 +117,7 @@ class VastClient:
             if not token:
                 return [_instance(one) for one in rows]
             asked["after_token"] = str(token)
-        raise ServiceError(f"the list of instances does not end after {len(rows):,}. Destroy some")
+        raise ServiceError(f"the list of instances does not end after {len(rows):,}", hint="Destroy some")
 
     def stop(self, number: int) -> None:
         """Stop an instance; its disk stays."""
@@ -138,7 +139,8 @@ class VastClient:
             answer = self._http.ask("GET", url, total_s=until - time.monotonic())  # without our key
             if not answer.is_success:
                 raise ServiceError(
-                    f"the log of instance {number} is not there ({answer.status}). Try again in a minute",
+                    f"the log of instance {number} is not there ({answer.status})",
+                    hint="Try again in a minute",
                     status=answer.status,
                 )
             return answer
@@ -153,7 +155,7 @@ class VastClient:
         try:
             return retry(attempt, is_passing, policy).body[:LOG_BYTES].decode(errors="replace")
         except HttpFailure as error:
-            raise StalledError(f"the log of instance {number}: {error}. Try again") from None
+            raise StalledError(f"the log of instance {number}: {error}", hint="Try again") from None
 
     def _changed(self, number: int, found: Mapping[str, Any]) -> None:
         if found.get("success") is False:
@@ -184,7 +186,9 @@ class VastClient:
             return json_object(answer.body.replace(self._key.encode() or b"\0", b"***"), shown)
 
         def give_up(_: object) -> StalledError:
-            return StalledError(f"{shown}: busy for {self._deadline_s:g} s. Try again later, and less often")
+            return StalledError(
+                f"{shown}: busy for {self._deadline_s:g} s", hint="Try again later, and less often"
+            )
 
         policy = RetryPolicy(first_s=self._pause_s, longest_s=15.0, timeout_s=self._deadline_s)
         return retry(
@@ -201,7 +205,8 @@ class VastClient:
             return _BusyError(retry_after_s(answer.headers))
         if answer.status in (401, 403):
             return ConfigError(
-                f"{shown}: the key is refused ({answer.status}). Set VAST_API_KEY to one that may do this"
+                f"{shown}: the key is refused ({answer.status})",
+                hint="Set VAST_API_KEY to one that may do this",
             )
         said = self._hide(answer.body[:2000].decode(errors="replace"))
         note = _maybe_created() if once and answer.status >= 500 else ""
@@ -216,7 +221,7 @@ class VastClient:
             return StalledError(f"{shown}: {said}{_maybe_created()}")
         if failure.kind is FailureKind.TIMEOUT:
             limit_s = min(self._timeout_s, self._deadline_s)
-            return StalledError(f"{shown}: no answer within {limit_s:g} s. Try again")
+            return StalledError(f"{shown}: no answer within {limit_s:g} s", hint="Try again")
         if failure.kind in (FailureKind.UNREACHABLE, FailureKind.BROKEN, FailureKind.CUT):
             return _BusyError(0.0)
         return ServiceError(f"{shown}: {failure.kind.value}: {said}")
@@ -354,14 +359,16 @@ def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rent
     running = [one for one in client.instances() if one.label == launch.label and one.status != "stopped"]
     if running:
         raise ConfigError(
-            f"instance {running[0].id} of {launch.label} is {running[0].status} already. Take it down first, "
-            "or give this run another training.run_dir"
+            f"instance {running[0].id} of {launch.label} is {running[0].status} already",
+            hint="Take it down first, or give this run another training.run_dir",
         )
     offers = client.offers(launch.query())
     chosen = offers if offer is None else [one for one in offers if one.id == offer]
     if not chosen:
         what = "fits launch.gpu, gpus, disk, region and max_price" if offer is None else f"is number {offer}"
-        raise ConfigError(f"no offer {what} ({len(offers)} offers found). Ask for less, or try again later")
+        raise ConfigError(
+            f"no offer {what} ({len(offers)} offers found)", hint="Ask for less, or try again later"
+        )
     for one in chosen[: 1 + OTHERS]:
         try:
             number = client.create(one.id, launch.request(shown=False))
@@ -370,7 +377,7 @@ def up(client: VastClient, launch: LaunchPlan, offer: int | None = None) -> Rent
                 continue  # another customer was faster
             raise
         return Rental(launch=launch, instance=number, offer=one)
-    raise ConfigError("every offer was taken meanwhile. Try again")
+    raise ConfigError("every offer was taken meanwhile", hint="Try again")
 
 
 def status(client: VastClient, label: str) -> MachineList:
@@ -408,5 +415,5 @@ def _choose(client: VastClient, label: str, instance: int | None) -> Sequence[Re
     chosen = sorted((one for one in found if instance in (None, one.id)), key=lambda one: one.id)
     if not chosen:
         what = "none" if instance is None else f"no instance {instance}"
-        raise ConfigError(f"{label} has {what}. `stoker launch vast status CONFIG` lists its machines")
+        raise ConfigError(f"{label} has {what}", hint="`stoker launch vast status CONFIG` lists its machines")
     return chosen

@@ -90,8 +90,8 @@ class RadioSpec(JsonResult):
         """Refuse what would never end."""
         if self.rows < 1 or not 1 <= self.least_receivers <= len(RECEIVERS):
             raise ConfigError(
-                f"{self.rows} rows of at least {self.least_receivers} receivers cannot be made. Expected at "
-                f"least 1 row and 1 to {len(RECEIVERS)} receivers"
+                f"{self.rows} rows of at least {self.least_receivers} receivers cannot be made",
+                hint=f"Expected at least 1 row and 1 to {len(RECEIVERS)} receivers",
             )
 
     @property
@@ -106,7 +106,7 @@ def radio_rows(spec: RadioSpec) -> Iterator[dict[str, Any]]:
     while left:
         made = _block(spec, block)
         if block == 64 and left == spec.rows:
-            raise ConfigError(f"no measurement in {64 * _BLOCK:,} satisfies {spec}. Ask for less")
+            raise ConfigError(f"no measurement in {64 * _BLOCK:,} satisfies {spec}", hint="Ask for less")
         yield from made[:left]
         left -= min(left, len(made))
         block += 1
@@ -472,9 +472,9 @@ def radio_where(
     try:
         ids = [str(uuid.UUID(str(one))) for one in dataset_ids]
     except ValueError as error:
-        raise ConfigError(f"dataset_ids are {[*dataset_ids]}. Expected UUIDs: {error}") from error
+        raise ConfigError(f"dataset_ids are {[*dataset_ids]}", hint=f"Expected UUIDs: {error}") from error
     if not ids or isinstance(dataset_ids, str):
-        raise ConfigError(f"dataset_ids is {dataset_ids!r}. Expected a list of at least one UUID")
+        raise ConfigError(f"dataset_ids is {dataset_ids!r}", hint="Expected a list of at least one UUID")
     quoted = ", ".join(f"'{one}'" for one in ids)
     parts = [f"dataset_id IN ({quoted})"]
     if min_snr_db is not None:
@@ -502,8 +502,8 @@ def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
     try:
         make_folder(path.parent)
     except ReadOnlyError as error:
-        hint = f"{error.marked_hint}, with --database"
-        raise ReadOnlyError(error.marked_fact, hint=hint) from error
+        hint = f"{error.problem.hint}, with --database"
+        raise ReadOnlyError(error.problem.fact, hint=hint) from error
     names = ", ".join(COLUMNS)
     try:
         with closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:
@@ -523,7 +523,9 @@ def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
                 [_sqlite_value(value) for value in _set_row(spec)],
             )
     except sqlite3.Error as error:
-        raise SourceError(f"{path}: {error}. Expected a SQLite database that can be written") from error
+        raise SourceError(
+            f"{path}: {error}", hint="Expected a SQLite database that can be written"
+        ) from error
     return True
 
 
@@ -548,7 +550,9 @@ def _write_postgres(address: DatabaseURL, spec: RadioSpec) -> bool:
             )
     except psycopg.Error as error:
         text = address.hide(" ".join(str(error).split()))
-        raise SourceError(f"{address.shown}: {text}. Expected a database that can be written") from None
+        raise SourceError(
+            f"{address.shown}: {text}", hint="Expected a database that can be written"
+        ) from None
     return True
 
 
@@ -567,7 +571,9 @@ def remove_radio(path: str, dataset_id: str) -> None:
             connection.execute(f"DELETE FROM {SETS} WHERE id = ?", (dataset_id,))  # noqa: S608
     except sqlite3.OperationalError as error:
         if "no such table" not in str(error):
-            raise SourceError(f"{target}: {error}. Expected a SQLite database that can be written") from error
+            raise SourceError(
+                f"{target}: {error}", hint="Expected a SQLite database that can be written"
+            ) from error
 
 
 def _statements(kind: int) -> Iterator[str]:
@@ -585,8 +591,8 @@ def _there(connection: Any, spec: RadioSpec) -> bool:
     (count,) = counted.fetchone()
     if noted is not None and int(count) != spec.rows:
         raise ConfigError(
-            f"{TABLE} has {count} rows of data set {spec.dataset_id}, of which {noted[0]} were made. Remove "
-            f"them and its row in {SETS}, or give another database"
+            f"{TABLE} has {count} rows of data set {spec.dataset_id}, of which {noted[0]} were made",
+            hint=f"Remove them and its row in {SETS}, or give another database",
         )
     return noted is not None
 
@@ -809,7 +815,7 @@ def _loader(run: Run, cache: Any, *, shuffle: bool = True, meter: StallMeter | N
 
 def _sql_source(source: Source) -> SQLSource:
     if not isinstance(source, SQLSource):
-        raise ConfigError("data.limit leaves out rows, and the demo compares all. Leave it out")
+        raise ConfigError("data.limit leaves out rows, and the demo compares all", hint="Leave it out")
     return source
 
 

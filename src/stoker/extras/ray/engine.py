@@ -179,8 +179,8 @@ class RayCluster:
         """Return the error for a cluster without a node that could ever run a task."""
         nodes = ", ".join(map(str, self.nodes())) or "none"
         return ResourceError(
-            f"no node of the Ray cluster can run a task that takes {need}; the nodes: {nodes}. Ask for less "
-            "(precompute.ray.num_cpus, precompute.ray.num_gpus), or add such a node"
+            f"no node of the Ray cluster can run a task that takes {need}; the nodes: {nodes}",
+            hint="Ask for less (precompute.ray.num_cpus, precompute.ray.num_gpus), or add such a node",
         )
 
     def free(self) -> str:
@@ -206,8 +206,9 @@ def _check_listening(address: str, timeout_s: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:
         raise StalledError(
-            f"no Ray cluster answers at {address}: {error}. Expected the address that `ray start --head` "
-            "prints; start the cluster, or leave --address out for one on this machine"
+            f"no Ray cluster answers at {address}: {error}",
+            hint="Expected the address that `ray start --head` prints; start the cluster, or leave "
+            "--address out for one on this machine",
         ) from error
 
 
@@ -239,8 +240,9 @@ def _call_within(
             raise Interrupted("stopped while connecting to the Ray cluster; nothing was started")
         if not ended and waited > timeout_s:
             raise StalledError(
-                f"the Ray cluster did not answer within {timeout_s:g} s. Look at it with `ray status`; a "
-                "wrong RAY_AUTH_TOKEN looks like this, too. Give more time with precompute.ray.connect"
+                f"the Ray cluster did not answer within {timeout_s:g} s",
+                hint="Look at it with `ray status`; a wrong RAY_AUTH_TOKEN looks like this, too. Give more "
+                "time with precompute.ray.connect",
             )
     if ended[0] is not None:
         raise ended[0]
@@ -251,13 +253,15 @@ def _connect_error(error: Exception, address: str | None) -> StokerError:
     where = "on this machine" if address is None else f"at {address}"
     if isinstance(error, ray.exceptions.AuthenticationError) or "oken" in text or "nauthenticated" in text:
         return ConfigError(
-            f"the Ray cluster {where} wants a token: {text}. Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
-            "RAY_AUTH_TOKEN_PATH) as on the cluster; `ray get-auth-token` prints the one of this account"
+            f"the Ray cluster {where} wants a token: {text}",
+            hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the cluster; "
+            "`ray get-auth-token` prints the one of this account",
         )
     if isinstance(error, ConnectionError):
         return ConfigError(
-            f"there is no Ray cluster {where}: {text}. Start one with `ray start --head`, give --address "
-            "host:port, or leave it out for one on this machine"
+            f"there is no Ray cluster {where}: {text}",
+            hint="Start one with `ray start --head`, give --address host:port, or leave it out for one on "
+            "this machine",
         )
     return StokerError(f"the Ray cluster {where} cannot be used: {type(error).__name__}: {text}")
 
@@ -405,8 +409,8 @@ def task_error(task: SliceTask, error: Exception) -> StokerError:
     text = " ".join(str(error).split())
     if "No module named 'stoker" in text:
         return ConfigError(
-            f"a node of the Ray cluster cannot import this version of stoker: {text[-300:]}. Install the "
-            "driver's version of it on every node"
+            f"a node of the Ray cluster cannot import this version of stoker: {text[-300:]}",
+            hint="Install the driver's version of it on every node",
         )
     return StokerError(
         f"the task for samples {task.slice.span} failed: {type(error).__name__}: {text[-600:]}"
@@ -674,8 +678,8 @@ class Round:
         if none_placed and now - self._moved > settings.wait:
             raise StalledError(
                 f"the Ray cluster gave none of {len(waiting)} tasks a place within {settings.wait:g} s. "
-                f"Each takes {self._need}; free now: {self._cluster.free()}. Ask for less, wait for "
-                "other jobs to end, or give more time with precompute.ray.wait"
+                f"Each takes {self._need}; free now: {self._cluster.free()}",
+                hint="Ask for less, wait for other jobs to end, or give more time with precompute.ray.wait",
             )
         for reference, task in list(self._tasks.items()):
             limit_s = settings.wait if task.view.stage == "prepare" else self._quiet_s
@@ -727,8 +731,9 @@ class Round:
                 raise ConfigError(
                     f"{format_count(len(unseen))} records that tasks have stored are not in "
                     f"{self._share.folder.path} as seen from {os.uname().nodename}, {SIGHT_S:g} s later "
-                    f"(sample {unseen[0]} is the first). Expected "
-                    "one folder on storage that all nodes share. Run it again to encode what is missing"
+                    f"(sample {unseen[0]} is the first)",
+                    hint="Expected one folder on storage that all nodes share. Run it again to encode what "
+                    "is missing",
                 )
             if self._interrupts.signal is not None:
                 raise Interrupted(

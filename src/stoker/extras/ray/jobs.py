@@ -55,8 +55,8 @@ class RayJobs:
     def __init__(self, address: str, token: str | None) -> None:
         if not address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--ray-address is {address!r}. Expected http://HOST:8265, the address of the dashboard that "
-                "`ray start --head` prints"
+                f"--ray-address is {address!r}",
+                hint="Expected http://HOST:8265, the address of the dashboard that `ray start --head` prints",
             )
         self.address = address.rstrip("/")
         self._token = token
@@ -106,9 +106,10 @@ class RayJobs:
                 return json_object(answer.body or b"{}", path)
         except (HttpFailure, ServiceError) as error:
             raise ResourceError(
-                f"the Ray cluster at {self.address} does not answer {method} {path}: {error}. Expected its "
-                "dashboard there. If `ray status` on the head node shows a running cluster, run "
-                "`pip install 'ray[default]'` there and restart the cluster: plain `ray` has no dashboard"
+                f"the Ray cluster at {self.address} does not answer {method} {path}: {error}",
+                hint="Expected its dashboard there. If `ray status` on the head node shows a running "
+                "cluster, run `pip install 'ray[default]'` there and restart the cluster: plain `ray` has "
+                "no dashboard",
             ) from error
         raise self._refused(answer, path)
 
@@ -116,8 +117,8 @@ class RayJobs:
         said = " ".join(answer.body[:2000].decode(errors="replace").split())[:500]
         if answer.status in (401, 403):
             return ConfigError(
-                f"the Ray cluster at {self.address} wants another token ({answer.status}). Set "
-                "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, for `stoker serve` as on the cluster"
+                f"the Ray cluster at {self.address} wants another token ({answer.status})",
+                hint="Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, for `stoker serve` as on the cluster",
             )
         if answer.status == 404:
             return NotFoundError(f"the Ray cluster at {self.address} has nothing at {path}: {said}")
@@ -176,8 +177,8 @@ class RayExecutor:
             lock.release()
             raise StalledError(
                 f"{folder.submission} names {read_submission(folder)}, which may still run: "
-                f"{error.marked_fact}",
-                hint=". ".join(filter(None, (error.marked_hint, "The job is tried again later"))),
+                f"{error.problem.fact}",
+                hint=". ".join(filter(None, (error.problem.hint, "The job is tried again later"))),
             ) from error
         except BaseException:
             lock.release()
@@ -241,7 +242,7 @@ class RayJobLock:
         try:
             self._jobs.submit(submission, shlex.join(words), gpus=self._target.gpus)
         except ConfigError as error:  # another token may be set for the next attempt
-            raise ResourceError(error.marked_fact, hint=error.marked_hint) from error
+            raise ResourceError(error.problem.fact, hint=error.problem.hint) from error
         return RayProcess(self._jobs, self._folder, submission, limits)
 
     def release(self) -> None:

@@ -21,6 +21,6 @@ def ray_engine(config: Config) -> RayEngine:
         from stoker.extras.ray.engine import RayEngine
     except ImportError as error:
         raise ConfigError(
-            "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
+            "precompute.engine=ray (--engine ray) needs Ray", hint="Install it: pip install 'stoker[ray]'"
         ) from error
     return RayEngine(config.precompute.ray)

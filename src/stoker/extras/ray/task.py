@@ -99,10 +99,11 @@ def find_folder(told: dict[str, Any], node: str) -> Path:
         if time.monotonic() > until:
             raise ConfigError(
                 f"node {node} does not find {told['mark']} in {told['url'] or told['cache_dir']}, where "
-                f"{told['driver']} has just put it. Expected one place that all nodes see: a folder on "
-                "storage that they share, at the same path, or a URL (s3://, gs://, file://) where all "
-                "find the same store, with its variables (AWS_ENDPOINT_URL, credentials) in Ray's "
-                "environment there. Set training.latent_cache_dir (--cache-dir) to such a place"
+                f"{told['driver']} has just put it",
+                hint="Expected one place that all nodes see: a folder on storage that they share, at the "
+                "same path, or a URL (s3://, gs://, file://) where all find the same store, with its "
+                "variables (AWS_ENDPOINT_URL, credentials) in Ray's environment there. Set "
+                "training.latent_cache_dir (--cache-dir) to such a place",
             )
         time.sleep(0.1)
     return found
@@ -257,7 +258,7 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _LoadedRun
         )
     except SourceError as error:
         raise SourceError(
-            f"node {node} cannot make the recipe of {told['name']}: {error.marked_fact}",
+            f"node {node} cannot make the recipe of {told['name']}: {error.problem.fact}",
             hint=f"All nodes read the data at the paths that {told['driver']} has it at: put it on storage "
             "that they share",
         ) from error
@@ -274,8 +275,9 @@ def _check_versions(driver: dict[str, str], node: str) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"node {node} has {', '.join(differing)}. Expected the same versions on all nodes: records of "
-            "two of them may differ. Install what the driver has"
+            f"node {node} has {', '.join(differing)}",
+            hint="Expected the same versions on all nodes: records of two of them may differ. Install what "
+            "the driver has",
         )
 
 
@@ -284,7 +286,8 @@ def _check_recipe(recipe: Recipe, told: dict[str, Any], node: str) -> None:
         raise ConfigError(
             f"node {node} makes {told['name']} another cache: {recipe.fingerprint} there, "
             f"{told['fingerprint']} at the driver ({told['driver']}). The node sees other data, or has "
-            "another version of the encoder's code. Fix the node; nothing of it was stored"
+            "another version of the encoder's code",
+            hint="Fix the node; nothing of it was stored",
         )
 
 

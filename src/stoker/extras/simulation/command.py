@@ -54,7 +54,7 @@ def simulated(out: CommandOutput, words: list[str], *, as_markdown: bool, pictur
     asked = [word for word in settings if word not in overrides]
     if len(files) > 1 or (overrides and not files):
         found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
-        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+        raise ConfigError(f"found {found}", hint="Expected words like nodes=8 gpus=8, and one CONFIG at most")
     from stoker.extras.simulation.run import simulate
     from stoker.extras.simulation.scenario import parse_scenario
 

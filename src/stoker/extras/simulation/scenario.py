@@ -155,24 +155,25 @@ class Scenario:
             _check(one.name, getattr(self, one.name))
         if self.world_size > MOST_RANKS:
             raise ConfigError(
-                f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world_size:,} ranks. "
-                f"Expected {MOST_RANKS:,} at most"
+                f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world_size:,} ranks",
+                hint=f"Expected {MOST_RANKS:,} at most",
             )
         if self.order not in ORDERS:
-            raise ConfigError(f"order {self.order!r} is unknown. Expected {', '.join(ORDERS)}")
+            raise ConfigError(f"order {self.order!r} is unknown", hint=f"Expected {', '.join(ORDERS)}")
         if self.shared and not self.network_bytes_s:
             raise ConfigError(
-                f"store={self.store} is reached over the network, whose rate is not known. "
-                "Expected network=25Gb/s or the like, of one node"
+                f"store={self.store} is reached over the network, whose rate is not known",
+                hint="Expected network=25Gb/s or the like, of one node",
             )
         if self.encoders is not None and not 1 <= self.encoders <= self.world_size:
             raise ConfigError(
-                f"encoders={self.encoders} on {self.world_size} ranks. Expected 1 to one a rank"
+                f"encoders={self.encoders} on {self.world_size} ranks", hint="Expected 1 to one a rank"
             )
         if self.batches < 1:
             raise ConfigError(
                 f"{self.world_size} ranks with batches of {self.batch} take {self.world_size * self.batch} "
-                f"examples a step, but an epoch has {self.epoch_examples}. Use a smaller batch or fewer ranks"
+                f"examples a step, but an epoch has {self.epoch_examples}",
+                hint="Use a smaller batch or fewer ranks",
             )
 
     @property
@@ -253,14 +254,14 @@ def _check(name: str, value: object) -> None:
     if not isinstance(value, int | float):
         return
     if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} is {value}. Expected a number, not below 0")
+        raise ConfigError(f"{name} is {value}", hint="Expected a number, not below 0")
     if name in COUNTS and value < 1:
-        raise ConfigError(f"{name} is {value}. Expected at least 1")
+        raise ConfigError(f"{name} is {value}", hint="Expected at least 1")
     if name in ABOVE_0 and not value:
-        raise ConfigError(f"{name} is 0. Expected more than 0")
+        raise ConfigError(f"{name} is 0", hint="Expected more than 0")
     most = MOST.get(name, MOST_OF_ANY)
     if value > most:
-        raise ConfigError(f"{name} is {value:.4g}. Expected {most:g} at most")
+        raise ConfigError(f"{name} is {value:.4g}", hint=f"Expected {most:g} at most")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def count(text: str) -> int:
     """
     number, unit = _split(text)
     if unit or number != int(number):
-        raise ConfigError(f"{text!r} is not a whole number. Expected 500, 1_000_000 or 1e9")
+        raise ConfigError(f"{text!r} is not a whole number", hint="Expected 500, 1_000_000 or 1e9")
     return int(number)
 
 
@@ -294,7 +295,7 @@ def number(text: str) -> float:
     """
     value, unit = _split(text)
     if unit:
-        raise ConfigError(f"{text!r} has a unit. Expected a number alone")
+        raise ConfigError(f"{text!r} has a unit", hint="Expected a number alone")
     return value
 
 
@@ -306,10 +307,11 @@ def size(text: str) -> float:
     """
     value, unit = _split(text)
     if not unit or unit.lower() not in SIZES:
-        raise ConfigError(f"{text!r} has no unit of size. Expected 80GB, 512MiB or 4096B")
+        raise ConfigError(f"{text!r} has no unit of size", hint="Expected 80GB, 512MiB or 4096B")
     if unit.endswith("b"):
         raise ConfigError(
-            f"{text!r} may be of bits: b is a bit, B a byte. Expected {value:g}{unit[:-1].capitalize()}B"
+            f"{text!r} may be of bits: b is a bit, B a byte",
+            hint=f"Expected {value:g}{unit[:-1].capitalize()}B",
         )
     return value * SIZES[unit.lower()]
 
@@ -323,7 +325,7 @@ def seconds(text: str) -> float:
     value, unit = _split(text)
     known = {**TIMES, **SHORT_TIMES}
     if unit.lower() not in known and not (value == 0 and not unit):
-        raise ConfigError(f"{text!r} has no unit of time. Expected 20ms, 2s or 1h")
+        raise ConfigError(f"{text!r} has no unit of time", hint="Expected 20ms, 2s or 1h")
     return value * known.get(unit.lower(), 1.0)
 
 
@@ -336,7 +338,7 @@ def rate(text: str) -> float:
     value, unit = _split(text)
     match = re.fullmatch(r"([kmgt]?i?)(bit|b|B)(?:/s|ps)", unit, re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"{text!r} has no unit of rate. Expected 25Gb/s (bits) or 3GB/s (bytes)")
+        raise ConfigError(f"{text!r} has no unit of rate", hint="Expected 25Gb/s (bits) or 3GB/s (bytes)")
     bits = match[2] != "B"
     return value * MULTIPLES[match[1].lower()] / (8 if bits else 1)
 
@@ -349,33 +351,34 @@ def part(text: str) -> float:
     """
     value, unit = _split(text)
     if unit not in ("", "%"):
-        raise ConfigError(f"{text!r} is not a fraction. Expected 10% or 0.1")
+        raise ConfigError(f"{text!r} is not a fraction", hint="Expected 10% or 0.1")
     return value / 100 if unit else value
 
 
 def _split(text: str) -> tuple[float, str]:
     match = NUMBER.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{text!r} does not begin with a number. Expected a number and its unit")
+        raise ConfigError(f"{text!r} does not begin with a number", hint="Expected a number and its unit")
     value = float(match[1].replace("_", "").replace(",", ""))
     if value < 0:
-        raise ConfigError(f"{text!r} is below 0. Expected 0 or more")
+        raise ConfigError(f"{text!r} is below 0", hint="Expected 0 or more")
     if math.isinf(value):
-        raise ConfigError(f"{text!r} is too large for a number. Expected less")
+        raise ConfigError(f"{text!r} is too large for a number", hint="Expected less")
     return value, match[2]
 
 
 def _order(text: str) -> Order:
     if text not in ORDERS:
-        raise ConfigError(f"{text!r} is unknown. Expected {', '.join(ORDERS)}")
+        raise ConfigError(f"{text!r} is unknown", hint=f"Expected {', '.join(ORDERS)}")
     return text
 
 
 def _store(text: str) -> str:
     if text not in STORES:
         raise ConfigError(
-            f"{text!r} is unknown. Expected {LOCAL}, each node's own disk, or a store that all nodes "
-            f"reach over the network: {', '.join(STORES[1:])}"
+            f"{text!r} is unknown",
+            hint=f"Expected {LOCAL}, each node's own disk, or a store that all nodes reach over the "
+            f"network: {', '.join(STORES[1:])}",
         )
     return text
 
@@ -446,9 +449,9 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is not of the form key=value. Expected words like nodes=8")
+            raise ConfigError(f"{word!r} is not of the form key=value", hint="Expected words like nodes=8")
         if key in seen:
-            raise ConfigError(f"{key} is given twice. Give it once")
+            raise ConfigError(f"{key} is given twice", hint="Give it once")
         seen.add(key)
         try:
             if key in KEYS:
@@ -464,9 +467,9 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     lacking = [key for key in REQUIRED if KEYS[key][0] not in values]
     if lacking:
         raise ConfigError(
-            f"a simulation needs {', '.join(f'{key}=' for key in lacking)}. "
-            "Give them, as records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB, "
-            "or a CONFIG whose data and cache have them"
+            f"a simulation needs {', '.join(f'{key}=' for key in lacking)}",
+            hint="Give them, as records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB, or a "
+            "CONFIG whose data and cache have them",
         )
     values["host_memory_bytes"] = int(values["host_memory_bytes"])
     try:

@@ -578,8 +578,9 @@ class Child:
                 undo.pop_all()
         except OSError as error:
             raise ResourceError(
-                f"{what} cannot be started: {error}. Use fewer workers, or raise the limits "
-                "on open files and processes (ulimit -n, ulimit -u)"
+                f"{what} cannot be started: {error}",
+                hint="Use fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit "
+                "-u)",
             ) from error
 
     def _start(

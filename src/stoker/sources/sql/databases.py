@@ -129,23 +129,27 @@ class SqliteSession:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StalledError(
-                f"{where}: locked by a writer for more than {timeouts.lock_s:g} s. End it, have it use WAL "
-                f"(PRAGMA journal_mode=WAL), or wait longer: {arg('lock_s', ..., call='QueryTimeouts')}"
+                f"{where}: locked by a writer for more than {timeouts.lock_s:g} s",
+                hint="End it, have it use WAL (PRAGMA journal_mode=WAL), or wait longer: "
+                f"{arg('lock_s', ..., call='QueryTimeouts')}",
             )
         if code == sqlite3.SQLITE_INTERRUPT:
             return StalledError(
-                f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended. Make an "
-                f"index on {', '.join(self._request.key)}, or wait longer: "
-                f"{arg('statement_s', ..., call='QueryTimeouts')}"
+                f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended",
+                hint=f"Make an index on {', '.join(self._request.key)}, or wait longer: "
+                f"{arg('statement_s', ..., call='QueryTimeouts')}",
             )
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM):
-            return ResourceError(f"{where}: SQLite has no room to sort: {error}. Make an index on the key")
+            return ResourceError(
+                f"{where}: SQLite has no room to sort: {error}", hint="Make an index on the key"
+            )
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return SourceError(f"{where}: {error}. Expected a sound SQLite database; restore it")
+            return SourceError(f"{where}: {error}", hint="Expected a sound SQLite database; restore it")
         if code == sqlite3.SQLITE_CANTOPEN:
             return SourceError(
-                f"{where}: {error}. A database in WAL mode needs a folder that can be written, or a writer's "
-                "-shm file next to it"
+                f"{where}: {error}",
+                hint="A database in WAL mode needs a folder that can be written, or a writer's -shm file "
+                "next to it",
             )
         return SourceError(f"{where}: {error}", hint=self._advice(str(error)))
 
@@ -385,7 +389,9 @@ class PostgresSession:
             if any(final in text for final in _FINAL) or not isinstance(
                 error, self._psycopg.OperationalError
             ):
-                raise SourceError(f"{request.address.shown}: {text}. Check the URL and your rights") from None
+                raise SourceError(
+                    f"{request.address.shown}: {text}", hint="Check the URL and your rights"
+                ) from None
             raise ConnectionLostError(text) from None
         self._types: dict[str, int] = {}
         self._begin()
@@ -483,19 +489,19 @@ class PostgresSession:
         state = error.sqlstate or ""
         if state == "57014":
             return StalledError(
-                f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended ({text}). "
-                f"Make an index on {', '.join(self._request.key)}, or wait longer: "
-                f"{arg('statement_s', ..., call='QueryTimeouts')}"
+                f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended ({text})",
+                hint=f"Make an index on {', '.join(self._request.key)}, or wait longer: "
+                f"{arg('statement_s', ..., call='QueryTimeouts')}",
             )
         if state == "55P03":
             return StalledError(
-                f"{where}: locked for more than {timeouts.lock_s:g} s ({text}). End who holds it, or wait "
-                f"longer: {arg('lock_s', ..., call='QueryTimeouts')}"
+                f"{where}: locked for more than {timeouts.lock_s:g} s ({text})",
+                hint=f"End who holds it, or wait longer: {arg('lock_s', ..., call='QueryTimeouts')}",
             )
         lost = isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
         if state.startswith(_PASSING) or (lost and not state):
             return ConnectionLostError(text)
-        return SourceError(f"{where}: {text}. Check table, columns, query and where")
+        return SourceError(f"{where}: {text}", hint="Check table, columns, query and where")
 
     def _text(self, error: BaseException) -> str:
         return self._request.address.hide(" ".join(str(error).split()))

@@ -304,7 +304,8 @@ class Spill:
             self._file = tempfile.TemporaryFile(prefix="stoker-rows-", dir=folder)  # noqa: SIM115
         except OSError as error:
             raise ResourceError(
-                f"no file for rows in {folder or tempfile.gettempdir()}: {error.strerror}. Give spill_dir="
+                f"no file for rows in {folder or tempfile.gettempdir()}: {error.strerror}",
+                hint="Give spill_dir=",
             ) from error
         weakref.finalize(self, self._file.close)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -414,7 +415,8 @@ class Spill:
                 raise
             raise ResourceError(
                 f"rows of {format_bytes(self.size_bytes + len(data))} and more do not fit in the folder for "
-                f"temporary files: {error.strerror}. Give spill_dir= on a larger disk, or read fewer columns"
+                f"temporary files: {error.strerror}",
+                hint="Give spill_dir= on a larger disk, or read fewer columns",
             ) from error
 
 
@@ -461,7 +463,8 @@ def parse_database_url(url: str | Path) -> DatabaseURL:
     """
     if not isinstance(cast("object", url), str | Path):
         raise ConfigError(
-            f"the database is {url!r}. Expected a SQLite file, sqlite:///FILE or postgresql://HOST/DATABASE"
+            f"the database is {url!r}",
+            hint="Expected a SQLite file, sqlite:///FILE or postgresql://HOST/DATABASE",
         )
     text = str(url)
     if "://" not in text:
@@ -476,15 +479,15 @@ def parse_database_url(url: str | Path) -> DatabaseURL:
         return _sqlite(unquote(rest.partition("?")[0])[1:])
     if scheme not in POSTGRES:
         raise ConfigError(
-            f"a database of kind {scheme!r} cannot be read. Give a SQLite file, sqlite:///FILE or "
-            "postgresql://HOST/DATABASE"
+            f"a database of kind {scheme!r} cannot be read",
+            hint="Give a SQLite file, sqlite:///FILE or postgresql://HOST/DATABASE",
         )
     try:
         parts = urlsplit(f"postgresql://{rest}")
         secrets = tuple(_secrets(parts.password, parts.query))
     except ValueError:
         raise ConfigError(
-            "the database's URL is malformed. Expected postgresql://HOST:PORT/DATABASE"
+            "the database's URL is malformed", hint="Expected postgresql://HOST:PORT/DATABASE"
         ) from None
     host = parts.netloc.rpartition("@")[2]
     return DatabaseURL(
@@ -515,7 +518,9 @@ def has_password(url: str) -> bool:
 
 def _sqlite(path: str) -> DatabaseURL:
     if not path:
-        raise ConfigError("the database's file has no name. Expected sqlite:///FILE, or the file's path")
+        raise ConfigError(
+            "the database's file has no name", hint="Expected sqlite:///FILE, or the file's path"
+        )
     return DatabaseURL(kind="sqlite", target=path, shown=path)
 
 
@@ -706,8 +711,9 @@ def relation_of(table: str | None, query: str | None) -> tuple[str, str]:
     """
     if (table is None) == (query is None) or not (table or query or "").strip():
         raise ConfigError(
-            f"rows come from a table or a query. Give "
-            f"{arg('table', 'NAME', setting='data.sql.table')} or {arg('query', 'SELECT ...')}, one of them"
+            "rows come from a table or a query",
+            hint=f"Give {arg('table', 'NAME', setting='data.sql.table')} or {arg('query', 'SELECT ...')}, "
+            "one of them",
         )
     if table is not None:
         return ".".join(map(quoted, table.split("."))), table

@@ -98,18 +98,21 @@ def parse_columns(columns: Columns) -> tuple[Rule, ...]:
         columns if isinstance(columns, Mapping) else dict.fromkeys(listed(columns) or ())
     )
     if not given or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"columns is {columns!r}. Expected names of columns, or fields and their rules")
+        raise ConfigError(
+            f"columns is {columns!r}", hint="Expected names of columns, or fields and their rules"
+        )
     rules = [_rule(str(name), rule) for name, rule in given.items()]
     origins = {rule.field for rule in rules if isinstance(rule, EntriesRule) and rule.place}
     for rule in rules:
         if isinstance(rule, PlaceRule | CentroidRule) and rule.origin not in origins:
             raise ConfigError(
-                f"columns[{rule.field!r}] is measured from {rule.origin!r}, which has no place. Expected a "
-                f"list with place=[latitude, longitude]{': ' if origins else ''}{', '.join(sorted(origins))}"
+                f"columns[{rule.field!r}] is measured from {rule.origin!r}, which has no place",
+                hint="Expected a list with place=[latitude, "
+                f"longitude]{': ' if origins else ''}{', '.join(sorted(origins))}",
             )
     names = [n for rule in rules for n in ([rule.field] if isinstance(rule, InferredRule) else rule.schema())]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"two rules make a field {min(twice)!r}. Name the fields and masks apart")
+        raise ConfigError(f"two rules make a field {min(twice)!r}", hint="Name the fields and masks apart")
     return tuple(sorted(rules, key=lambda rule: isinstance(rule, PlaceRule | CentroidRule)))
 
 
@@ -119,7 +122,7 @@ def _rule(name: str, given: Any) -> Any:
         given = {} if given is None else _short(given, where)
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{where} is {given!r}. Expected a dtype, or a mapping such as {{'dtype': 'float32'}}"
+            f"{where} is {given!r}", hint="Expected a dtype, or a mapping such as {'dtype': 'float32'}"
         )
     rule = dict(cast("Mapping[str, Any]", given))
     kind = next((kind for kind in _ALLOWED if kind in rule), "dtype")
@@ -128,7 +131,7 @@ def _rule(name: str, given: Any) -> Any:
         hint = (
             f"Did you mean {near[0]}?" if near else f"A rule with {kind} may have {', '.join(_ALLOWED[kind])}"
         )
-        raise ConfigError(f"{where}: {unknown[0]!r} is not known. {hint}")
+        raise ConfigError(f"{where}: {unknown[0]!r} is not known", hint=hint)
     return _MAKERS[kind](name, rule, where)
 
 
@@ -141,8 +144,9 @@ def _short(text: str, where: str) -> dict[str, Any]:
         return {"timestamp": "us"}
     near = get_close_matches(text, [*_DTYPES, "text", "timestamp"], n=1)
     raise ConfigError(
-        f"{where} is {text!r}. Expected {', '.join(_DTYPES)}, text, timestamp or a mapping"
-        f"{f'; did you mean {near[0]}?' if near else ''}"
+        f"{where} is {text!r}",
+        hint=f"Expected {', '.join(_DTYPES)}, text, timestamp or a "
+        f"mapping{f'; did you mean {near[0]}?' if near else ''}",
     )
 
 
@@ -154,10 +158,10 @@ def _number(name: str, rule: dict[str, Any], where: str) -> Rule:
         return InferredRule(field=name, column=column)
     dtype = _dtype(rule["dtype"], where)
     if null is not None and null != "mask" and not isinstance(null, bool | int | float):
-        raise ConfigError(f"{where}: null is {null!r}. Expected a number, or 'mask'")
+        raise ConfigError(f"{where}: null is {null!r}", hint="Expected a number, or 'mask'")
     standardize = rule.get("standardize", False)
     if standardize and dtype not in FLOATS:
-        raise ConfigError(f"{where}: {dtype} cannot be standardized. Give a float dtype")
+        raise ConfigError(f"{where}: {dtype} cannot be standardized", hint="Give a float dtype")
     return NumberRule(field=name, column=column, dtype=dtype, null=null, nan=bool(rule.get("nan", False)),
                   standardize=bool(standardize))  # fmt: skip
 
@@ -167,14 +171,16 @@ def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
     if words == "intern":
         return InferredRule(field=name, column=column, words=True, null=null)
     if not (found := listed(words)) or len({*map(str, found)}) < len(found):
-        raise ConfigError(f"{where}: text is {words!r}. Expected a list of different words, or 'intern'")
+        raise ConfigError(
+            f"{where}: text is {words!r}", hint="Expected a list of different words, or 'intern'"
+        )
     return WordsRule(field=name, column=column, words=tuple(map(str, words)), null=null)
 
 
 def _times(name: str, rule: dict[str, Any], where: str) -> Rule:
     unit = rule["timestamp"]
     if unit not in UNITS:
-        raise ConfigError(f"{where}: timestamp is {unit!r}. Expected {', '.join(UNITS)}")
+        raise ConfigError(f"{where}: timestamp is {unit!r}", hint=f"Expected {', '.join(UNITS)}")
     return TimestampRule(field=name, column=rule.get("column", name), unit=unit, null=rule.get("null"))
 
 
@@ -196,12 +202,14 @@ def _entries(name: str, rule: dict[str, Any], where: str) -> Rule:
     paths = [feature.path for feature in features]
     place = rule.get("place")
     if place is not None and listed(place, 2) is None:
-        raise ConfigError(f"{where}: place is {place!r}. Expected two paths, [latitude, longitude]")
+        raise ConfigError(f"{where}: place is {place!r}", hint="Expected two paths, [latitude, longitude]")
     if place is None and {NORTH, EAST} & {*paths}:
         raise ConfigError(f"{where}: {NORTH} and {EAST} need place: [latitude, longitude]")
     standardize = cast("tuple[str, ...] | None", listed(rule.get("standardize", ())))
     if standardize is None or not {*standardize} <= {*paths}:
-        raise ConfigError(f"{where}: standardize is {rule['standardize']!r}. Expected some of {paths}")
+        raise ConfigError(
+            f"{where}: standardize is {rule['standardize']!r}", hint=f"Expected some of {paths}"
+        )
     return EntriesRule(
         field=name,
         column=rule.get("column", name),
@@ -218,14 +226,14 @@ def _feature(given: Any, where: str) -> Feature:
     if isinstance(given, str):
         return Feature(path=given)
     if not isinstance(given, Mapping) or "path" not in given or {*cast("Any", given)} - {*_FEATURE}:
-        raise ConfigError(f"{where}: feature {given!r}. Expected a path, or path, missing and range")
+        raise ConfigError(f"{where}: feature {given!r}", hint="Expected a path, or path, missing and range")
     rule = cast("Mapping[str, Any]", given)
     bounds, missing = listed(rule.get("range", (0.0, 1.0)), 2), rule.get("missing")
     low, high = (0.0, 0.0) if bounds is None or not all(map(_is_number, bounds)) else cast("Any", bounds)
     if not high > low:
-        raise ConfigError(f"{where}: range {rule['range']!r} of {rule['path']}. Expected [low, high]")
+        raise ConfigError(f"{where}: range {rule['range']!r} of {rule['path']}", hint="Expected [low, high]")
     if missing is not None and not _is_number(missing):
-        raise ConfigError(f"{where}: missing {missing!r} of {rule['path']}. Expected a number")
+        raise ConfigError(f"{where}: missing {missing!r} of {rule['path']}", hint="Expected a number")
     return Feature(path=rule["path"], missing=None if missing is None else float(missing),
                    low=float(low), high=float(high))  # fmt: skip
 
@@ -250,7 +258,7 @@ _MAKERS = {
 
 def _dtype(name: Any, where: str) -> str:
     if name not in _DTYPES:
-        raise ConfigError(f"{where}: dtype {name!r} is not known. Expected {', '.join(_DTYPES)}")
+        raise ConfigError(f"{where}: dtype {name!r} is not known", hint=f"Expected {', '.join(_DTYPES)}")
     return str(name)
 
 
@@ -260,7 +268,7 @@ def _shape(rule: dict[str, Any], where: str) -> tuple[int, ...]:
         shape = [shape]
     sizes = listed(shape)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ConfigError(f"{where}: shape is {shape!r}. Expected sizes, as [16] or [3, 3]")
+        raise ConfigError(f"{where}: shape is {shape!r}", hint="Expected sizes, as [16] or [3, 3]")
     return cast("tuple[int, ...]", sizes)
 
 

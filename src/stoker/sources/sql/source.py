@@ -185,8 +185,8 @@ class SharedRows:
         if changed or looked:
             table.rows.close()
             raise SourceError(
-                f"{self.request.where_it_is}: rows changed while they were in use. Start again, so that all "
-                "samples are of one version"
+                f"{self.request.where_it_is}: rows changed while they were in use",
+                hint="Start again, so that all samples are of one version",
             )
 
     def _has_undecided(self) -> bool:
@@ -202,17 +202,19 @@ class SharedRows:
         where = f"{self.request.where_it_is}, column {rule.column}"
         tags.pop(NULL, None)
         if not tags:
-            raise SourceError(f"{where} is NULL in every row. Leave it out")
+            raise SourceError(f"{where} is NULL in every row", hint="Leave it out")
         if rule.words:
             if TEXT not in tags:
-                raise SourceError(f"{where} holds no text. Give it a dtype")
+                raise SourceError(f"{where} holds no text", hint="Give it a dtype")
             words = self._words(rule.column)
             return WordsRule(field=rule.field, column=rule.column, words=words, null=rule.null)
         floats = "float32" if rule.column in self.table.single else "float64"
         number = {INT: "int64", FLOAT: floats, BOOL: "bool"}
         most = tags.most_common(1)[0][0]
         if most not in number:
-            raise SourceError(f"{where} holds {NAMES[most]}. {_RULES.get(most, _ANY_RULE)} (docs/sql.md)")
+            raise SourceError(
+                f"{where} holds {NAMES[most]}", hint=f"{_RULES.get(most, _ANY_RULE)} (docs/sql.md)"
+            )
         mixed = FLOAT in tags and INT in tags
         return NumberRule(field=rule.field, column=rule.column, dtype=floats if mixed else number[most])
 
@@ -285,7 +287,7 @@ class SQLSource:
         check_splits(split, splits, seed)
         if timeouts is not None and not isinstance(cast("object", timeouts), QueryTimeouts):
             raise ConfigError(
-                f"timeouts is {timeouts!r}. Expected QueryTimeouts(connect_s=10.0, ...), or None"
+                f"timeouts is {timeouts!r}", hint="Expected QueryTimeouts(connect_s=10.0, ...), or None"
             )
         relation, name = relation_of(table, query)
         rules = parse_columns(columns)
@@ -306,7 +308,9 @@ class SQLSource:
         self._seed = seed
         self._splits = dict(splits) if splits is not None else None
         if split is None and splits is not None:
-            raise SplitError(f"splits were given, but no split was asked for. Add {arg('split', 'train')}")
+            raise SplitError(
+                "splits were given, but no split was asked for", hint=f"Add {arg('split', 'train')}"
+            )
         self._set_split(split)
 
     def __repr__(self) -> str:
@@ -437,8 +441,8 @@ class SQLSource:
         self._kept: tuple[NDArray[np.int64], Sample] | None = None
         if self._split is not None and self._split not in {canonical_split(name) for name in self._shares}:
             raise SplitError(
-                f"split {split!r} is not among the fractions {', '.join(self._shares)}. Add it to splits, "
-                "or ask for one of them"
+                f"split {split!r} is not among the fractions {', '.join(self._shares)}",
+                hint="Add it to splits, or ask for one of them",
             )
 
     def _split_json(self) -> Json:
@@ -486,8 +490,8 @@ class SQLSource:
                 for place in range(len(rows) if len(rows) > 1 else 0):
                     self._made(rows[place : place + 1])  # raises at the row that is meant
                 raise SourceError(
-                    f"{self._located(int(rows[0]))}, column {error.column} {error}. "
-                    f"Fix the row, or leave it out with {arg('where')}"
+                    f"{self._located(int(rows[0]))}, column {error.column} {error}",
+                    hint=f"Fix the row, or leave it out with {arg('where')}",
                 ) from error
         return samples
 

@@ -140,8 +140,8 @@ def _with(request: Request, work: Callable[[Session, Callable[[int], None], Requ
 
     def give_up(failure: FailedAttempt) -> StalledError:
         return StalledError(
-            f"{shown}: no connection, or none that lasted, in {failure.attempts} attempts: {failure.error}. "
-            "Check that the database runs and can be reached"
+            f"{shown}: no connection, or none that lasted, in {failure.attempts} attempts: {failure.error}",
+            hint="Check that the database runs and can be reached",
         )
 
     def attempts() -> T:
@@ -202,10 +202,10 @@ def _take(session: Session, rows: Spill, begin: Callable[[int], None], request: 
 def _nothing_left(request: Request, dropped: int) -> SourceError:
     if dropped:
         return SourceError(
-            f"{request.where_it_is}: where ({request.where}) drops all {format_count(dropped)} rows. "
-            "Loosen it, or leave it out"
+            f"{request.where_it_is}: where ({request.where}) drops all {format_count(dropped)} rows",
+            hint="Loosen it, or leave it out",
         )
-    return SourceError(f"{request.where_it_is} has no rows. Check that it is the right table")
+    return SourceError(f"{request.where_it_is} has no rows", hint="Check that it is the right table")
 
 
 def _log_summary(request: Request, count: int, dropped: int, size_bytes: int) -> None:
@@ -218,7 +218,7 @@ def _check_columns(session: Session, request: Request) -> Mapping[str, str]:
     missing = [name for name in request.selected if name not in there]
     if missing:
         raise SourceError(
-            f"{request.where_it_is} has no column {', '.join(missing)}. It has {', '.join(there)}"
+            f"{request.where_it_is} has no column {', '.join(missing)}", hint=f"It has {', '.join(there)}"
         )
     return there
 
@@ -229,8 +229,8 @@ def _version(session: Session, request: Request) -> str | None:
     row = session.first(request.version_query)
     if row is None or all(value is None for value in row):
         raise SourceError(
-            f"{request.where_it_is}: version_query gives {'no row' if row is None else 'NULL'}. Expected a "
-            "value that changes whenever the rows do"
+            f"{request.where_it_is}: version_query gives {'no row' if row is None else 'NULL'}",
+            hint="Expected a value that changes whenever the rows do",
         )
     return digest_json([f"{type(value).__name__} {value}" for value in row])
 
@@ -270,18 +270,19 @@ class RowChecker:
         where, names = request.where_it_is, ", ".join(request.key)
         cure = "Give a key that is unique to each row, one column or several"
         if nulls := max(found[NULL] for found in tags):
-            raise SourceError(f"{where}: key {names} is NULL in {format_count(nulls)} rows. {cure}")
+            raise SourceError(f"{where}: key {names} is NULL in {format_count(nulls)} rows", hint=cure)
         if self._again and request.unique:
             shown = ", ".join(", ".join(map(_shown, key)) for key in self._twice)
             more = " and others" if self._again > len(self._twice) else ""
             raise SourceError(
-                f"{where}: key {names} is repeated in {format_count(self._again)} rows: {shown}{more}. {cure}"
+                f"{where}: key {names} is repeated in {format_count(self._again)} rows: {shown}{more}",
+                hint=cure,
             )
         kinds = {tag for found in tags for tag in found}
         if not kinds <= KEYS or any(len(found) > 1 for found in tags):
             raise SourceError(
-                f"{where}: key {names} has values of type {', '.join(sorted(NAMES[tag] for tag in kinds))}. "
-                "Expected integers or text, one kind in a column"
+                f"{where}: key {names} has values of type {', '.join(sorted(NAMES[tag] for tag in kinds))}",
+                hint="Expected integers or text, one kind in a column",
             )
 
 
@@ -330,7 +331,7 @@ def read_labels(
     single = set[str]()
     keyed = list(_rows(table, wanted, len(keys), name, single))
     if not keyed:
-        raise SourceError(f"{_shown_key(table)} has no rows. Check that it is the right table")
+        raise SourceError(f"{_shown_key(table)} has no rows", hint="Check that it is the right table")
     decided = tuple(
         _decided(rule, keyed, single, _shown_key(table)) if isinstance(rule, InferredRule) else rule
         for rule in rules
@@ -385,7 +386,9 @@ def _rows(
     for values in rows:
         for column, value in zip(wanted[:keys], values, strict=False):
             if value.tag == NULL:
-                raise SourceError(f"{_shown_key(table)}: key {column} is NULL in a row. Give each row a key")
+                raise SourceError(
+                    f"{_shown_key(table)}: key {column} is NULL in a row", hint="Give each row a key"
+                )
         yield shown_key(values[:keys]), dict(zip(wanted, values, strict=True))
 
 
@@ -407,7 +410,7 @@ def _csv_rows(
                 yield line[wanted[0]].strip() if keys == 1 else shown_key(own), cells
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(
-            f"{path} cannot be read: {error}. Expected a CSV file in UTF-8 with a header"
+            f"{path} cannot be read: {error}", hint="Expected a CSV file in UTF-8 with a header"
         ) from error
 
 
@@ -444,7 +447,7 @@ def _parquet_rows(path: Path, wanted: tuple[str, ...], single: set[str]) -> Iter
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{path} cannot be read: {error}. Expected a Parquet file") from error
+        raise SourceError(f"{path} cannot be read: {error}", hint="Expected a Parquet file") from error
 
 
 def _database_rows(
@@ -464,7 +467,7 @@ def _database_rows(
 
 def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
     if missing := [column for column in wanted if column not in there]:
-        raise SourceError(f"{path} has no column {', '.join(missing)}. It has {', '.join(there)}")
+        raise SourceError(f"{path} has no column {', '.join(missing)}", hint=f"It has {', '.join(there)}")
 
 
 def _decided(
@@ -474,8 +477,8 @@ def _decided(
     tags = {values[rule.column].tag for _, values in keyed} - {NULL}
     if rule.words or not tags or not tags <= {INT, FLOAT}:
         raise SourceError(
-            f"{where}, column {rule.column} holds no numbers alone. Give it a rule, as {{'text': [WORDS]}}, "
-            "so that a corrected table means the same numbers"
+            f"{where}, column {rule.column} holds no numbers alone",
+            hint="Give it a rule, as {'text': [WORDS]}, so that a corrected table means the same numbers",
         )
     floats = "float32" if rule.column in single else "float64"
     return NumberRule(field=rule.field, column=rule.column, dtype=floats if FLOAT in tags else "int64")

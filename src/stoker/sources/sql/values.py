@@ -171,7 +171,10 @@ class NumberRule(ColumnRule):
         """Return the values; 0 where NULL is masked."""
         column = rows.columns[self.column]
         if self.null is None and NULL in column.tags:
-            raise MalformedError(self.column, "is NULL. Give its rule null=VALUE, or null='mask'")
+            raise MalformedError(
+                self.column,
+                "is NULL, expected a number: null=VALUE or null='mask' in its rule lets it through",
+            )
         stand_in = 0 if self.null == "mask" else self.null
         sample: Sample = {
             self.field: numbers_of(column, self.dtype, self.column, nan=self.nan, null=stand_in)
