@@ -177,7 +177,8 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             hint="`stoker precompute CONFIG` with the settings that made it encodes them",
         )
     report = cache.verify(subset, seed=seed)
-    out.show(report, output.verify, exit_code=0 if report.ok else FormatError.exit_code)
+    render = partial(output.verify, path=path)
+    out.show(report, render, exit_code=0 if report.ok else FormatError.exit_code)
 
 
 def _repair(out: CommandOutput, path: str, config: Path | None, overrides: list[str]) -> None:

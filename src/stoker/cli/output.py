@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -400,15 +401,16 @@ def _short(value: object) -> str:
 # Results of the commands that look after caches, as people read them.
 
 
-def verify(result: VerifyReport, console: Console) -> None:
-    """Print the count of intact records, then damage by shard, then what was not checked."""
+def verify(result: VerifyReport, console: Console, path: Path) -> None:
+    """Print the count of intact records of a cache, then damage by shard, then what was not checked."""
     console.print(_matching(result.records, result.bad))
     count = len(_samples(result.bad))
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
     some(console, _by_shard(result.bad), title)
     if result.bad:
+        command = f"stoker cache verify {shlex.quote(str(path))} --repair"
         console.print(
-            "stoker cache verify PATH --repair sets them aside, and says how they are encoded again"
+            escape(f"{command} sets them aside, and says how they are encoded again"), soft_wrap=True
         )
     if result.unchecked:
         console.print(f"not looked at: {'; '.join(result.unchecked)}")

@@ -286,7 +286,8 @@ def _failures(broken: FailureKind) -> Generator[None]:
             kind = FailureKind.TIMEOUT
         else:
             kind = FailureKind.REFUSED if isinstance(error, ValueError) else broken
-        raise HttpFailure(kind, str(cause) or type(cause).__name__) from None
+        why = getattr(cause, "strerror", None) or str(cause)
+        raise HttpFailure(kind, why or type(cause).__name__) from None
 
 
 class _Statuses(urllib.request.HTTPErrorProcessor):

@@ -64,7 +64,7 @@ class JobFolder:
     def make(self) -> None:
         """Create the folder and that of its checkpoints, for its owner only."""
         for path in (self.path, self.checkpoints):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path, 0o700)
 
 
 class StateFolder:
@@ -147,8 +147,7 @@ def prepare_state_dir(path: Path) -> StateFolder:
         ReadOnlyError: It cannot be created.
     """
     path = path.absolute()
-    with explain_disk_errors(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path, 0o700)
     found = path.stat()
     if found.st_uid != os.geteuid():
         raise ConfigError(

@@ -91,9 +91,8 @@ def _cannot_open(path: Path, error: Exception) -> SourceError:
         )
     if isinstance(error, PermissionError):
         return SourceError(f"{path} may not be read ({text})", hint="Change its permissions")
-    return SourceError(
-        f"{path} is not a readable HDF5 file, {size:,} bytes ({text})", hint="Copy or download it again"
-    )
+    hint = "Copy or download it again; if it is of another format, name that with data.kind"
+    return SourceError(f"{path} is not a readable HDF5 file, {size:,} bytes ({text})", hint=hint)
 
 
 def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:

@@ -374,9 +374,8 @@ def _numbers(text: str, flag: str, count: int | None = None) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if (count is not None and len(found) != count) or (not found and text):
-        raise ConfigError(
-            f"{flag} {text}: expected {count or 'some'} whole numbers, as {'64,64' if count else '1,2'}"
-        )
+        numbers = f"{count} whole numbers, as 64,64" if count else "whole numbers, as 1,2"
+        raise ConfigError(f"{flag} is {text}", hint=f"Expected {numbers}")
     return found
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.command import CommandOutput, Debug, Json, Overrides, ProgressLine, command_output
+from stoker.cli.output import some
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -101,5 +102,5 @@ def render(report: FetchReport, console: Console) -> None:
         f"{size}, {came} received, {format_seconds(report.seconds)}",
         soft_wrap=True,
     )
-    for file in report.failed:
-        console.print(f"failed: {escape(file.name)}: {escape(file.why)}", soft_wrap=True)
+    lines = [f"  {file.name}: {file.why}" for file in report.failed]
+    some(console, lines, f"{len(lines)} failed:")
