@@ -48,6 +48,7 @@ WIDE = "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(21))
         ("a/b.py", "from concurrent.futures import Future"),
         ("a/b.py", "threading.Thread(target=f)"),
         ("a/b.py", "Thread(target=f, daemon=False)"),
+        ("a/b.py", "raise ConfigError(f'epochs is {n}. Expected at least 1')"),
     ],
 )
 def test_a_rule_of_the_source_is_broken(path: str, text: str) -> None:

@@ -34,6 +34,10 @@ UNPICKLES = (
     "testing.py",
 )
 SPEAKS_HTTP = re.compile(r"urllib\.(request|error)|http\.client import .*Conn|import (httpx|requests)\b")
+ADVICE = re.compile(
+    r"\. (Add|Ask|Check|Choose|Copy|Did you mean|Expected|Fix|Free|Give|Install|Leave|Make|Name|Remove|Run|"
+    r"Set|Start|Use|Wait|Write)\b"
+)
 READ_THE_ENVIRONMENT = ("cli/", "service/", "extras/launch/", "extras/compat/", "extras/ray/job")
 PASS_THE_ENVIRONMENT_ON = {"child.py", "entry.py"}
 GUARANTEES = (
@@ -97,10 +101,19 @@ def node_violations(path: Path, node: ast.AST) -> Iterator[str]:
     # At its exit, the interpreter joins threads that are no daemons, and those of every ThreadPoolExecutor.
     elif isinstance(node, ast.ImportFrom) and node.module == "concurrent.futures":
         yield f"line {node.lineno}: threads of concurrent.futures are waited for by the exit"
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Thread":
+    elif isinstance(node, ast.Call):
+        yield from call_violations(node, ast.unparse(node.func).split(".")[-1])
+
+
+def call_violations(node: ast.Call, name: str) -> Iterator[str]:
+    """Yield what is wrong with one call of a function or class of that name."""
+    if name == "Thread":
         daemon = {one.arg: ast.unparse(one.value) for one in node.keywords}.get("daemon")
         if daemon != "True":
             yield f"line {node.lineno}: a thread that is no daemon is waited for by the exit"
+    # The command line, the service and JSON show fact and hint each in their way.
+    elif name.endswith("Error") and node.args and (found := ADVICE.search(ast.unparse(node.args[0]))):
+        yield f"line {node.lineno}: {found[0]!r} begins what to do: give that as hint="
 
 
 def anchors(page: str) -> set[str]:

@@ -384,7 +384,7 @@ class Pad:
                 )
         if self.to is not None and self.to % self.multiple:
             raise ConfigError(
-                f"Pad(to={self.to}, multiple={self.multiple}) contradicts itself: {self.to} is no multiple"
+                f"Pad(to={self.to}, multiple={self.multiple}): {self.to} is not a multiple of {self.multiple}"
             )
 
     def length(self, longest: int) -> int:

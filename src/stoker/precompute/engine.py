@@ -370,7 +370,7 @@ def _is_filled_by_any(told: Sequence[_Told], name: str, fingerprint: str) -> boo
             raise ConfigError(
                 f"rank {rank} fills {their_name}/{theirs}, this one {name}/{fingerprint}",
                 hint=f"Call precompute with {arg('wait', False)} for the same caches in the same order on "
-                "all ranks, of the same data and encoder; for a cache of one rank alone, leave it out",
+                "all ranks, of the same data and encoder. For a cache of one rank alone, leave it out",
             )
     return any(filling for *_, filling in told)
 

@@ -56,14 +56,14 @@ class BlockMap:
         try:
             length = os.fstat(fd).st_size
             if length < _HEADER.size:
-                raise CorruptError(f"{path} is no map of blocks")
+                raise CorruptError(f"{path} is not a map of blocks")
             self._map = mmap.mmap(fd, length)
         finally:
             os.close(fd)
         magic, self.size, self.block_bytes, _, etag = _HEADER.unpack_from(self._map)
         self.count = -(-self.size // self.block_bytes) if self.block_bytes else 0
         if magic != _MAGIC or length != _length(self.count) or not self.block_bytes:
-            raise CorruptError(f"{path} is no map of blocks, or is damaged")
+            raise CorruptError(f"{path} is not a map of blocks, or is damaged")
         self.etag = etag.rstrip(b"\0").decode(errors="replace")
         self.state: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.count, _HEADER.size)
         """`ABSENT`, `HERE` or `COMING` for each block, `(count,)`."""

@@ -566,8 +566,8 @@ def _asked_group(fixed: EncodeBatchSize, samples: int | None, sample_schema: Sch
     ragged = sorted(name for name, f in sample_schema.items() if f.ragged)
     if ragged and samples > 1:
         raise ConfigError(
-            f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded by "
-            "itself",
+            f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded "
+            "alone",
             hint=f"Leave it out, or give {arg('encode_batch', 1)}",
         )
     return EncodeBatchSize(samples=samples)

@@ -133,7 +133,7 @@ def local_path(place: str | Path, what: str) -> Path:
     if is_url(place):
         raise ConfigError(
             f"{what} is {masked(str(place))}, an address",
-            hint="Expected a folder of this machine; only caches lie at addresses (stoker cache push)",
+            hint="Expected a folder of this machine; only caches can be at a URL (stoker cache push)",
         )
     return Path(place)
 

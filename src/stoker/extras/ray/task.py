@@ -100,10 +100,9 @@ def find_folder(told: dict[str, Any], node: str) -> Path:
             raise ConfigError(
                 f"node {node} does not find {told['mark']} in {told['url'] or told['cache_dir']}, where "
                 f"{told['driver']} has just put it",
-                hint="Expected one place that all nodes see: a folder on storage that they share, at the "
-                "same path, or a URL (s3://, gs://, file://) where all find the same store, with its "
-                "variables (AWS_ENDPOINT_URL, credentials) in Ray's environment there. Set "
-                "training.latent_cache_dir (--cache-dir) to such a place",
+                hint="Set training.latent_cache_dir (--cache-dir) to one place that all nodes see. That is a "
+                "folder on shared storage, at the same path, or a URL (s3://, gs://, file://). For a URL, "
+                "every node needs its variables (AWS_ENDPOINT_URL, credentials) in Ray's environment",
             )
         time.sleep(0.1)
     return found
