@@ -85,8 +85,8 @@ def test_validate_shows_memory_also_when_the_disk_does_not_answer(
     ("override", "said"),
     [
         ("data.files=nowhere.h5", "nowhere.h5 does not exist"),
-        ("encoder.checkpoint=nowhere.safetensors", "nowhere.safetensors cannot be read as weights"),
-        ("encoder.patch_size=5", "patch (1, 5) does not divide grid"),
+        ("encoder.checkpoint=nowhere.safetensors", "nowhere.safetensors does not exist"),
+        ("encoder.patch_size=5", "[1, 5]' does not divide grid"),
     ],
 )
 def test_a_setting_that_names_what_is_not_there_exits_with_3(

@@ -238,7 +238,7 @@ def test_a_part_of_the_records_and_fields(tmp_path: Path) -> None:
     assert [entry["number"] for entry in manifest["quarantined"]] == [3]
     with pytest.raises(IncompleteError, match="no record of the samples 3 to 3"):
         export(cache, tmp_path / "none", records=(3, 4))
-    with pytest.raises(ConfigError, match=r"wrong was asked for\. Fields: latent, nu"):
+    with pytest.raises(ConfigError, match=r"wrong.*latent, nu"):
         export(cache, tmp_path / "none", fields=["nu", "wrong"])
     assert not (tmp_path / "none").exists()
 

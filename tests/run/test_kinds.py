@@ -69,7 +69,7 @@ def test_images_become_features_of_a_local_model(settings: Path, tmp_path: Path)
     assert [one.encoded for one in precompute_config(Run(loaded(settings))).caches] == [0, 0]
     other = precompute_config(Run(loaded(settings, "encoder.pooling=tokens"))).caches[0]
     assert other.cache[0]["features"].shape == (7, 16)
-    with pytest.raises(ConfigError, match=r"needs encoder\.folder, a local folder"):
+    with pytest.raises(ConfigError, match=r"encoder\.folder.* a local folder"):
         precompute_config(Run(loaded(settings, "encoder.folder=null")))
 
 

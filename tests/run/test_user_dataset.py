@@ -116,7 +116,7 @@ def test_workers_import_it_from_the_folder_of_the_command(module: str, tmp_path:
         (
             "NAME:same",
             ConfigError,
-            r"unexpected keyword argument 'root'. It takes \(count\), and .* gives root",
+            r"unexpected keyword argument 'root'.* gives root\. It takes \(count\)",
         ),
         ("NAME:by_split", ConfigError, r"unexpected keyword argument 'root'"),
     ],

@@ -312,7 +312,7 @@ def test_a_file_that_changed_since_it_was_described(write, ramp) -> None:
 
 @pytest.mark.parametrize("datasets", [{}, {"tensor": np.zeros((0, 3, 4))}], ids=["nothing", "no-rows"])
 def test_no_samples_is_an_error(write, datasets: dict) -> None:
-    with pytest.raises(SourceError, match=r"a\.h5.*(empty|neither)"):
+    with pytest.raises(SourceError, match=r"a\.h5.*(empty|no datasets)"):
         len(HDF5Source(write("a.h5", datasets)))
 
 

@@ -171,13 +171,13 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     from stoker.store import open_cache
 
     cache = open_cache(path, require_complete=False)
-    if not cache.complete and not len(cache):
+    report = cache.verify(subset, seed=seed)
+    if not (report.records or report.bad or cache.complete):
         raise IncompleteError(
             f"{path} holds no records yet: 0 of {format_count(cache.recipe.count)} are encoded",
             hint="`stoker precompute CONFIG` with the settings that made it encodes them",
         )
-    report = cache.verify(subset, seed=seed)
-    render = partial(output.verify, path=path)
+    render = partial(output.verify, path=str(path))
     out.show(report, render, exit_code=0 if report.ok else FormatError.exit_code)
 
 

@@ -401,14 +401,14 @@ def _short(value: object) -> str:
 # Results of the commands that look after caches, as people read them.
 
 
-def verify(result: VerifyReport, console: Console, path: Path) -> None:
+def verify(result: VerifyReport, console: Console, path: str) -> None:
     """Print the count of intact records of a cache, then damage by shard, then what was not checked."""
     console.print(_matching(result.records, result.bad))
     count = len(_samples(result.bad))
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
     some(console, _by_shard(result.bad), title)
     if result.bad:
-        command = f"stoker cache verify {shlex.quote(str(path))} --repair"
+        command = f"stoker cache verify {shlex.quote(path)} --repair"
         console.print(
             escape(f"{command} sets them aside, and says how they are encoded again"), soft_wrap=True
         )

@@ -289,7 +289,7 @@ def test_epochs_are_set_as_trainers_do_it(abc: list[Cache]) -> None:
     mixture.set_epoch(1)
     next(iter(mixture))
     assert all(map(same, mixture, one)), "a pass that was left is begun anew"
-    with pytest.raises(ConfigError, match="epoch -1"):
+    with pytest.raises(ConfigError, match="-1"):
         mixture.set_epoch(-1)
 
 

@@ -281,8 +281,9 @@ def plan_launch(
         )
     except ValidationError as error:
         wrong = wrong_fields(error.errors(), schema_of(StartScript))
-        lines = [f"{_setting(name)}: {fact}" for name, fact in wrong]
-        raise ConfigError(f"{path}: no script can be written with " + "; ".join(lines)) from None
+        start = f"{path}: no script can be written with "
+        problems = [one.within(f"{start}{_setting(name)}: ") for name, one in wrong]
+        raise ConfigError.of_all(problems) from None
     onstart = script.render()
     if told := shown_in(onstart, environment, own.secrets):
         raise ConfigError(

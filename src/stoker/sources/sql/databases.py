@@ -161,7 +161,10 @@ class SqliteSession:
                 "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') "
                 "AND name NOT LIKE 'sqlite_%' ORDER BY name"
             )
-            if names := [str(name) for (name,) in rows.fetchmany(_MOST_TABLES)]:
+            if names := [
+                name if isinstance(name, str) else bytes(name).decode("utf-8", "replace")
+                for (name,) in rows.fetchmany(_MOST_TABLES)
+            ]:
                 return f"Tables there: {', '.join(names)}"
         return "The database has no tables: check its path"
 
