@@ -209,23 +209,26 @@ def config_and_overrides(words: Sequence[str], config: Path | None = None) -> tu
         ConfigError: No file, or more than one.
     """
     files, overrides = tell_settings(words)
-    files += [config] if config else []
-    if not files:
+    return one_config([*files, *([config] if config else [])]), overrides
+
+
+def one_config(words: Sequence[Path]) -> Path:
+    """Return the one file of settings among words that are not settings.
+
+    Raises:
+        ConfigError: No word, or several.
+    """
+    if len(words) == 1:
+        return words[0]
+    if not words:
         raise ConfigError(
             "no CONFIG file is named, and one is needed",
             hint="Name it, as stoker.yaml; `stoker init DATA` writes one",
         )
-    if len(files) > 1:
-        raise one_config(files)
-    return files[0], overrides
-
-
-def one_config(words: Sequence[Path]) -> ConfigError:
-    """Return the error for several words that may be files of settings."""
     found = ", ".join(map(str, words))
     lone = [str(word) for word in words if not word.exists() and "/" not in str(word)]
     like = next((word for word in lone if "." in word and not word.endswith((".yaml", ".yml"))), "")
-    return ConfigError(
+    raise ConfigError(
         f"expected one CONFIG file, found {found}",
         hint=f"Name one of them. Settings are written key=value, as {like or 'training.epochs'}=3",
     )

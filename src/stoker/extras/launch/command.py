@@ -87,18 +87,12 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             raise ConfigError(
                 f"{words[0]} is not something to do on vast", hint=f"Expected {', '.join(VERBS)}"
             )
-        if not files:
-            raise ConfigError(
-                "no CONFIG file is named, and one is needed",
-                hint="Name it, as stoker.yaml; `stoker init DATA` writes one",
-            )
-        if len(files) > 1:
-            raise one_config(files)
+        config = one_config(files)
         target: Target = "vast" if where == "vast" else "slurm" if slurm else "box"
         if where == "vast" and verb in ("status", "logs", "down"):
-            _look_after(out, verb, files[0], overrides, (instance, lines, destroy))
+            _look_after(out, verb, config, overrides, (instance, lines, destroy))
             return
-        plan = planned(out, files[0], overrides, target, auto_shutdown)
+        plan = planned(out, config, overrides, target, auto_shutdown)
         if where == "script":
             _write(out, plan, out_file)
         elif verb == "search":
