@@ -19,6 +19,7 @@ def test_these_are_the_public_names() -> None:
     assert stoker.__all__ == [
         "ArraySource",
         "Cache",
+        "CacheSource",
         "DatasetsSource",
         "Encoder",
         "FeatureEncoder",

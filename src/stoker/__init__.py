@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
     from stoker.store.in_place import index_in_place
+    from stoker.store.source import CacheSource
     from stoker.train.batch_size import find_batch_size
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArraySource",
     "Cache",
+    "CacheSource",
     "DatasetsSource",
     "Encoder",
     "FeatureEncoder",
@@ -87,6 +89,7 @@ __all__ = [
 _HOMES = {
     "ArraySource": "stoker.sources.arrays",
     "Cache": "stoker.store",
+    "CacheSource": "stoker.store.source",
     "DatasetsSource": "stoker.sources.tables",
     "Encoder": "stoker.encoders.protocol",
     "FeatureEncoder": "stoker.encoders.features",

@@ -179,13 +179,15 @@ def test_resume_without_a_checkpoint_begins(whole: Path, tmp_path: Path) -> None
 
 
 def test_a_new_run_moves_the_earlier_one_aside(tmp_path: Path) -> None:
-    for _ in range(3):
-        run(tmp_path, epochs=1)
+    for epochs in (1, 2, 1):
+        run(tmp_path, epochs=epochs)
 
     kinds = [row["kind"] for row in MetricsLog(tmp_path / "metrics.jsonl").rows()]
     assert kinds == ["start", *["step"] * 6, "epoch"]
     assert (tmp_path / "metrics.previous.jsonl").exists()
-    assert list((tmp_path / "checkpoints.previous").glob("last-*"))
+    assert list((tmp_path / "checkpoints.previous").glob("last-*12"))
+    assert list((tmp_path / "checkpoints.previous-1").glob("last-*06")), "the one before is kept as well"
+    assert len(MetricsLog(tmp_path / "metrics.previous-1.jsonl").rows()) == 8
 
 
 def test_resuming_with_another_operator_is_refused(tmp_path: Path) -> None:

@@ -283,7 +283,6 @@ def precompute(
 @cli_command
 def plan(
     out: CommandOutput,
-    ctx: typer.Context,
     words: Words = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Machines that are not here: nodes=8 gpus=8 ... [CONFIG].")
@@ -303,8 +302,6 @@ def plan(
       stoker plan configs/train_burgers_512dim.yaml training.tier=host
       stoker plan --simulate records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB
     """
-    if not words and not simulate:
-        ctx.fail("Missing argument 'CONFIG'.")
     if simulate:
         load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,23 +19,38 @@ from stoker.units import format_count
 if TYPE_CHECKING:
     from stoker.run.look import Finding
 
-METAVAR, MEANT = "FILE|FOLDER|DATABASE-URL|MODULE:NAME", "Raw data, a database, or a torch Dataset."
+METAVAR = "FILE|FOLDER|DATABASE-URL|MODULE:NAME [KEY=VALUE]..."
+MEANT = "Raw data, a database, a torch Dataset or a cache; then settings that are known."
 What = Annotated[list[str], typer.Argument(metavar=METAVAR, help=MEANT)]
 
 
-def _single(what: list[str]) -> str:
-    """Return what was named.
+def _looked_at(words: list[str]) -> Finding:
+    """Return what is found in the data that was named, with the settings beside it.
 
     Raises:
         ConfigError: Several files, as a shell makes of a pattern.
     """
+    from stoker.config.load import parse_overrides
+    from stoker.run.look import look
+
+    what = [word for word in words if not _SETTING.match(word) or Path(word).exists()]
+    given = parse_overrides([word for word in words if word not in what])
+    if not what:
+        raise ConfigError(
+            "only settings were named, and no data",
+            hint=f"Name it first, as `stoker init data.h5 {words[0]}`",
+        )
     if len(what) > 1:
         pattern = Path(what[0]).with_stem("*")
         raise ConfigError(
             f"{len(what)} files were named, from {what[0]} to {what[-1]}",
             hint=f"Name their folder, or quote a pattern: stoker init '{pattern}'",
         )
-    return what[0]
+    return look(what[0], given)
+
+
+_SETTING = re.compile(r"[a-z_]+\.[\w.]+\s*=")
+"""What begins so is a setting; a URL has a `=` only later."""
 
 
 @cli_command
@@ -63,7 +79,7 @@ def init(
       stoker init data.h5
       stoker init images/ --out images.yaml
       stoker init sqlite:///measurements.db
-      stoker init mymodule:MyDataset
+      stoker init mymodule:MyDataset data.torch.arguments.root=raw
       stoker init --schema > stoker.schema.json
     """
     if schema:
@@ -83,15 +99,14 @@ def init(
         )
     if path.is_dir() or not path.parent.is_dir():
         fact = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise ConfigError(fact, hint="Name a file with --out, as stoker.yaml")
+        raise ConfigError(fact, hint="Name a file in a folder that is there, as --out stoker.yaml")
     if path.exists() and not force:
         raise ConfigError(
             f"{path} exists", hint="Add --force to write over it, or name another file with --out"
         )
-    from stoker.run.look import look
     from stoker.runtime.files import replace_atomically
 
-    found = look(_single(what))
+    found = _looked_at(what)
     with replace_atomically(path) as temporary:
         temporary.write_text(found.to_yaml())
     out.show(found, show_finding)
@@ -114,9 +129,7 @@ def data_inspect(out: CommandOutput, what: What) -> None:
     Example:
       stoker data inspect data.h5
     """
-    from stoker.run.look import look
-
-    out.show(look(_single(what)), show_finding)
+    out.show(_looked_at(what), show_finding)
 
 
 def show_finding(found: Finding, console: Console) -> None:

@@ -19,6 +19,8 @@ from yaml.reader import ReaderError
 
 from stoker.config.earlier import (
     EARLIER,
+    RENAMED,
+    SWITCHES,
     SettingsLayer,
     counts_windows_now,
     is_earlier,
@@ -163,7 +165,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, earli
             hint=f"Write settings into it, or let `stoker init DATA --out {path} --force` do so",
         )
     where = "defaults" if path is None else str(path)
-    return _build(given, _parse(overrides), where, earlier=earlier)
+    return _build(given, parse_overrides(overrides), where, earlier=earlier)
 
 
 def make_config(settings: Mapping[str, object], *, where: str, earlier: bool = False) -> Config:
@@ -376,7 +378,7 @@ def _not_settings(names: Sequence[str]) -> str:
 
 def _meant(name: str) -> str | None:
     """Return the setting or section that a name probably meant."""
-    near = nearest(name, [*all_settings(), *EARLIER, *all_sections()])
+    near = nearest(name, [*all_settings(), *RENAMED, *SWITCHES, *all_sections()])
     return None if near is not None and name.startswith(f"{near}.") else near
 
 
@@ -385,7 +387,7 @@ def holds_caches(folder: Path) -> bool:
     return any(next(folder.glob(f"{above}recipe.json"), None) for above in ("", "*/", "*/*/"))
 
 
-def _parse(overrides: Sequence[str]) -> dict[str, object]:
+def parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
     """Return override texts by name.
 
     Raises:

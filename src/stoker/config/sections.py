@@ -269,14 +269,14 @@ class ImagesConfig(SettingsSection):
 # name at the shared settings that it takes, in `TAKEN_BY`. docs/config.md and all messages follow.
 
 
-KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet")
+KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet", "cache")
 """Kinds that have settings of their own here; those of plugins have `data.options`."""
 
 Kind: TypeAlias = Annotated[str, PluginName("stoker.sources", KINDS)]
 """Values of `data.kind`."""
 
 TAKEN_BY: Mapping[str, tuple[str, ...]] = {
-    "files": ("hdf5", "arrays", "tar", "parquet"),
+    "files": ("hdf5", "arrays", "tar", "parquet", "cache"),
     "preset": ("hdf5",),
     "fields": ("hdf5", "arrays"),
     "include": ("hdf5",),

@@ -445,7 +445,9 @@ def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
         return points[0]
     raise ConfigError(
         f"windows need one field with time; this cache has {', '.join(timed) or 'none'}",
-        hint="Name one with Windows(field=...)" if timed else _KEEP_TIME,
+        hint=f"Name one, as {arg('field', timed[0], call='Windows', setting='training.state_fields')}"
+        if timed
+        else _KEEP_TIME,
     )
 
 

@@ -447,11 +447,14 @@ class SampleReader:
 
 
 def _from_the_system(error: BaseException) -> bool:
-    """Return True if storage failed behind an error: sources wrap what the system said, with the path."""
+    """Return True if storage failed behind an error: sources wrap what the system said, with the path.
+
+    What may not be read is not read by waiting.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
-            return True
+            return not isinstance(cause, PermissionError)
         cause = cause.__cause__
     return False
 

@@ -179,6 +179,13 @@ def parquet_source(data: DataConfig, task: str, split: str) -> Source:
     return SplitOf(source, split, splits=data.splits, seed=data.seed)
 
 
+def cache_source(data: DataConfig, task: str, split: str) -> Source:
+    """Return the records of caches."""
+    from stoker.store.source import CacheSource
+
+    return SplitOf(CacheSource(_files(data)), split, splits=data.splits, seed=data.seed)
+
+
 def _files(data: DataConfig) -> Names:
     """Return `data.files`, else `data.root` where that is given.
 

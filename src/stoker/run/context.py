@@ -425,7 +425,8 @@ def target_of(run: Run, schema: Schema) -> str | None:
         wanted = next((name for name in TARGETS if name in numbers), None)
     if wanted is None:
         raise ConfigError(
-            f"records have {', '.join(schema)}, none with time", hint=_to_train(schema, numbers)
+            f"records have {', '.join(schema)}, none with time",
+            hint=_to_train(run.config.data.kind, schema, numbers),
         )
     if wanted not in numbers:
         what = "is not a field of fixed shape" if wanted in schema else "is not a field"
@@ -468,7 +469,7 @@ def inputs_of(config: Config, schema: Schema, target: str) -> tuple[str, ...]:
             raise ConfigError(
                 f"training.inputs names {wrong[0]!r}, which is "
                 f"{'the target' if wrong[0] == target else 'not a field of fixed shape'}",
-                hint=f"Expected some of {', '.join(found)}",
+                hint=f"Expected some of {', '.join(found)}, as training.inputs=[{', '.join(found[:2])}]",
             )
         found = given
     if not found:
@@ -484,17 +485,21 @@ def fields_to_learn(schema: Schema) -> list[str]:
     return [name for name, one in schema.items() if not (one.ragged or one.kept or 0 in one.shape)]
 
 
-def _to_train(schema: Schema, numbers: Sequence[str]) -> str:
+_SAY_TIME = {"torch": "data.torch.time=[x]", **dict.fromkeys(("hdf5", "arrays"), "the axes in data.fields")}
+"""By kind of data, how to say which fields have time."""
+
+
+def _to_train(kind: str, schema: Schema, numbers: Sequence[str]) -> str:
     """Return what to do where nothing says what is to be learned."""
     ways: list[str] = []
-    if len(numbers) > 1:
+    if kind == "images":
+        ways.append("To learn labels, say where they are with data.images.annotations")
+    elif len(numbers) > 1:
         ways.append(f"Name the field to predict from the others, as training.target={numbers[-1]}")
     if len(schema) > 1 and not schema.keys().isdisjoint(("data", "latent")):
         ways.append("For a steady problem name the field that data follows from, as data.input=nu")
-    ways.append(
-        "Where axis 0 of a field is time, say so: data.torch.time=[x] of a Dataset, the axes in data.fields "
-        "of HDF5"
-    )
+    if (time := _SAY_TIME.get(kind)) is not None:
+        ways.append(f"Where axis 0 of a field is time, say so with {time}")
     ways.append(
         "Else fill the cache with `stoker precompute`, and train in Python on stoker.Loader(CACHE_PATH, "
         "batch_size=64, shuffle=True)"

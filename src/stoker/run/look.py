@@ -7,7 +7,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, unquote
@@ -17,7 +17,9 @@ import yaml
 
 from stoker.config import Config, make_config
 from stoker.config.load import holds_caches
-from stoker.errors import ConfigError, EncoderError, SourceError, SplitError
+from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, StokerError
+from stoker.run.build import build_sources
+from stoker.run.context import Run
 from stoker.schema import JsonResult, Schema
 from stoker.units import format_bytes, format_count
 
@@ -117,13 +119,71 @@ def _flow(value: Any) -> str:
     return text.removesuffix("\n...\n").strip()
 
 
-def look(what: str) -> Finding:
+def look(what: str, given: Mapping[str, Any] | None = None) -> Finding:
     """Return what is at a path, URL or import path, and settings that read it.
+
+    Args:
+        what: The data.
+        given: Settings by dotted name that are known already; they win over what is proposed.
 
     Raises:
         ConfigError: It is not data that Stoker reads, or several kinds of it.
         SourceError: It cannot be read.
     """
+    if not given:
+        return _look(what)
+    try:
+        found = _look(what)
+        proposed, text = found.proposed, found.what
+    except StokerError:  # for want of what is given, perhaps
+        proposed, text = _least(what), "read as the settings say"
+    wanted = _with_given([one for one in proposed if not one.name.startswith("training.")], given)
+    config = _config_of(wanted)
+    if config.data.kind == "hdf5" and not any(one.name.startswith("encoder.") for one in wanted):
+        source = build_sources(Run(config), ["train"])["train"]
+        wanted = _with_given([*wanted, *_of_grid(source.schema(), source)], given)
+    found = _from_settings(what, text, wanted)
+    return replace(found, proposed=tuple(_with_given(found.proposed, given)))
+
+
+def _with_given(proposed: Sequence[ProposedSetting], given: Mapping[str, Any]) -> list[ProposedSetting]:
+    """Return settings with those that are given in place of others, or after them."""
+    own = {
+        name: ProposedSetting(name=name, value=value, why="as given to `stoker init`")
+        for name, value in given.items()
+    }
+    kept = [own.get(one.name, one) for one in proposed]
+    return [*kept, *(one for name, one in own.items() if name not in {one.name for one in kept})]
+
+
+def _least(what: str) -> list[ProposedSetting]:
+    """Return the settings that name data, for those that are given to say the rest.
+
+    Raises:
+        ConfigError: It is not data that Stoker reads.
+    """
+    if re.match(r"(sqlite|postgres(ql)?)://", what):
+        return _named("sql", re.split(r"[/?]", what)[-1] or "rows", "data.sql.url", what)
+    path = Path(what).expanduser()
+    if not path.exists() and not _some_files(path):
+        return _named("torch", what.rpartition(":")[2].lower(), "data.dataset", what)
+    kind = _KINDS[_kind_of(path)]
+    if kind == "sql":
+        what = f"sqlite:///{quote(str(_files_of(path, _database_file)[0]))}"
+        return _named(kind, _name_of(path), "data.sql.url", what)
+    return _named(kind, _name_of(path), "data.root" if kind == "images" else "data.files", what)
+
+
+def _named(kind: str, task: str, place: str, what: str) -> list[ProposedSetting]:
+    return [
+        ProposedSetting(name="data.kind", value=kind, why="the kind of the data"),
+        ProposedSetting(name="data.task", value=re.sub(r"[^\w.+=-]+", "-", task), why="names the caches"),
+        ProposedSetting(name=place, value=what, why="where it is"),
+        *_of_splits(SMALL_SET),
+    ]
+
+
+def _look(what: str) -> Finding:
     if re.match(r"(sqlite|postgres(ql)?)://", what):
         return _rows(what)
     if not what:
@@ -144,11 +204,7 @@ def look(what: str) -> Finding:
             "Dataset by its import path, as module:Name",
         )
     if path.is_dir() and holds_caches(path):
-        raise ConfigError(
-            f"{path} holds caches, which are encoded already",
-            hint=f"`stoker cache show {path}` shows them; train on one with stoker.Loader({str(path)!r}, "
-            "batch_size=64, shuffle=True)",
-        )
+        return _caches(path)
     kind = _kind_of(path)
     if kind is _images and not path.exists():
         raise ConfigError(
@@ -357,6 +413,22 @@ def _images(path: Path) -> Finding:
     return _from_settings(str(path), "images", proposed, facts=facts)
 
 
+def _caches(path: Path) -> Finding:
+    from stoker.store.source import CacheSource
+
+    source = CacheSource(path)
+    source.schema()
+    name = re.sub(r"_(train|val|test)$", "", source.caches[0].name)
+    proposed = [
+        ProposedSetting(name="data.kind", value="cache", why="records that are encoded already"),
+        ProposedSetting(name="data.task", value=name, why="names the caches"),
+        ProposedSetting(name="data.files", value=str(path), why="the cache, or a folder with caches by name"),
+        *_of_splits(len(source)),
+        ProposedSetting(name="encoder.kind", value="identity", why="take the records as they are"),
+    ]
+    return _from_settings(str(path), "records of a cache", proposed)
+
+
 def _rows(url: str) -> Finding:
     if _PASSWORD.search(url):
         raise ConfigError(
@@ -515,6 +587,16 @@ def _from_files(path: Path, kind: str, what: str, page: str) -> Finding:
     return _from_settings(str(path), what, proposed)
 
 
+_KINDS: Mapping[Callable[[Path], Finding], str] = {
+    _simulations: "hdf5",
+    _images: "images",
+    _database_file: "sql",
+    _parquet: "parquet",
+    _tar: "tar",
+    _arrays: "arrays",
+}
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What all kinds share.
 
@@ -557,6 +639,12 @@ def _of_grid(schema: Schema, source: Source) -> list[ProposedSetting]:
             value=[*encoder.patch],
             why=f"points of a patch on the grid {encoder.grid}",
         ),
+    ]
+
+
+def _of_windows() -> list[ProposedSetting]:
+    """Return settings to train the operator."""
+    return [
         ProposedSetting(name="training.batch_size", value=64, why="windows in a batch"),
         ProposedSetting(name="training.epochs", value=20, why="passes over the training split"),
         ProposedSetting(name="training.lr", value=1e-3, why="learning rate"),
@@ -613,9 +701,6 @@ def _built(
     facts: Sequence[str],
     questions: Sequence[str],
 ) -> Finding:
-    from stoker.run.build import build_sources
-    from stoker.run.context import Run
-
     config = _config_of(proposed)
     sources = build_sources(Run(config), [*(config.data.splits or ("train",))])
     count = sum(len(source) for source in sources.values())
@@ -649,8 +734,8 @@ def _found(  # noqa: PLR0913 - what was found, by name
         raise ConfigError(
             f"{odd.name} holds '${{', which stands for another setting there", hint=f"Rename {odd.value!r}"
         )
-    operator = config.encoder.kind == "grid"
-    learned = [] if operator else _of_target(schema, guess=config.data.kind != "images")
+    operator = config.encoder.kind == "grid" or any(one.evolves for one in schema.values())
+    learned = _of_windows() if operator else _of_target(schema, guess=config.data.kind != "images")
     asked = [f"{one.value} is taken for the field to predict" for one in learned if one.guessed]
     own = (
         *learned,
@@ -668,7 +753,7 @@ def _found(  # noqa: PLR0913 - what was found, by name
         fields={name: _described(schema, name) for name in schema},
         facts=(*facts, f"a sample is {format_bytes(size)} decoded") if size else tuple(facts),
         questions=(*questions, *asked),
-        trains=(operator or bool(learned)) and (samples or len(source)) > 1,
+        trains=bool(learned) and (samples or len(source)) > 1,
         cache=f".stoker/{config.data.tasks[0]}_train",
     )
 

@@ -256,7 +256,7 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
 def watch_gpu(device: str) -> GpuWatch | MissingGpu:
     """Return a watch on the GPU that a run computes on; on a CPU, why nothing is watched."""
     if device == "cpu":
-        return MissingGpu(reason="training.device is cpu")
+        return MissingGpu(reason="the device is cpu")
     # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
     return GpuWatch(str(torch.cuda.get_device_properties(device).uuid))
 
@@ -451,7 +451,12 @@ class PreparedCaches:
 
     def phases(self, started_s: float, now_s: float) -> list[StartupPhase]:
         """Return the phases from the start of the process until now, just before training."""
-        counts = (f"{r.name} {format_count(r.encoded)} encoded" for r in self.caches if r.encoded)
+        counts = (
+            f"{r.name} {format_count(r.encoded)} encoded"
+            + (f", {format_count(r.adopted)} adopted" if r.adopted else "")
+            for r in self.caches
+            if r.encoded or r.adopted
+        )
         note = ", ".join(counts) or "nothing to encode"
         ready_s = self.begun_s + self.seconds
         return [
@@ -663,7 +668,8 @@ def _tell_before(run_dir: Path, prepared: PreparedCaches, served: RunLoaders, si
     if not served.shared.resume and any((run_dir / "checkpoints").glob("*")):
         log.info(
             "%s holds a run that is finished or of other settings: training starts again, and its "
-            "checkpoints and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            "checkpoints and metrics move to checkpoints.previous and metrics.previous.jsonl. Those before "
+            "keep a number, as checkpoints.previous-1; delete them when they are not needed",
             run_dir,
         )
     for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):

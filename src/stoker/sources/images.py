@@ -599,7 +599,7 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
         if fit == "short"
         else f"(height, width), as {arg('size', (224, 224))}"
     )
-    raise ConfigError(f"size is {size!r}", hint=f"With {arg('fit', fit)} expected {wanted}")
+    raise ConfigError(f"{arg('size', size)} does not fit", hint=f"With {arg('fit', fit)} expected {wanted}")
 
 
 def _labels(given: object) -> Labels:

@@ -115,7 +115,8 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     if refused:
         rest = [name for name in wanted if name not in refused]
         shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
-        cure = f"Name the columns to read, as columns={rest}" if rest else "Convert them when it is written"
+        columns = arg("columns", rest, setting="data.parquet.columns")
+        cure = f"Name the columns to read, as {columns}" if rest else "Convert them when it is written"
         raise SourceError(f"{where}: {shown}, and a store holds numbers", hint=cure)
     every = [field.name for field in found]
     if twice := sorted({name for name in every if every.count(name) > 1}):

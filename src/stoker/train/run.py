@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -561,20 +561,25 @@ def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
 
 
 def move_previous_run(folder: Path) -> None:
-    """Keep one earlier run: starting again by mistake must not cost days of training.
+    """Keep earlier runs: starting again by mistake must not cost days of training.
 
-    Its checkpoints and its lines stay together. A run that ended before its first checkpoint left nothing
-    that could be gone on from, so it takes the place of no other.
+    The last one is `*.previous`; of those before, the newest has the highest number: `*.previous-3`. The
+    checkpoints and lines of a run stay together. A run that ended before its first checkpoint left nothing
+    that could be gone on from, so beside another it is not kept.
     """
-    found = [folder / "checkpoints", *folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
-    before = [path for path in found if ".previous" in path.name]
-    before += folder.glob("checkpoints.previous")
-    run = [path for path in found if path not in before and path.exists()]
-    if not run:
+    found = [*folder.glob("checkpoints*"), *folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
+    run = [path for path in found if ".previous" not in path.name]
+    last = [path for path in found if path.name.removesuffix(".jsonl").endswith(".previous")]
+    if last and not (folder / "checkpoints").exists():
+        for path in run:
+            path.unlink()
         return
-    drop = before if (folder / "checkpoints").exists() or not before else run
-    for path in drop:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    numbers = [int(match[1]) for path in found if (match := _KEPT.search(path.name))]
+    for path in last:
+        place = path.name.replace(".previous", f".previous-{max(numbers, default=0) + 1}")
+        path.replace(path.with_name(place))
     for path in run:
-        if path.exists():
-            path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+
+
+_KEPT = re.compile(r"\.previous-(\d+)")
