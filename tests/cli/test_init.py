@@ -18,7 +18,6 @@ import yaml
 from PIL import Image
 
 from stoker.config import load_config
-from stoker.errors import ConfigError
 from stoker.run.look import look
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
@@ -319,13 +318,102 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_looked_at(fol
     assert "--out" in run_json("init", "nowhere.h5", "--out", out, exit_code=3)["hint"]
 
 
-def test_a_cache_is_told_from_data(folder: Path) -> None:
+@pytest.mark.parametrize("place", ["old", "old/burgers_train"])
+def test_train_runs_on_what_init_wrote_for_caches(folder: Path, place: str) -> None:
     run("init", pdebench(folder))
-    run("precompute", "stoker.yaml", *FAST)
+    stored = run_json("precompute", "stoker.yaml", "training.latent_cache_dir=old", *FAST)["caches"]
+    wanted = sum(cache["records"] for cache in stored if place in f"old/{cache['name']}")
 
-    with pytest.raises(ConfigError, match="encoded already") as raised:
-        look(".stoker")
-    assert "stoker cache show .stoker" in raised.value.hint
+    found = run_json("init", place, "--force")
+    explained(folder / "stoker.yaml")
+    report = run_json("train", "stoker.yaml", *FAST)
+
+    assert found["samples"] == wanted
+    assert (found["trains"], report["epochs"]) == (True, 1)
+    assert sum(cache["records"] for cache in report["caches"]) <= wanted
+
+
+def test_what_is_known_already_is_given_to_init_and_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "mine_with_text.py").write_text(
+        "import torch\n"
+        "class Named:\n"
+        "    def __len__(self): return 30\n"
+        "    def __getitem__(self, i): return {'x': torch.ones(3) * i, 'y': i % 2, 'name': str(i)}\n"
+    )
+    hint = run_json("init", "mine_with_text:Named", exit_code=3)["hint"]
+    assert "data.torch.text={name: drop}" in hint
+
+    found = run_json("init", "mine_with_text:Named", "data.torch.text={name: drop}", "training.epochs=2")
+    written = explained(folder / "stoker.yaml")
+    report = run_json("train", "stoker.yaml", "training.num_workers=0", "training.device=cpu")
+
+    assert {*found["fields"]} == {"x", "y"}
+    assert written["data"]["torch"]["text"] == {"name": "drop"}
+    assert (written["training"]["epochs"], report["epochs"]) == (2, 2)
+    sys.modules.pop("mine_with_text", None)
+
+
+def test_axes_given_to_init_are_those_of_the_grid(folder: Path) -> None:
+    with h5py.File(folder / "odd.h5", "w") as file:
+        file["u"] = np.random.default_rng(0).normal(size=(24, 8, 12, 6)).astype("f4")
+
+    found = run_json("init", "odd.h5", "data.fields={data: 'u: n t y x'}", "latent.dim=8")
+
+    assert found["fields"]["data"].startswith("float32 (8, 12, 6, 1)")
+    assert explained(folder / "stoker.yaml")["latent"]["dim"] == 8
+    assert run_json("train", "stoker.yaml", *FAST)["epochs"] == 1
+
+
+def test_of_two_fields_with_time_both_are_states(folder: Path) -> None:
+    with h5py.File(folder / "two.h5", "w") as file:
+        for seed, name in enumerate("uv"):
+            file[name] = np.random.default_rng(seed).normal(size=(24, 9, 16)).astype("f4")
+
+    found = run_json("init", "two.h5")
+
+    assert explained(folder / "stoker.yaml")["training"]["state_fields"] == ["u", "v"]
+    assert found["trains"]
+    assert run_json("train", "stoker.yaml", *FAST)["epochs"] == 1
+
+
+def test_every_split_of_a_few_samples_gets_some(folder: Path) -> None:
+    for samples in (2, 3, 4, 5):
+        write_burgers(folder / "burgers.h5", samples=samples)
+        found = run_json("init", "burgers.h5", "--force")
+
+        caches = run_json("precompute", "stoker.yaml", "training.num_workers=0")["caches"]
+
+        assert found["samples"] == samples == sum(cache["records"] for cache in caches)
+
+
+def test_files_divided_by_name_are_counted_together(folder: Path) -> None:
+    for name, samples in (("train", 8), ("val", 3)):
+        (folder / "raw").mkdir(exist_ok=True)
+        write_burgers(folder / "raw" / f"burgers_{name}.h5", samples=samples)
+
+    assert run_json("init", "raw")["samples"] == 11
+    caches = run_json("precompute", "stoker.yaml", "training.num_workers=0")["caches"]
+    assert [cache["records"] for cache in caches] == [8, 3]
+
+
+def test_one_image_stands_for_its_folder(folder: Path) -> None:
+    found = run_json("init", f"{images(folder, classes=False)}/3.jpg")
+
+    assert (found["samples"], found["settings"]["data.root"]) == (20, "images")
+
+
+def test_text_columns_of_parquet_are_left_out_and_named(folder: Path) -> None:
+    table = pa.table({"a": np.arange(40.0), "b": np.arange(40), "name": [str(n) for n in range(40)]})
+    pq.write_table(table, folder / "rows.parquet")
+
+    found = run_json("init", "rows.parquet")
+
+    assert {*found["fields"]} == {"a", "b"}
+    assert any("name" in question for question in found["questions"])
+    assert run_json("precompute", "stoker.yaml", "training.num_workers=0")["caches"]
 
 
 def test_a_file_that_is_there_stays_unless_forced(folder: Path) -> None:

@@ -281,6 +281,14 @@ def test_a_lost_recipe_is_written_anew_by_the_settings(cache: Path) -> None:
     assert len(open_cache(cache)) == 12
 
 
+def test_a_cache_is_found_by_the_name_that_ls_shows(cache: Path) -> None:
+    name = Path(CACHE).name
+    assert name in run("cache", "ls")
+
+    assert run_json("cache", "show", name)["path"] == run_json("cache", "show", CACHE)["path"]
+    assert run_json("cache", "verify", name)["ok"]
+
+
 def test_verify_names_shards_once_and_the_fact(cache: Path) -> None:
     damage(cache)
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from stoker.cli.command import (
+    CACHE_FOLDERS,
     BadValueError,
     CachePath,
     CommandOutput,
@@ -60,18 +61,14 @@ def cache_ls(
     out.show(found, output.inspect_folder, exit_code=code)
 
 
-DEFAULT_FOLDERS = (".stoker", "data/latent_cache", "data/demo/cache")
-"""Where `stoker.cached`, the commands and the demo put caches unless told otherwise."""
-
-
 def _folder_of_caches() -> str:
     from stoker.config.load import holds_caches
 
-    for folder in DEFAULT_FOLDERS:
+    for folder in CACHE_FOLDERS:
         if holds_caches(Path(folder)):
             return folder
     raise FormatError(
-        f"no caches found: none of {', '.join(DEFAULT_FOLDERS)} is here",
+        f"no caches found: none of {', '.join(CACHE_FOLDERS)} is here",
         hint="Name the folder, as in `stoker cache ls FOLDER`, or make a cache with `stoker demo`",
     )
 

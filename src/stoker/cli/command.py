@@ -76,10 +76,25 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
 ]
+CACHE_FOLDERS = (".stoker", "data/latent_cache", "data/demo/cache")
+"""Where caches are looked for when no folder is named."""
+
+
+def _cache_place(text: str) -> str:
+    """Return the folder of a cache that was called by its name alone, as `stoker cache ls` lists it."""
+    if "/" in text or Path(text).exists():
+        return text
+    return next((place for folder in CACHE_FOLDERS if Path(place := f"{folder}/{text}").is_dir()), text)
+
+
 # text, not a Path, which would make one slash of a URL's two or three
 CachePath = Annotated[
     str,
-    typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),
+    typer.Argument(
+        metavar="PATH",
+        parser=_cache_place,
+        help="A cache (its newest complete recipe) by name or folder, or one recipe's folder.",
+    ),
 ]
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]

@@ -21,6 +21,8 @@ from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, St
 from stoker.run.build import build_sources
 from stoker.run.context import Run
 from stoker.schema import JsonResult, Schema
+from stoker.sources.protocol import SplittableSource
+from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ SQL_NUMBER = re.compile(
     r"numeric|decimal|bool(ean)?)( unsigned)?(\(.*\))?$",
     re.IGNORECASE,
 )
+MOST_SEEDS = 20
+"""Seeds that are tried until every split of a few samples gets some."""
 MOST_FILES = 10_000
 """Names of a folder that are looked at to see what it holds."""
 
@@ -312,7 +316,7 @@ def _simulations(path: Path) -> Finding:
         questions.append(f"why it was not recognized: {error.fact}")
     proposed += _of_splits(len(source))
     proposed += _of_grid(schema, source)
-    return _found(str(path), what, source, proposed, questions)
+    return _from_settings(str(path), what, proposed, questions=questions)
 
 
 def _preset_of(path: Path) -> tuple[str, str] | None:
@@ -366,6 +370,7 @@ def _axes(shape: Sequence[int]) -> str:
 def _images(path: Path) -> Finding:
     from PIL import Image
 
+    path = path.parent if path.is_file() else path  # images are read from a folder
     files = _files_of(path, _images)
     root = path if path.is_dir() else path.parent
     folders = [one.relative_to(root).parts[:-1] for one in files]
@@ -391,7 +396,8 @@ def _images(path: Path) -> Finding:
     facts = [f"{format_count(len(files))} images, {share} of {usual[0]} x {usual[1]}"]
     if broken:
         facts.append(
-            f"{len(broken)} of those looked at cannot be read, as {broken[0]}; they will be set aside"
+            f"{len(broken)} of those looked at cannot be read, as {broken[0]}: repair them, or allow "
+            "some with precompute.max_quarantined"
         )
     why = {
         "voc": "Pascal VOC: Annotations/*.xml",
@@ -565,7 +571,18 @@ def _dataset(name: str) -> Finding:
 
 
 def _parquet(path: Path) -> Finding:
-    return _from_files(path, "parquet", "rows of Parquet files", "docs/sources.md")
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
+    from pyarrow import types
+
+    schema: Any = pq.read_schema(_files_of(path, _parquet)[0])  # pyright: ignore[reportUnknownMemberType]
+    text = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
+    left = [one.name for one in schema if one.name not in text]
+    columns = ProposedSetting(name="data.parquet.columns", value=left, why="columns, each a field")
+    return _from_files(
+        *(path, "parquet", "rows of Parquet files", "docs/sources.md"),
+        more=[columns] if text and left else [],
+        questions=[f"columns that are left out, since they are text: {', '.join(text)}"] if text else [],
+    )
 
 
 def _tar(path: Path) -> Finding:
@@ -576,15 +593,24 @@ def _arrays(path: Path) -> Finding:
     return _from_files(path, "arrays", "arrays in Zarr or .npy", "docs/meshes.md")
 
 
-def _from_files(path: Path, kind: str, what: str, page: str) -> Finding:
+def _from_files(
+    path: Path,
+    kind: str,
+    what: str,
+    page: str,
+    *,
+    more: Sequence[ProposedSetting] = (),
+    questions: Sequence[str] = (),
+) -> Finding:
     proposed = [
         ProposedSetting(name="data.kind", value=kind, why=f"{what} ({page})"),
         ProposedSetting(name="data.task", value=_name_of(path), why="names the caches"),
         ProposedSetting(name="data.files", value=str(path), why="a path, a list or a glob"),
+        *more,
         *_of_splits(SMALL_SET),
         ProposedSetting(name="encoder.kind", value="identity", why="store samples as they are; or `module`"),
     ]
-    return _from_settings(str(path), what, proposed)
+    return _from_settings(str(path), what, proposed, questions=questions)
 
 
 _KINDS: Mapping[Callable[[Path], Finding], str] = {
@@ -642,9 +668,19 @@ def _of_grid(schema: Schema, source: Source) -> list[ProposedSetting]:
     ]
 
 
-def _of_windows() -> list[ProposedSetting]:
+def _of_windows(schema: Schema) -> list[ProposedSetting]:
     """Return settings to train the operator."""
+    states = [name for name, one in schema.items() if one.evolves]
+    several = len(states) > 1 and not {"data", "latent"} & {*states}
+    alike = unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}) is None
+    named = ProposedSetting(
+        name="training.state_fields",
+        value=states if alike else states[:1],
+        why="fields with time that are learned",
+        guessed=True,
+    )
     return [
+        *([named] if several else []),
         ProposedSetting(name="training.batch_size", value=64, why="windows in a batch"),
         ProposedSetting(name="training.epochs", value=20, why="passes over the training split"),
         ProposedSetting(name="training.lr", value=1e-3, why="learning rate"),
@@ -687,11 +723,16 @@ def _from_settings(
     questions: Sequence[str] = (),
 ) -> Finding:
     """Return what a source that is built from settings says of the data."""
-    without = [one for one in proposed if one.name != "data.splits"]
-    for given in (proposed, [*without, *_of_splits(1)]):
+    without = [one for one in proposed if one.name not in ("data.splits", "data.seed")]
+    few = [*without, *_of_splits(1)]
+    for given in (proposed, few, *([*few, _of_seed(seed)] for seed in range(1, MOST_SEEDS))):
         with suppress(SplitError, ConfigError):  # too few for so many splits, or data that is divided already
             return _built(path, what, given, facts, questions)
     return _built(path, what, without, facts, questions)
+
+
+def _of_seed(seed: int) -> ProposedSetting:
+    return ProposedSetting(name="data.seed", value=seed, why="with it every split gets samples")
 
 
 def _built(
@@ -703,7 +744,9 @@ def _built(
 ) -> Finding:
     config = _config_of(proposed)
     sources = build_sources(Run(config), [*(config.data.splits or ("train",))])
-    count = sum(len(source) for source in sources.values())
+    train = sources["train"]
+    whole = train.for_split(None) if isinstance(train, SplittableSource) else None
+    count = sum(len(source) for source in sources.values()) if whole is None else len(whole)
     return _found(path, what, sources["train"], proposed, questions, facts=facts, samples=count)
 
 
@@ -735,7 +778,7 @@ def _found(  # noqa: PLR0913 - what was found, by name
             f"{odd.name} holds '${{', which stands for another setting there", hint=f"Rename {odd.value!r}"
         )
     operator = config.encoder.kind == "grid" or any(one.evolves for one in schema.values())
-    learned = _of_windows() if operator else _of_target(schema, guess=config.data.kind != "images")
+    learned = _of_windows(schema) if operator else _of_target(schema, guess=config.data.kind != "images")
     asked = [f"{one.value} is taken for the field to predict" for one in learned if one.guessed]
     own = (
         *learned,
