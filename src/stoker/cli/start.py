@@ -25,7 +25,7 @@ What = Annotated[list[str], typer.Argument(metavar=METAVAR, help=MEANT)]
 
 
 def _looked_at(words: list[str]) -> Finding:
-    """Return what is found in the data that was named, with the settings beside it.
+    """Return what is found in the data that was named, and the settings that were given with it.
 
     Raises:
         ConfigError: Several files, as a shell makes of a pattern.

@@ -565,7 +565,7 @@ def move_previous_run(folder: Path) -> None:
 
     The last one is `*.previous`; of those before, the newest has the highest number: `*.previous-3`. The
     checkpoints and lines of a run stay together. A run that ended before its first checkpoint left nothing
-    that could be gone on from, so beside another it is not kept.
+    that could be gone on from, so next to another it is not kept.
     """
     found = [*folder.glob("checkpoints*"), *folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
     run = [path for path in found if ".previous" not in path.name]
