@@ -59,7 +59,7 @@ def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        pytest.param(["plan", "--json"], "Missing argument 'CONFIG'", id="missing"),
+        pytest.param(["cache", "why", "--json"], "Missing argument", id="missing"),
         pytest.param(["train", "c.yaml", "--nosuch", "--json"], "No such option: --nosuch", id="option"),
         pytest.param(["cache", "verify", "x", "--subset", "q", "--json"], "--subset", id="value"),
         pytest.param(["nosuch", "--json"], "No such command 'nosuch'", id="command"),
@@ -81,12 +81,12 @@ def test_a_command_typed_wrong_answers_in_json_too(
 
 def test_without_json_a_command_typed_wrong_names_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        run_app(app, ["plan"])
+        run_app(app, ["cache", "gc"])
 
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out) == (2, "")
-    assert shown.err.splitlines()[0] == "error: Missing argument 'CONFIG'"
-    assert "stoker plan --help" in shown.err
+    assert shown.err.splitlines()[0] == "error: Missing argument 'CACHE_DIR'"
+    assert "stoker cache gc --help" in shown.err
 
 
 def test_a_tier_that_cannot_hold_the_records_is_a_lack_of_resources(project: Path) -> None:

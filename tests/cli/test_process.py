@@ -86,7 +86,7 @@ def test_json_is_the_only_thing_on_standard_output(project: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "exit_code", "words"),
     [
-        pytest.param(["plan"], 2, "CONFIG", id="usage"),
+        pytest.param(["cache", "gc"], 2, "CACHE_DIR", id="usage"),
         pytest.param(
             ["plan", "c.yaml", "latent.dimm=1"], 3, "Did you mean latent.dim?", id="unknown-setting"
         ),

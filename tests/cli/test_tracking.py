@@ -43,12 +43,12 @@ def test_a_run_keeps_start_up_and_epochs_by_the_names_of_earlier_systems(project
         "caches",
         "burgers1d_train 12 encoded",
         "first batch in all",
-        "GPU not measured: training.device",
+        "GPU not measured: the device is cpu",
     ):
         assert words in said, words
     assert again["metrics"]["startup/cache_reused"] == 1.0
     assert again["metrics"][GPU] is None
-    assert again["gpu"] == "training.device is cpu"
+    assert again["gpu"] == "the device is cpu"
     assert [phase["note"] for phase in again["startup"]["phases"]][1] == "nothing to encode"
 
 
@@ -67,7 +67,7 @@ def test_the_page_holds_start_up_tiers_caches_machine_settings_and_recipe(projec
         "Machine",
         "Recipe of burgers1d_train",
         "training.batch_size",
-        "not measured: training.device",
+        "not measured: the device is cpu",
         "validation NRMSE</text>",
     ):
         assert words in page, words

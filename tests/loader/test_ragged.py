@@ -98,7 +98,7 @@ def test_what_cannot_be_padded_is_refused(cache: Cache, ragged: object, said: st
         Loader(cache, 4, ragged=ragged, shuffle=True)
     with pytest.raises(ConfigError, match="Expected a whole number from 1 on"):
         Pad(to=0)
-    with pytest.raises(ConfigError, match="no multiple"):
+    with pytest.raises(ConfigError, match="multiple of 8"):
         Pad(to=10, multiple=8)
 
 

@@ -295,8 +295,8 @@ def test_the_recipe_names_rules_decoder_and_content(voc: Path) -> None:
     ("more", "says"),
     [
         ({"annotations": "yolo"}, "annotations='yolo' is unknown.*'voc'"),
-        ({"size": 224}, r"size is 224.*\(height, width\)"),
-        ({"size": (0, 5)}, r"size is \(0, 5\)"),
+        ({"size": 224}, r"size=224.*\(height, width\)"),
+        ({"size": (0, 5)}, r"size=\(0, 5\)"),
         ({"labels": {"clases": []}}, "'clases'.*classes"),
         ({"labels": {"classes": ["a"]}}, "classes=, which annotations=None has no use for"),
         ({"max_samples": 0}, "max_samples is 0"),
