@@ -642,7 +642,8 @@ class TrainScreen:
         elif kind == "step":
             self.step, self.loss, self.epoch = known["step"], known["loss"], known["epoch"]
         elif kind == "stall":
-            self.step, self.epoch, self.last = known["step"], known["epoch"], known
+            self.step, self.epoch = known["step"], known["epoch"]
+            self.last = known if known.get("examples", 1) else self.last  # none: an epoch has just begun
             self.left_s = (self.total - self.step) * elapsed_s / done if done else None
         elif kind == "epoch":
             self.error = known.get("val_nrmse")

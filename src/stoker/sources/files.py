@@ -134,6 +134,7 @@ def _require_named(named: Sequence[str | os.PathLike[str]], suffixes: tuple[str,
 
 
 def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, list[Path]]:
+    start = "" if path.is_absolute() else " (a relative one begins in the current folder)"
     path = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 - resolve() would follow links
     if path.is_file():
         return path.parent, [path]
@@ -151,7 +152,7 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
     if not is_pattern(path):
         raise SourceError(
             f"{path} does not exist{_nearby(path, suffixes)}",
-            hint="Check the path, or give a folder or pattern",
+            hint=f"Check the path{start}, or give a folder or pattern",
         )
     root, found = entries_of_pattern(path)
     folders = [entry for entry in found if entry.is_dir()]

@@ -58,7 +58,7 @@ class SqliteSession:
         path = Path(request.address.target)
         if not path.is_file():
             raise SourceError(
-                f"{request.address.shown}: no such file",
+                f"{path.absolute()}: no such file",
                 hint=f"Expected a SQLite database. Check {arg('url', setting='data.sql.url')}",
             )
         self._deadline = time.monotonic() + self._timeouts.statement_s
