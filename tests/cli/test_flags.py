@@ -95,6 +95,7 @@ def test_hdf5_timeout_ends_workers_that_hang_in_opening_a_file(project: Path) ->
     (project / "site" / "sitecustomize.py").write_text(READER_HANGS)
     path = os.pathsep.join([str(project / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [
+        "compat",
         "precompute",
         "c.yaml",
         "--splits",

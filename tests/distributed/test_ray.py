@@ -206,7 +206,11 @@ def test_real_data_on_two_nodes_gives_the_records_of_one_machine(cluster, enviro
                     "precompute",
                     str(ROOT / "configs/train_burgers_32dim.yaml"),
                 ),
-                *(f"data.files={BURGERS}", "--cache-dir", str(tmp_path / f"caches{len(engine)}"), "--json"),
+                *(
+                    f"data.files={BURGERS}",
+                    f"training.latent_cache_dir={tmp_path}/caches{len(engine)}",
+                    "--json",
+                ),
                 *engine,
             ],
             env=environment,

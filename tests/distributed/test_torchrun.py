@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path
     assert re.search(
         r"rank 1 of 2 ended without a message.*rank 0 waited .* at .+\. All ranks end", answer["error"]
     )
-    assert "rank 1: the command was killed by SIGKILL" in err
+    assert re.search(r"rank 1: .*the command was killed by SIGKILL", err)
     cache = stoker.open_cache(project / "data" / "latent_cache" / "burgers1d_train")
     assert cache.verify().ok
     assert weights(project), "the last checkpoint is whole"

@@ -190,7 +190,8 @@ class ChildFill:
     def _explained(self, end: dict[str, Any], child: LoggedChild) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
-            return kind(f"filling {self._path} while training failed: {end['message']}", hint=end["hint"])
+            fact = f"filling {self._path} while training failed: {end['message']}"
+            return Interrupted(fact) if kind is Interrupted else kind(fact, hint=end["hint"])
         ended, tail = child.exit, child.tail()
         kind = ResourceError if ended is not None and ended.out_of_memory else StokerError
         return kind(
