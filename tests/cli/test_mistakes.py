@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import resource
 import shlex
 import shutil
 import sqlite3
@@ -142,6 +143,7 @@ def prepared(
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)  # `serve` does so for good, in this process
     for name, value in mistake.get("env", {}).items():
         monkeypatch.setenv(name, value)
     shutil.copytree(made / "raw", "raw")
