@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 KIB = 1024
 MIB = 1024**2
@@ -85,6 +86,17 @@ def format_count(count: float, noun: str = "") -> str:
     """
     number = f"{count:,.0f}"
     return f"{number} {noun}{'' if number == '1' else 's'}" if noun else number
+
+
+def format_few(items: Iterable[object], most: int, separator: str = ", ") -> str:
+    """Return the first `most` of some items, and how many more there are.
+
+    >>> format_few(["a", "b"], 2), format_few("abcde", 3)
+    ('a, b', 'a, b, c and 2 more')
+    """
+    shown = [str(item) for item in items]
+    more = f" and {format_count(len(shown) - most)} more" if len(shown) > most else ""
+    return separator.join(shown[:most]) + more
 
 
 def format_percent(fraction: float) -> str:

@@ -405,6 +405,31 @@ def test_one_image_stands_for_its_folder(folder: Path) -> None:
     assert (found["samples"], found["settings"]["data.root"]) == (20, "images")
 
 
+def test_parquet_without_its_library_names_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    assert "stoker[parquet]" in run_json("init", parquet(folder), exit_code=3)["hint"]
+
+
+def test_a_dataset_with_a_wrong_setting_is_not_made_again_and_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "mine_counted.py").write_text(
+        "made = []\n"
+        "class Rooted:\n"
+        "    def __new__(cls, *args, **named):\n"
+        "        made.append(1)\n"
+        "        return super().__new__(cls)\n"
+        "    def __init__(self, root): pass\n"
+    )
+
+    assert "data.torch.arguments" in run_json("init", "mine_counted:Rooted", exit_code=3)["hint"]
+    assert len(sys.modules.pop("mine_counted").made) <= 3
+
+
 def test_text_columns_of_parquet_are_left_out_and_named(folder: Path) -> None:
     table = pa.table({"a": np.arange(40.0), "b": np.arange(40), "name": [str(n) for n in range(40)]})
     pq.write_table(table, folder / "rows.parquet")

@@ -179,6 +179,7 @@ def test_resume_without_a_checkpoint_begins(whole: Path, tmp_path: Path) -> None
 
 
 def test_a_new_run_moves_the_earlier_one_aside(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints-of-mine").mkdir()
     for epochs in (1, 2, 1):
         run(tmp_path, epochs=epochs)
 
@@ -188,6 +189,7 @@ def test_a_new_run_moves_the_earlier_one_aside(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints.previous").glob("last-*12"))
     assert list((tmp_path / "checkpoints.previous-1").glob("last-*06")), "the one before is kept as well"
     assert len(MetricsLog(tmp_path / "metrics.previous-1.jsonl").rows()) == 8
+    assert (tmp_path / "checkpoints-of-mine").is_dir()
 
 
 def test_resuming_with_another_operator_is_refused(tmp_path: Path) -> None:

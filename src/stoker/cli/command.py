@@ -76,7 +76,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
 ]
-CACHE_FOLDERS = (".stoker", "data/latent_cache", "data/demo/cache")
+CACHE_FOLDERS = (".stoker", "data/latent_cache")
 """Where caches are looked for when no folder is named."""
 
 
@@ -517,14 +517,14 @@ class CommandOutput:
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
     def confirm(self, question: str) -> None:
-        """Ask before something is deleted, on a terminal; elsewhere refuse, since there is no one to answer.
+        """Ask before something is deleted, on a terminal; elsewhere refuse.
 
         Raises:
             ConfigError: There is no terminal.
             typer.Exit: The answer is no.
         """
         if self.as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise ConfigError(f"{question} There is no terminal to answer on", hint="Add --yes to delete")
+            raise ConfigError(f"{question} Standard input is not a terminal", hint="Add --yes to delete")
         try:
             agreed = typer.confirm(question, err=True)
         except typer.Abort:  # Ctrl-C, or the end of the input

@@ -273,9 +273,9 @@ def _supervised(figures: Mapping[str, Any]) -> str:
     """Return how well a field was predicted, next to a guess that looks at nothing."""
     if (accuracy := figures.get("accuracy")) is not None:
         most = format_percent(figures["baseline_accuracy"])
-        return f"accuracy {format_percent(accuracy)} (always the most common class: {most})"
+        return f"accuracy {format_percent(accuracy)} (guessing the most common class: {most})"
     error, mean = _number(figures.get("val_nrmse")), _number(figures.get("persistence_nrmse"))
-    return f"NRMSE {error} (always the mean: {mean})"
+    return f"NRMSE {error} (guessing the mean: {mean})"
 
 
 def _physical(report: TrainReport) -> str:
@@ -409,9 +409,7 @@ def verify(result: VerifyReport, console: Console, path: str) -> None:
     some(console, _by_shard(result.bad), title)
     if result.bad:
         command = f"stoker cache verify {shlex.quote(path)} --repair"
-        console.print(
-            escape(f"{command} sets them aside, and says how they are encoded again"), soft_wrap=True
-        )
+        console.print(escape(f"{command} sets them aside, and says how to encode them again"), soft_wrap=True)
     if result.unchecked:
         console.print(f"not looked at: {'; '.join(result.unchecked)}")
 

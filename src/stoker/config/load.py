@@ -34,6 +34,7 @@ from stoker.config.models import ONLY_IN, Config, StageConfig, Stages, Steps
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
 from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
 from stoker.errors import ConfigError, Problem
+from stoker.units import format_few
 
 # ----------------------------------------------------------------------------------------------------------
 # Settings of single tasks: `tasks: {name: {...}}`, over those of all.
@@ -314,7 +315,7 @@ def _require_file(path: Path) -> None:
     if near:
         hint += f" Did you mean {next(other for other in others if Path(other).name == near[0])}?"
     elif others:
-        hint += f" There are: {_few(others)}"
+        hint += f" There are: {format_few(others, MOST_NAMED)}"
     elif fact.startswith(" is a folder"):
         hint += f" `stoker init {path}` writes one, if the folder holds data"
     else:
@@ -324,17 +325,6 @@ def _require_file(path: Path) -> None:
 
 MOST_NAMED = 3
 """Names of one kind that a message lists before the rest becomes a count."""
-
-
-def _few(names: Sequence[str]) -> str:
-    """Return the first few of many names.
-
-    >>> _few(["a", "b"]), _few(["a", "b", "c", "d", "e"])
-    ('a, b', 'a, b, c and 2 more')
-    """
-    if len(names) <= MOST_NAMED + 1:
-        return ", ".join(names)
-    return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
 
 
 @dataclass(slots=True)
@@ -359,7 +349,7 @@ class _Unknown:
         hints = [problem.hint for problem in self.others if problem.hint]
         every = [name for names in self.names.values() for name in names]
         meant = dict.fromkeys(filter(None, map(_meant, every)))
-        if meant and len(every) <= MOST_NAMED + 1:
+        if meant and len(every) <= MOST_NAMED:
             hints.insert(0, f"Did you mean {' and '.join(meant)}?")
         elif every and not hints:
             hints.append("`stoker init --all` prints all settings")
@@ -371,9 +361,9 @@ class _Unknown:
 def _not_settings(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is not a setting"
-    if len(names) <= MOST_NAMED + 1:
+    if len(names) <= MOST_NAMED:
         return f"{', '.join(names)} are not settings"
-    return f"{len(names)} names are not settings: {_few(names)}"
+    return f"{len(names)} names are not settings: {format_few(names, MOST_NAMED)}"
 
 
 def _meant(name: str) -> str | None:
@@ -559,10 +549,8 @@ def _wrong_values(problems: Sequence[Problem]) -> ConfigError:
     """Return one error about all wrong values; of many, the first few and a count."""
     if len(problems) == 1:
         return ConfigError.of_all(problems)
-    lines = [str(problem).replace(". Expected", ": expected", 1) for problem in problems]
-    shown_lines = lines if len(lines) <= MOST_NAMED + 1 else lines[:MOST_NAMED]
-    more = [f"and {len(lines) - len(shown_lines)} more"] if len(shown_lines) < len(lines) else []
-    return ConfigError("\n".join([*shown_lines, *more]), hint="Correct these settings")
+    lines = [f"{problem.fact} ({problem.hint})" for problem in problems]
+    return ConfigError(format_few(lines, MOST_NAMED, "\n"), hint="Correct these settings")
 
 
 def _explain(

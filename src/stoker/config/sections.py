@@ -270,7 +270,7 @@ class ImagesConfig(SettingsSection):
 
 
 KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet", "cache")
-"""Kinds that have settings of their own here; those of plugins have `data.options`."""
+"""Kinds of Stoker itself; those of plugins have their settings in `data.options`."""
 
 Kind: TypeAlias = Annotated[str, PluginName("stoker.sources", KINDS)]
 """Values of `data.kind`."""

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from stoker.errors import EncoderError, arg
+from stoker.units import format_few
 
 if TYPE_CHECKING:
     from stoker.encoders.protocol import Encoder
@@ -293,6 +294,4 @@ def _cure(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _few(names: Mapping[str, Any] | list[str]) -> str:
-    listed = [str(name) for name in names]
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return (", ".join(listed[:SHOWN]) or "nothing") + more
+    return format_few(names, SHOWN) or "nothing"

@@ -43,6 +43,7 @@ from stoker.loader.transform import NO_CUTS
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
 from stoker.store.cache import JointCache, reopen
+from stoker.units import format_few
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
@@ -121,8 +122,7 @@ class Repairer:
         if lost := _lost(cache, opened):
             raise CorruptError(f"{len(lost)} records are still missing, the first is sample {lost[0]}")
         if bad := [record.index for record in found.bad]:
-            shown = ", ".join(map(str, bad[:10])) + (f" and {len(bad) - 10} more" if bad[10:] else "")
-            log.warning("%s. Encoded again from the source: samples %s", error.fact, shown)
+            log.warning("%s. Encoded again from the source: samples %s", error.fact, format_few(bad, 10))
         else:
             log.warning("%s. It is sound now: another process repaired it, or a read went wrong", error.fact)
         return opened

@@ -571,17 +571,15 @@ def _dataset(name: str) -> Finding:
 
 
 def _parquet(path: Path) -> Finding:
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
-    from pyarrow import types
+    from stoker.sources.tables import readable_columns
 
-    schema: Any = pq.read_schema(_files_of(path, _parquet)[0])  # pyright: ignore[reportUnknownMemberType]
-    text = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
-    left = [one.name for one in schema if one.name not in text]
-    columns = ProposedSetting(name="data.parquet.columns", value=left, why="columns, each a field")
+    kept, refused = readable_columns(_files_of(path, _parquet)[0])
+    columns = ProposedSetting(name="data.parquet.columns", value=kept, why="columns, each a field")
+    left_out = ", ".join(f"{name} ({why})" for name, why in refused.items())
     return _from_files(
         *(path, "parquet", "rows of Parquet files", "docs/sources.md"),
-        more=[columns] if text and left else [],
-        questions=[f"columns that are left out, since they are text: {', '.join(text)}"] if text else [],
+        more=[columns] if refused and kept else [],
+        questions=[f"columns that are left out, since they are not numbers: {left_out}"] if refused else [],
     )
 
 
@@ -725,9 +723,12 @@ def _from_settings(
     """Return what a source that is built from settings says of the data."""
     without = [one for one in proposed if one.name not in ("data.splits", "data.seed")]
     few = [*without, *_of_splits(1)]
-    for given in (proposed, few, *([*few, _of_seed(seed)] for seed in range(1, MOST_SEEDS))):
-        with suppress(SplitError, ConfigError):  # too few for so many splits, or data that is divided already
-            return _built(path, what, given, facts, questions)
+    try:
+        for given in (proposed, few, *([*few, _of_seed(seed)] for seed in range(1, MOST_SEEDS))):
+            with suppress(SplitError):  # too few samples for so many splits
+                return _built(path, what, given, facts, questions)
+    except ConfigError:  # of data that is divided already, or of something else, which is raised again
+        pass
     return _built(path, what, without, facts, questions)
 
 

@@ -30,6 +30,7 @@ from stoker.errors import (
 )
 from stoker.service.database import State
 from stoker.service.job_config import JobConfig
+from stoker.units import format_few
 
 if TYPE_CHECKING:
     from stoker.service.background import Operation
@@ -417,9 +418,8 @@ def _of_fields(request: Request, error: Exception) -> Response:
         FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))
         for path, problem in wrong_fields(errors, _schema_of(request))
     ]
-    said = "; ".join(f"{fault.path or 'the body'}: {fault.problem}" for fault in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    fact = f"the request is refused: {said}{more}"
+    said = format_few((f"{fault.path or 'the body'}: {fault.problem}" for fault in found), 3, "; ")
+    fact = f"the request is refused: {said}"
     body = ErrorOut(error=fact, fact=fact, hint="", fields=found[:100])
     return JSONResponse(body.model_dump(), 422)
 

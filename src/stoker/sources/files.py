@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Generic, NoReturn, TypeAlias, TypeVar, cast
 
 from stoker.errors import SourceError, SplitError, StokerError
-from stoker.units import format_bytes
+from stoker.units import format_bytes, format_few
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 """A file, a folder, a glob pattern, or a list of these."""
@@ -125,10 +125,9 @@ def _require_named(named: Sequence[str | os.PathLike[str]], suffixes: tuple[str,
     gone = [path for path in paths if not os.path.lexists(path) and not is_pattern(path)]
     if len(gone) < 2:
         return  # `_expand` says more about one
-    few = ", ".join(map(str, gone[:_NAMED]))
-    more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+    few = format_few(gone, _NAMED)
     raise SourceError(
-        f"{len(gone)} of {len(paths)} files do not exist: {few}{more}{_nearby(gone[0].absolute(), suffixes)}",
+        f"{len(gone)} of {len(paths)} files do not exist: {few}{_nearby(gone[0].absolute(), suffixes)}",
         hint="Check the paths, or give a folder or pattern",
     )
 
@@ -325,8 +324,7 @@ def require_listable(count: int, where: str) -> None:
 
 
 def _listed(entries: Mapping[Path, str]) -> str:
-    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return "; ".join(f"{entry} ({why})" for entry, why in [*entries.items()][:_NAMED]) + more
+    return format_few((f"{entry} ({why})" for entry, why in entries.items()), _NAMED, "; ")
 
 
 def why_unreadable(path: Path) -> str | None:
@@ -375,8 +373,7 @@ def _nearby(path: Path, suffixes: tuple[str, ...]) -> str:
     if not path.parent.is_dir():
         return f" (nor does its folder {path.parent})"
     names = sorted(file.name for file in path.parent.iterdir() if file.suffix.lower() in suffixes)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f" (its folder has {', '.join(names[:5])}{more})" if names else ""
+    return f" (its folder has {format_few(names, 5)})" if names else ""
 
 
 def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = None) -> list[Path]:

@@ -34,12 +34,12 @@ from stoker.units import format_count
 # ----------------------------------------------------------------------------------------------------------
 # Columns of Arrow tables as fields of samples; what Parquet files and Hugging Face datasets have in common.
 #
-# numbers, bool              a scalar list of numbers            an array of varying length; of a fixed
-# size: an array of that shape binary, {bytes, path}      the bytes, uint8 of varying length (how datasets
-# keep images and sound) struct                     its members, as `<column>.<member>`
+# Numbers and bool are scalars. A list of numbers is an array of varying length, or of its fixed size. Binary
+# values and `{bytes, path}` (how datasets keep images and sound) are their bytes, uint8 of varying length. A
+# struct is its members, as `<column>.<member>`.
 #
-# Text, dates and null are no numbers: a column of text is left out by naming the others, a null is an error
-# of its row.
+# Text, dates and null are not numbers. To leave a column of text out, name the others. A null is an error of
+# its row.
 
 
 _log = logging.getLogger("stoker")
@@ -85,6 +85,25 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if columns is None else tuple(columns)
 
 
+def readable_columns(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the columns of a Parquet file that a store can hold, and why it cannot hold the others, by name.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        SourceError: The file cannot be read.
+    """
+    import_arrow(str(path))
+    schema = _opened(path).schema_arrow
+    refused = {name: why for name in schema.names if (why := _refusal(schema, name))}
+    return [name for name in schema.names if name not in refused], refused
+
+
+def _refusal(schema: Any, name: str) -> str | None:
+    """Return what a column is that a store cannot hold; None: it can."""
+    fields = _walk(name, (name,), schema.field(name).type)
+    return next((field for field in fields if isinstance(field, str)), None)
+
+
 def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
     """Return the fields of the columns of an Arrow schema, in their order.
 
@@ -105,19 +124,14 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
         )
     if missing := [name for name in wanted if name not in names]:
         raise SourceError(f"{where} has no column {', '.join(missing)}", hint=f"It has {', '.join(names)}")
-    found: list[ArrowField] = []
-    refused: dict[str, str] = {}
-    for name in wanted:
-        fields = [*_walk(name, (name,), schema.field(name).type)]
-        if bad := next((field for field in fields if isinstance(field, str)), None):
-            refused[name] = bad
-        found += [field for field in fields if isinstance(field, ArrowField)]
-    if refused:
+    if refused := {name: why for name in wanted if (why := _refusal(schema, name))}:
         rest = [name for name in wanted if name not in refused]
         shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
         columns = arg("columns", rest, setting="data.parquet.columns")
         cure = f"Name the columns to read, as {columns}" if rest else "Convert them when it is written"
         raise SourceError(f"{where}: {shown}, and a store holds numbers", hint=cure)
+    walked = (_walk(name, (name,), schema.field(name).type) for name in wanted)
+    found = [field for fields in walked for field in fields if isinstance(field, ArrowField)]
     every = [field.name for field in found]
     if twice := sorted({name for name in every if every.count(name) > 1}):
         raise SourceError(

@@ -55,7 +55,7 @@ from stoker.store.recipe import Difference, Recipe, diff_recipes
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
 from stoker.store.storage import UsageLock, display_path, lock_index, note_use, open_storage, resolve_local
 from stoker.store.values import read_field
-from stoker.units import MIB, format_count
+from stoker.units import MIB, format_count, format_few
 
 if TYPE_CHECKING:
     from stoker.store.joins import JoinedColumns
@@ -511,10 +511,8 @@ def _no_cache(folder: Path) -> FormatError:
         return FormatError(
             f"{display_path(folder)} holds no cache: no folder in it has a {RECIPE_FILE}", hint=_FIND
         )
-    more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
     return FormatError(
-        f"{display_path(folder)} is not a cache. It holds caches by name: "
-        f"{', '.join(names[:MOST_NAMED])}{more}",
+        f"{display_path(folder)} is not a cache. It holds caches by name: {format_few(names, MOST_NAMED)}",
         hint=f"Name one, as {display_path(folder / names[0])}",
     )
 

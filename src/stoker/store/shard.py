@@ -35,7 +35,7 @@ from stoker.store.format import (
     read_tail,
 )
 from stoker.store.values import match, record_seeds, schema_seed
-from stoker.units import MIB
+from stoker.units import MIB, format_few
 
 # ----------------------------------------------------------------------------------------------------------
 # Blocks of one field of a shard: where its records' steps are, and whether bytes match their sums.
@@ -585,7 +585,7 @@ class Shard:
             bad = [int(self._numbers[row]) + self._offset for row in rows]
             raise self._bytes.corrupt(
                 f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
+                f"{format_few(bad, 10)}"
             )
 
     def _refetch(self, field: str) -> bool:

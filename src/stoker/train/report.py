@@ -129,7 +129,7 @@ def _draw_errors(axes: Any, epochs: Rows) -> None:
         _line(axes, _points(epochs, "epoch", name), color, label)
         for _, still in _points(epochs, "epoch", persistence)[-1:]:  # it is the same in every epoch
             dashed = {"linestyle": "--", "linewidth": 1.2, "alpha": 0.8}
-            guess = "always the mean" if _of_records(epochs) else f"{label}, persistence"
+            guess = "guessing the mean" if _of_records(epochs) else f"{label}, persistence"
             axes.axhline(still, color=color, label=guess, **dashed)
     _logarithmic(axes)
     _whole_numbers(axes, 1, max((row["epoch"] for row in epochs), default=1))
@@ -141,7 +141,7 @@ def _draw_accuracy(axes: Any, epochs: Rows) -> None:
     _line(axes, points, BLUE, "accuracy")
     for _, part in _points(epochs, "epoch", "baseline_accuracy")[-1:]:
         axes.axhline(
-            100 * part, color=GREY, linestyle="--", linewidth=1.2, label="always the most common class"
+            100 * part, color=GREY, linestyle="--", linewidth=1.2, label="guessing the most common class"
         )
     axes.set_ylim(0, 104)
     axes.yaxis.set_major_formatter("{x:g} %")
@@ -348,10 +348,10 @@ def _learned(report: TrainReport) -> dict[str, str]:
     """Return the figures of a run that learned one field of records, each next to a guess."""
     target = html.escape(report.target or "")
     if report.accuracy is not None:
-        most = f"always the most common class: {_or_dash(report.baseline_accuracy, format_percent)}"
+        most = f"guessing the most common class: {_or_dash(report.baseline_accuracy, format_percent)}"
         found = {f"accuracy of {target}": f"{format_percent(report.accuracy)} <small>{most}</small>"}
     else:
-        mean = f"always the mean: {_or_dash(report.persistence_nrmse, _figure)}"
+        mean = f"guessing the mean: {_or_dash(report.persistence_nrmse, _figure)}"
         found = {f"NRMSE of {target}": f"{_or_dash(report.val_nrmse, _figure)} <small>{mean}</small>"}
     return {
         **found,
@@ -404,7 +404,7 @@ def _folded(title: str, body: str) -> str:
 def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = {name: column for name, column in EPOCHS.items() if any(name in row for row in rows)}
     if _of_records(rows) and "persistence_nrmse" in shown:
-        shown["persistence_nrmse"] = ("always the mean", _figure)
+        shown["persistence_nrmse"] = ("guessing the mean", _figure)
     cells = ([_or_dash(row.get(name), form) for name, (_, form) in shown.items()] for row in rows)
     return _table(cells, [heading for heading, _ in shown.values()], style="")
 

@@ -567,7 +567,8 @@ def move_previous_run(folder: Path) -> None:
     checkpoints and lines of a run stay together. A run that ended before its first checkpoint left nothing
     that could be gone on from, so next to another it is not kept.
     """
-    found = [*folder.glob("checkpoints*"), *folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
+    found = [*folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
+    found += [*folder.glob("checkpoints"), *folder.glob("checkpoints.previous*")]
     run = [path for path in found if ".previous" not in path.name]
     last = [path for path in found if path.name.removesuffix(".jsonl").endswith(".previous")]
     if last and not (folder / "checkpoints").exists():

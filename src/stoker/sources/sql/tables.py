@@ -42,7 +42,7 @@ from stoker.sources.sql.query import (
 )
 from stoker.sources.sql.rules import Columns, InferredRule, fields_of, parse_columns, plain
 from stoker.sources.sql.values import MalformedError, NumberRule, RowBatch, Rule
-from stoker.units import format_bytes, format_count
+from stoker.units import format_bytes, format_count, format_few
 
 T = TypeVar("T")
 _log = logging.getLogger("stoker")
@@ -494,5 +494,4 @@ def format_keys(keys: Sequence[object]) -> str:
     >>> format_keys([1, 2, 3, 4, 5])
     '1, 2, 3 and 2 more'
     """
-    more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""
-    return ", ".join(map(str, keys[:_NAMED])) + more
+    return format_few(keys, _NAMED)
