@@ -287,6 +287,7 @@ def test_a_cache_is_found_by_the_name_that_ls_shows(cache: Path) -> None:
 
     assert run_json("cache", "show", name)["path"] == run_json("cache", "show", CACHE)["path"]
     assert run_json("cache", "verify", name)["ok"]
+    assert run_json("cache", "why", name, CACHE)["differences"] == []
 
 
 def test_verify_names_shards_once_and_the_fact(cache: Path) -> None:

@@ -18,6 +18,7 @@ from stoker.cli.command import (
     Overrides,
     ProgressLine,
     Yes,
+    cache_place,
     cli_command,
     duration,
     share,
@@ -100,12 +101,14 @@ def cache_why(
     out: CommandOutput,
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),
+        typer.Argument(metavar="A", parser=cache_place, help="A cache, a recipe's folder, or a CONFIG file."),
     ],
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="B | KEY=VALUE", help="The other one (else: the nearest cache of A's name), and settings."
+            metavar="B | KEY=VALUE",
+            parser=cache_place,
+            help="The other one (else: the nearest cache of A's name), and settings.",
         ),
     ] = None,
 ) -> None:

@@ -80,7 +80,7 @@ CACHE_FOLDERS = (".stoker", "data/latent_cache")
 """Where caches are looked for when no folder is named."""
 
 
-def _cache_place(text: str) -> str:
+def cache_place(text: str) -> str:
     """Return the folder of a cache that was called by its name alone, as `stoker cache ls` lists it."""
     if "/" in text or Path(text).exists():
         return text
@@ -92,7 +92,7 @@ CachePath = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        parser=_cache_place,
+        parser=cache_place,
         help="A cache (its newest complete recipe) by name or folder, or one recipe's folder.",
     ),
 ]
