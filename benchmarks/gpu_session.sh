@@ -85,7 +85,7 @@ step t_pressure 60 "${tests[@]}" tests/gpu/test_cuda.py -k under_pressure
 # 3. What can be shown on a GPU alone and is no test yet.
 step claims 120 "${probing[@]}" encoder_there static_transforms out_of_memory again order capture other_gpus
 figures select 60 "${probing[@]}" select host
-# 4. Figures for docs/performance.md, in the order of their worth.
+# 4. Figures for docs/project/benchmarks.md, in the order of their worth.
 for part in gather load host train encode; do
   figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part"
 done

@@ -1,6 +1,6 @@
 """Question: how close does the Loader come to the memory it reads, and to what people use today?
 
-Workloads and limits are those of the design (docs/performance.md): W1 20,000 records of 1 KiB; W2w windows
+Workloads and limits are those of the design (docs/project/benchmarks.md): W1 20,000 records of 1 KiB; W2w windows
 of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images; W3f the same, normalized to float32 and to
 bfloat16. `limit` is one thread of `torch.index_select(..., out=reused)` (W3f: row by row copy, multiply, add into
 a reused output); `ring` the same loop into a ring of 4 buffers with the order made beforehand.

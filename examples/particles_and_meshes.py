@@ -4,7 +4,7 @@
     stoker train FOLDER/particles.yaml
     stoker train FOLDER/mesh.yaml
 
-Needs `pip install 'stoker[zarr]'`. The files are in the layouts of docs/meshes.md.
+Needs `pip install 'stoker[zarr]'`. The files are in the layouts of docs/how-to/meshes.md.
 """
 
 from __future__ import annotations

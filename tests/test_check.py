@@ -117,7 +117,7 @@ def test_the_repository_is_looked_through(tmp_path: Path) -> None:
     (tmp_path / "docs/bad.md").write_text("[x](gone.md)\n")
     for name, before, after in [
         ("tests/test_guarantees.py", "def test_no_code_in_data", "def skip_no_code_in_data"),
-        ("docs/reliability-matrix.md", "`cli/", "`clj/"),
+        ("docs/project/reliability-matrix.md", "`cli/", "`clj/"),
     ]:
         (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after, 1))
 
@@ -129,6 +129,6 @@ def test_the_repository_is_looked_through(tmp_path: Path) -> None:
         "src/stoker/runtime/bad.py",
         "src/stoker/runtime/README.md",
         "docs/bad.md",
-        "docs/reliability-matrix.md",
+        "docs/project/reliability-matrix.md",
         "tests/test_guarantees.py",
     }

@@ -1,4 +1,4 @@
-"""The eight guarantees of docs/architecture.md, each by its name, through the public API alone."""
+"""The eight guarantees of docs/project/architecture.md, each by its name, through the public API alone."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def test_the_example_keeps_the_promises_of_a_source(
 def test_the_code_in_the_documentation_works(
     waves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each Python block of docs/plugins.md is a part of one module, with a plugin of each kind."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/plugins.md").read_text(), re.DOTALL)
+    """Each Python block of docs/how-to/plugins.md is a part of one module, with a plugin of each kind."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/plugins.md").read_text(), re.DOTALL)
     code = "\n\n".join(block for block in blocks if "from stoker_csv" not in block)
     (tmp_path / "code_of_docs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Figures on docs/scale.md are those that its commands print."""
+"""Figures on docs/how-to/scale.md are those that its commands print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.extras.simulation.result import HEAD, Simulation, cells, encoding_ce
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
 
-PAGE = (Path(__file__).parent.parent / "docs" / "scale.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "scale.md").read_text()
 COMMAND = re.compile(r"```sh\n(stoker plan --simulate .*?)```", re.DOTALL)
 SUMS = re.findall(r"```arithmetic\n(.*?)```", PAGE, re.DOTALL)
 OPERATORS = {

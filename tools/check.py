@@ -4,8 +4,8 @@
 
 - source: sizes of modules, classes and functions; nothing dangerous or unfinished; who may read the
   environment, speak HTTP and start threads (CONTRIBUTING.md lists the rules);
-- documentation: links lead to files and headings, and docs/reliability-matrix.md names tests that exist;
-- tests: one for each guarantee of docs/architecture.md.
+- documentation: links lead to files and headings; docs/project/reliability-matrix.md names tests that exist;
+- tests: one for each guarantee of docs/project/architecture.md.
 
 Links to other hosts are not followed.
 """
@@ -153,7 +153,7 @@ def map_errors(readme: Path) -> Iterator[str]:
 
 
 def missing_tests(table: str, tests: Path) -> Iterator[str]:
-    """Yield the faults in the table of docs/reliability-matrix.md without a test, and tests that are gone."""
+    """Yield the faults in docs/project/reliability-matrix.md without a test, and tests that are gone."""
     for path, name in sorted(set(NAMED_TEST.findall(table)) - {("path", "name")}):
         file = tests / f"{path}.py"
         if not (file.exists() and re.search(rf"^ *def test_{name}\(", file.read_text(), re.MULTILINE)):
@@ -174,7 +174,7 @@ def violations(root: Path = ROOT) -> Iterator[str]:
         yield from (f"{path.relative_to(root)}: {line}" for line in map_errors(path))
     for path in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *source.rglob("README.md")]):
         yield from (f"{path.relative_to(root)}: {line}" for line in dead_links(path))
-    matrix = root / "docs" / "reliability-matrix.md"
+    matrix = root / "docs" / "project" / "reliability-matrix.md"
     for line in missing_tests(matrix.read_text(), root / "tests"):
         yield f"{matrix.relative_to(root)}: {line}"
     guarantees = (root / "tests" / "test_guarantees.py").read_text()

@@ -1,6 +1,6 @@
 """Write the page of commands: the help of each, as a terminal shows it.
 
-python tools/cli_page.py > docs/cli-help.md
+python tools/cli_page.py > docs/reference/cli-help.md
 """
 
 from __future__ import annotations

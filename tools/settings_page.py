@@ -1,4 +1,4 @@
-"""The page docs/config.md, made from the models, so that it cannot fall behind them."""
+"""The page docs/reference/config.md, made from the models, so that it cannot fall behind them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stoker.config.names import Setting, SettingGroup, every_node, shown
 
 HEAD = """# Settings
 
-Made from `src/stoker/config` by `python tools/settings_page.py > docs/config.md`; edit it there.
+Made from `src/stoker/config` by `python tools/settings_page.py > docs/reference/config.md`; edit it there.
 
 A configuration is a YAML file; `key.sub=value` on the command line wins over the file, the file over the
 defaults below. Values are YAML (`training.lr=1e-4`, `data.files=[a.h5, b.h5]`, `data.limit=null`), and
@@ -32,7 +32,7 @@ name only. What has no effect any more is said once at the start of a run.
 
 
 def describe_settings() -> str:
-    """docs/config.md as text."""
+    """docs/reference/config.md as text."""
     lines = [HEAD]
     for node in every_node():
         if isinstance(node, SettingGroup):

@@ -1,4 +1,4 @@
-"""Write what a run of the tests came to into a page; that of `./run test-all` is docs/reliability.md.
+"""Write what a run of the tests came to into a page; that of `./run test-all` is docs/project/reliability.md.
 
     python -m pytest -p tools.test_summary --summary PAGE ...
 

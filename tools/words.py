@@ -24,7 +24,7 @@ LONG = 30
 MEAN = 15.0
 """Words of a sentence on average, at most."""
 NOT_COUNTED = ("CHANGELOG.md", "LOG.md")
-"""Files of docs/ that record what was written then."""
+"""Files of docs/ that record what was written then; those of docs/design/ do too."""
 AVOID = (
     r"mend(?:s|ed|ing)?", r"[Bb]eside", r"goes on", r"went on", r"is none", r"are none", r"anew",
     r"[Ww]hoever", r"[Nn]obody", r"shall", r"dear", r"as \w+ as may", r"nothing to do with", r"by itself",
@@ -134,11 +134,11 @@ def messages(text: str) -> Iterator[tuple[int, str]]:
 
 
 def figures_of(root: Path = ROOT) -> dict[str, WordFigures]:
-    """Return the figures of README.md, of each file of docs/, and of docstrings and messages by package."""
+    """Return the figures of README.md, of each page of docs/, and of docstrings and messages by package."""
     found: dict[str, WordFigures] = {}
-    documents = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    documents = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     for path in documents:
-        if path.name not in NOT_COUNTED:
+        if path.name not in NOT_COUNTED and path.parent.name != "design":
             name = str(path.relative_to(root))
             for line, paragraph in markdown_paragraphs(path.read_text(encoding="utf-8")):
                 found.setdefault(name, WordFigures()).add(f"{name}:{line}", paragraph)

@@ -1,6 +1,6 @@
 """A plugin for Stoker: a source of CSV files, an engine, an exporter, a command and a tracker.
 
-The entry points in `pyproject.toml` name the five of them. docs/plugins.md of Stoker explains each.
+The entry points in `pyproject.toml` name the five of them. docs/how-to/plugins.md of Stoker explains each.
 """
 
 from __future__ import annotations

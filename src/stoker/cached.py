@@ -82,7 +82,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         encoder: An `Encoder`, or a frozen module, which takes the field `data`, the only field, or the first
             of a tuple (else wrap it in a `ModuleEncoder`). None: samples as they are.
         cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
-            the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/objects.md). A
+            the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/how-to/objects.md). A
             `cache_dir` of None: in memory, gone with the loader.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.

@@ -46,6 +46,26 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+DOCS = "https://stoker-data.github.io/stoker"
+"""Where the documentation is published: a folder for each minor version (docs/reference/versions.md)."""
+
+
+def docs_url(page: str) -> str:
+    """Return the URL of a page of the documentation, that of this version.
+
+    Args:
+        page: Its path below docs/ without the suffix, with an anchor if wanted: `how-to/sql`,
+            `how-to/troubleshooting#splits`.
+
+    >>> docs_url("how-to/sql")
+    'https://stoker-data.github.io/stoker/0.1/how-to/sql.html'
+    """
+    from stoker import __version__
+
+    path, mark, anchor = page.partition("#")
+    return f"{DOCS}/{'.'.join(__version__.split('.')[:2])}/{path}.html{mark}{anchor}"
+
+
 _BEGIN, _PYTHON, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Around an argument in the text of a message until its error takes it out. Unicode has these characters for
 the inside of programs alone, so no path, query or error of a library has them."""

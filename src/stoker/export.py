@@ -1,6 +1,6 @@
 """A cache as files of other libraries, which read them back without Stoker.
 
-docs/export.md says what they hold, docs/plugins.md how another layout is added.
+docs/how-to/export.md says what they hold, docs/how-to/plugins.md how another layout is added.
 """
 
 from stoker.extras.export.run import (

@@ -1,4 +1,4 @@
-"""Adapt loaders to frameworks that ask for more than an iterable with state; docs/trainers.md says which do.
+"""Adapt loaders to frameworks that ask for more than an iterable with state (docs/how-to/trainers.md).
 
 `as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`.
 

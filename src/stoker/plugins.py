@@ -1,7 +1,7 @@
 """Find what packages add to Stoker: sources, engines, exporters, commands and trackers, by name.
 
 A package names what it adds in entry points of its `pyproject.toml`. Stoker's own are found in the same
-way, and they are the only way from the core to `stoker.extras` (docs/plugins.md).
+way, and they are the only way from the core to `stoker.extras` (docs/how-to/plugins.md).
 
 | group               | where a name is used               | what it names                                   |
 |---------------------|------------------------------------|-------------------------------------------------|
@@ -27,7 +27,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, docs_url
 
 PACKAGE = "stoker"
 Group: TypeAlias = Literal[
@@ -118,7 +118,8 @@ def find_plugin(group: Group, name: str, setting: str) -> Plugin:
     noun = group.removeprefix("stoker.").removesuffix("s")
     raise ConfigError(
         f"{setting} names {name!r}, which is not a {noun}",
-        hint=f"Expected some of {', '.join(known)}, or an entry point of the group {group} (docs/plugins.md)",
+        hint=f"Expected some of {', '.join(known)}, or an entry point of the group {group} "
+        f"({docs_url('how-to/plugins')})",
     )
 
 

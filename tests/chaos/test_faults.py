@@ -1,4 +1,4 @@
-"""A sample of the fault harness; docs/reliability.md has the commands and figures of the full runs."""
+"""A sample of the fault harness; docs/project/reliability.md has commands and figures of the full runs."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ LONGER = {
     "writers": ("writers", "--rounds", 20),
     "trees": ("trees", "--runs", 10, "--cycles", 10),
 }
-"""Minutes each. Everything there is takes hours: docs/reliability.md has those commands and what came out."""
+"""Minutes each. Everything there is takes hours: docs/project/reliability.md has those commands."""
 
 
 @pytest.mark.slow

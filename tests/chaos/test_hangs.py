@@ -1,6 +1,6 @@
 """Ten ways to hang, mixed over many samples: nothing is lost, nothing is wrong, and everything ends in time.
 
-docs/reliability-hangs.md has the figures of the large run.
+docs/project/reliability-hangs.md has the figures of the large run.
 """
 
 from __future__ import annotations

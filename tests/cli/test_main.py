@@ -36,7 +36,7 @@ COMMANDS = {
 }
 """Those of a group under both names."""
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "cli.md"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "reference" / "cli.md"
 HELP = DOCS.with_name("cli-help.md")
 
 

@@ -145,7 +145,7 @@ def test_renting_after_looking_again(project: Path, vast: Vast) -> None:
     ("flags", "way"),
     [
         (["--no-precompute"], "launch.cache"),
-        (["--use-lightning"], "docs/trainers.md"),
+        (["--use-lightning"], "how-to/trainers"),
         (["--cache-version", "v3"], "launch.cache"),
         (["--resume-from-wandb", "a/b/c"], "launch.upload"),
         (["--resume-mode", "must"], "launch.upload"),

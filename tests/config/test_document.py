@@ -8,11 +8,11 @@ from stoker.config.earlier import EARLIER
 from stoker.config.names import all_sections, all_settings
 from tools.settings_page import describe_settings
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "reference"
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Make it again with `python tools/settings_page.py > docs/config.md`."""
+    """Make it again with `python tools/settings_page.py > docs/reference/config.md`."""
     assert (DOCS / "config.md").read_text() == describe_settings()
 
 
@@ -31,7 +31,7 @@ def test_every_setting_is_explained() -> None:
 def test_the_page_prints_itself() -> None:
     done = subprocess.run(
         [sys.executable, "tools/settings_page.py"],
-        cwd=DOCS.parent,
+        cwd=DOCS.parent.parent,
         capture_output=True,
         text=True,
         timeout=60,

@@ -108,7 +108,7 @@ def test_serving_an_epoch_never_waits_for_the_device(cache: Cache) -> None:
 
 
 def test_a_captured_step_sees_every_static_batch(cache: Cache) -> None:
-    """The pattern of docs/loader.md: the gather outside the graph, the step inside."""
+    """The pattern of docs/how-to/loader.md: the gather outside the graph, the step inside."""
     given: dict[str, Any] = {"normalize": {"image": IMAGE}, "shuffle": False}
     loader = Loader(cache, 8, tier="device", device="cuda", static=True, **given)
     total = torch.zeros((), device="cuda")

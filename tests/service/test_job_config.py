@@ -182,7 +182,7 @@ def test_nothing_is_filled_in_from_the_environment(where: str, monkeypatch: pyte
 
 
 def test_every_field_is_documented_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "service-jobs.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "http-api.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     told = {name.strip("` "): cells[2] for cells in rows for name in cells[1].split(",")}
 

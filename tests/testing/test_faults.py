@@ -14,7 +14,7 @@ from stoker.store import make_recipe
 from stoker.testing import Fault, FaultySource, check_source
 from tests.precompute.fake_sources import FakeSource
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "sources.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "sources.md"
 
 
 def run(source, folder: Path, *, workers: int = 1, read_s: float = 30.0):

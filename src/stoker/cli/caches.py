@@ -25,7 +25,7 @@ from stoker.cli.command import (
     size,
     tell_settings,
 )
-from stoker.errors import ConfigError, FormatError, IncompleteError
+from stoker.errors import ConfigError, FormatError, IncompleteError, docs_url
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -331,7 +331,9 @@ def data_stage(
 # The commands that bring caches to a URL and from there: push, pull.
 
 
-Address = Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/caches; docs/objects.md.")]
+Address = Annotated[
+    str, typer.Argument(metavar="URL", help=f"As s3://bucket/caches; see {docs_url('how-to/objects')}")
+]
 
 
 @cli_command

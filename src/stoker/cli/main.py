@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 failed, 2 usage, 3 bad configuration, 4 cache corrupt or incomplete, 5 stalled,
 6 not enough resources, 130 interrupted.
 
-docs/cli.md shows every command with its output.
+docs/reference/cli.md shows every command with its output.
 """
 
 from __future__ import annotations
@@ -295,7 +295,8 @@ def plan(
     """Show where records would be served from.
 
     With what that costs a batch, and why; nothing is moved or encoded. With --simulate: what a whole run
-    would take on other machines, each way of doing it in time, bytes, memory and money (docs/scale.md).
+    would take on other machines, each way of doing it in time, bytes, memory and money
+    (docs/how-to/scale.md).
 
     \b
     Example:

@@ -33,7 +33,7 @@ from stoker.config.earlier import (
 from stoker.config.models import ONLY_IN, Config, StageConfig, Stages, Steps
 from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
 from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
-from stoker.errors import ConfigError, Problem
+from stoker.errors import ConfigError, Problem, docs_url
 from stoker.units import format_few
 
 # ----------------------------------------------------------------------------------------------------------
@@ -133,9 +133,8 @@ _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
 def _check_name(name: str, said: str) -> None:
     if name not in all_settings():
         near = nearest(name, all_settings())
-        raise ConfigError(
-            f"{said} is not a setting ({f'did you mean {near}?' if near else 'see docs/config.md'})"
-        )
+        known = f"did you mean {near}?" if near else f"see {docs_url('reference/config')}"
+        raise ConfigError(f"{said} is not a setting ({known})")
     if name == "data.task" or (name.partition(".")[0] not in SECTIONS and name not in SINGLE):
         raise ConfigError(
             f"{said}: {name} cannot be set for one task",

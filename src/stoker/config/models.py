@@ -1,7 +1,8 @@
 """Every setting: its name, type, default and one sentence.
 
-docs/config.md is made from this module and `sections.py`, and messages about wrong values quote them. Models
-are frozen, so what a run was started with is what it records. Names of earlier systems are in `load.py`.
+docs/reference/config.md is made from this module and `sections.py`, and messages about wrong values quote
+them. Models are frozen, so what a run was started with is what it records. Names of earlier systems are in
+`earlier.py`.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class DataConfig(SettingsSection):
     """Which raw samples there are."""
 
     kind: Kind = "hdf5"
-    """Kind of the raw data; each kind has settings of its own below (docs/sources.md)."""
+    """Kind of the raw data; each kind has settings of its own below (docs/how-to/sources.md)."""
     task: Names = "burgers1d"
     """Name of the data set; it names the caches, and the files below `data.root` (`{task}_{split}.h5`)."""
     root: str = "data/pdebench"
@@ -252,7 +253,8 @@ class DataConfig(SettingsSection):
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
     stage: Literal["auto", "never", "always"] = "never"
-    """Copy files to a local disk before they are read; `auto`: from network storage (docs/staging.md)."""
+    """Copy files to a local disk before they are read; `auto`: from network storage
+    (docs/how-to/staging.md)."""
     stage_dir: Place | None = None
     """Folder for these copies; null: `.staged` next to the caches."""
     arrays: ArraysConfig = ArraysConfig()
@@ -265,7 +267,7 @@ class DataConfig(SettingsSection):
     """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
     torch: TorchConfig = TorchConfig()
     options: dict[str, JsonValue] | None = None
-    """Settings of a kind that another package adds (docs/plugins.md)."""
+    """Settings of a kind that another package adds (docs/how-to/plugins.md)."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -321,7 +323,7 @@ class EncoderConfig(SettingsSection):
     version: str | None = None
     """Of `module`: stands for its code in the recipe; null: source text and settings do."""
     folder: Place | None = None
-    """Of `features`: the local folder of a vision model of transformers (docs/images.md)."""
+    """Of `features`: the local folder of a vision model of transformers (docs/how-to/images.md)."""
     pooling: Literal["cls", "mean", "tokens"] = "cls"
     """Of `features`: the class token, the mean of the patches, or all tokens."""
     processor: Literal["device", "pil"] = "device"
@@ -415,9 +417,9 @@ class TrainingConfig(SettingsSection):
     rank_deadline: PositiveFloat = 300.0
     """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
     tier: Annotated[Literal["auto", "device", "host", "disk", "encode"], BeforeValidator(_tier)] = "auto"
-    """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
+    """Where batches are served from; `auto`: the fastest that fits (docs/explanation/tiers.md)."""
     reserve_bytes: CountBytes | None = None
-    """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    """Memory of the device to leave to the model; null: by the rules of docs/explanation/tiers.md."""
     transforms: Steps = ()
     """Done to every training batch, as `[{kind: noise, std: 0.01}]`; `normalize` also in validation."""
     subset: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
@@ -441,7 +443,8 @@ class TrainingConfig(SettingsSection):
     task_weights: dict[str, PositiveFloat] | None = None
     """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
-    """Folder of the caches, or an address as `s3://bucket/caches`; also gs, az, file (docs/objects.md)."""
+    """Folder of the caches, or an address as `s3://bucket/caches`; also gs, az, file
+    (docs/how-to/objects.md)."""
     mirror_dir: Place = ".stoker/mirror"
     """Where copies of caches at an address are kept on this machine: a local disk."""
     mirror_bytes: PositiveBytes | None = None
@@ -480,10 +483,11 @@ class PrecomputeConfig(SettingsSection):
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
     compression: Literal["none", "zstd", "lz4", "auto"] = "none"
-    """How shards are compressed, without loss (docs/caches.md); `auto`: zstd where it saves a tenth."""
+    """How shards are compressed, without loss (docs/how-to/caches.md); `auto`: zstd where it saves
+    a tenth."""
     in_place: Flag = False
     """With `encoder.kind: identity`: serve contiguous HDF5 and `.npy` files where they are, without a copy
-    (docs/sources.md)."""
+    (docs/how-to/sources.md)."""
     keep: str | tuple[str, ...] = ()
     """Fields of the raw samples to store with the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False
@@ -494,12 +498,12 @@ class PrecomputeConfig(SettingsSection):
     """Encode what is missing before `train` begins; `false`: encode while it trains."""
     encode_batch: PositiveInt | Literal["auto"] | None = None
     """Samples in one call of the encoder, a part of the recipe; null: about 8 MiB of them; `auto`: measured
-    once, then kept (docs/encoders.md)."""
+    once, then kept (docs/how-to/encoders.md)."""
     engine: Annotated[str, PluginName("stoker.engines", ("local",))] = "local"
-    """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
+    """Who encodes: this machine, or a Ray cluster (docs/how-to/ray.md)."""
     ray: RayConfig = RayConfig()
     options: dict[str, JsonValue] | None = None
-    """Settings of an engine that another package adds (docs/plugins.md)."""
+    """Settings of an engine that another package adds (docs/how-to/plugins.md)."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
 
@@ -521,7 +525,8 @@ class Config(SettingsSection):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     stages: Stages = ()
-    """Parts of a training run, as `[{name: operator, epochs: 20}, {name: decoder}]` (docs/training.md)."""
+    """Parts of a training run, as `[{name: operator, epochs: 20}, {name: decoder}]`
+    (docs/how-to/training.md)."""
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
     fetch: FetchConfig = FetchConfig()
@@ -529,7 +534,7 @@ class Config(SettingsSection):
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads all bytes; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None
-    """Settings of one task alone, as `{well2d: {data: {preset: well}}}` (docs/mixtures.md)."""
+    """Settings of one task alone, as `{well2d: {data: {preset: well}}}` (docs/how-to/mixtures.md)."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _where: str = PrivateAttr(default="defaults")

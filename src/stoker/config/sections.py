@@ -106,7 +106,7 @@ def as_names(value: Names) -> tuple[str, ...]:
 
 
 class TorchConfig(SettingsSection):
-    """A torch `Dataset` of your own, which `data.dataset` names (docs/sources.md)."""
+    """A torch `Dataset` of your own, which `data.dataset` names (docs/how-to/sources.md)."""
 
     arguments: dict[str, JsonValue] | None = None
     """Arguments that it is called with; `split` is added where it takes one."""
@@ -129,7 +129,7 @@ _CLUSTER = r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$"
 
 
 class RayConfig(SettingsSection):
-    """Precompute on a Ray cluster, with `precompute.engine: ray` (docs/ray.md)."""
+    """Precompute on a Ray cluster, with `precompute.engine: ray` (docs/how-to/ray.md)."""
 
     address: Annotated[str, Field(pattern=_CLUSTER, examples=["auto", "10.0.0.1:6379"])] | None = None
     """`auto` or `host:port` of a cluster that runs; null: one on this machine, while it is needed."""
@@ -171,7 +171,7 @@ def beside_engine(engine: str, given: Mapping[str, object]) -> Iterator[tuple[st
 
 
 class FetchConfig(SettingsSection):
-    """Files that `stoker data fetch` brings here (docs/fetch.md)."""
+    """Files that `stoker data fetch` brings here (docs/how-to/fetch.md)."""
 
     files: dict[str, dict[str, JsonValue]] | None = None
     """By the name they get, as `{a.h5: {from: "b2:bucket/a.h5", sha256: "..."}}`; `a/` is a whole folder."""
@@ -197,7 +197,8 @@ class ArraysConfig(SettingsSection):
     """Trajectories of varying length in HDF5 or Zarr, grids in Zarr, `.npy` files."""
 
     layout: Literal["rows", "groups", "offsets", "particles", "mesh", "grid"] | None = None
-    """Samples along axis 0, a group each, or flat with offsets; null: as in the first (docs/meshes.md)."""
+    """Samples along axis 0, a group each, or flat with offsets; null: as in the first
+    (docs/how-to/meshes.md)."""
     offsets: str | None = None
     """The array that says where each trajectory begins; null: `offsets`, `ptr` or the like."""
     attributes: tuple[str, ...] = ()
@@ -227,7 +228,7 @@ class ParquetConfig(SettingsSection):
 
 
 class ImagesConfig(SettingsSection):
-    """Images below `data.root`, of `data.kind: images` (docs/images.md)."""
+    """Images below `data.root`, of `data.kind: images` (docs/how-to/images.md)."""
 
     annotations: Literal["voc", "coco", "dexycb", "folder"] | None = None
     """Layout of the labels; `folder`: a folder for each class; null: images alone."""
@@ -264,9 +265,10 @@ class ImagesConfig(SettingsSection):
 # ----------------------------------------------------------------------------------------------------------
 # Kinds of sources: their names, what settings each has of its own, and which shared ones it takes.
 #
-# Another kind is an entry point of the group `stoker.sources` (docs/plugins.md). One of Stoker itself has
-# also: its name in `KINDS`; a section of its settings here, which `DataConfig` holds under that name; its
-# name at the shared settings that it takes, in `TAKEN_BY`. docs/config.md and all messages follow.
+# Another kind is an entry point of the group `stoker.sources` (docs/how-to/plugins.md). One of Stoker
+# itself has also: its name in `KINDS`; a section of its settings here, which `DataConfig` holds under that
+# name; its name at the shared settings that it takes, in `TAKEN_BY`. docs/reference/config.md and all
+# messages follow.
 
 
 KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet", "cache")
@@ -335,7 +337,7 @@ def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]
 
 
 class LaunchConfig(SettingsSection):
-    """Machines that `stoker launch` starts, and what they do (docs/launch.md)."""
+    """Machines that `stoker launch` starts, and what they do (docs/how-to/launch.md)."""
 
     repo: str | None = None
     """Where the machine gets the code from; null: the remote `origin`, over https."""
@@ -376,7 +378,8 @@ class LaunchConfig(SettingsSection):
     reliability: Fraction = 0.98
     """Least part of the time that the machine was up, as the provider counts."""
     scratch: Flag = True
-    """Under Slurm, read data on network storage from copies on the node's own disk (docs/staging.md)."""
+    """Under Slurm, read data on network storage from copies on the node's own disk
+    (docs/how-to/staging.md)."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -403,7 +406,7 @@ class JoinConfig(SettingsSection):
 
 
 class SqlConfig(SettingsSection):
-    """Rows of a database as samples (docs/sql.md)."""
+    """Rows of a database as samples (docs/how-to/sql.md)."""
 
     url: str | None = None
     """`sqlite:///FILE`, or `postgresql://[USER@]HOST/DATABASE`; a password belongs in `~/.pgpass`."""

@@ -94,7 +94,7 @@ class Design:
 MAX_GATHER_THREADS = 8
 """More threads than this do not make one gather quicker: memory is the limit, and the interpreter's lock.
 
-Source: docs/performance.md, rows of 147 KiB on 16 cores: 28 GB/s by 4 threads, 35 by 8, 26 by 16.
+Source: docs/project/benchmarks.md, rows of 147 KiB on 16 cores: 28 GB/s by 4 threads, 35 by 8, 26 by 16.
 """
 MAX_FILL_THREADS = 8
 """Shards that are brought into memory at a time, at most; and no more than half of the processors."""

@@ -349,7 +349,7 @@ GPU_CALL_BYTES = 8 * MIB
 """On a GPU, one call gathers up to this many bytes, because starting a call takes some 15 us of the
 host's time. A batch that is kept keeps the others of its call in memory.
 
-Source: docs/performance.md, an H200: 15 us of the host for each `index_select`.
+Source: docs/project/benchmarks.md, an H200: 15 us of the host for each `index_select`.
 """
 THREADS_FROM_BYTES = 4 * MIB
 """Outputs from this size on, about a millisecond, are gathered by several threads; below that they lose.

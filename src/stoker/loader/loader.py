@@ -102,7 +102,7 @@ class Loader(EpochIterable):
             verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
                 of each block by this process, or `off`. The other tiers do once, as they are filled.
             transforms: Functions of a batch, called in order; of `(batch, keys)`, where `keys` holds a random
-                int64 per example; or of fields, `{"image": function}`. See docs/transforms.md.
+                int64 per example; or of fields, `{"image": function}`. See docs/how-to/transforms.md.
             meter: Told how long each batch was waited for.
             dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
 

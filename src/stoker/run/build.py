@@ -27,7 +27,15 @@ from stoker.encoders.wrappers import (
     fit_statistics,
     keep_fields,
 )
-from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
+from stoker.errors import (
+    ConfigError,
+    FormatError,
+    ReadOnlyError,
+    ResourceError,
+    StalledError,
+    StokerError,
+    docs_url,
+)
 from stoker.plan.resources import resolve_device
 from stoker.plugins import find_plugin
 from stoker.run.context import Run, encode_devices, kept_fields
@@ -108,7 +116,7 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
         database = "DATABASE-URL" if sql.url is None else sql.url
         raise ConfigError(
             f"data.kind=sql also needs {', '.join(missing)}",
-            hint=f"Give them, or let `stoker init {database}` find them (docs/sql.md)",
+            hint=f"Give them, or let `stoker init {database}` find them ({docs_url('how-to/sql')})",
         )
     return SQLSource(
         sql.url,
@@ -354,7 +362,8 @@ def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
     if own.folder is None:
         raise ConfigError(
             "encoder.kind=features needs encoder.folder, which is not given",
-            hint="Give encoder.folder=FOLDER, a local folder with a vision model (docs/images.md)",
+            hint="Give encoder.folder=FOLDER, a local folder with a vision model "
+            f"({docs_url('how-to/images')})",
         )
     return FeatureEncoder(own.folder, own.pooling, processor=own.processor)
 

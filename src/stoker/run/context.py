@@ -25,7 +25,7 @@ from stoker.config.models import StageConfig, stage_name
 from stoker.distributed.ranks import SINGLE_PROCESS, Ranks, nodes_that_share
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.wrappers import field_names, is_steady
-from stoker.errors import ConfigError, FormatError
+from stoker.errors import ConfigError, FormatError, docs_url
 from stoker.loader import Windows
 from stoker.loader.batch import number_examples, state_fields, time_field
 from stoker.loader.outputs import make_outputs
@@ -378,7 +378,7 @@ def windows_in(run: Run, schema: Schema) -> int | None:
             f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
             "latents of one shape",
             hint="Set encoder.kind=mesh; or train in Python on stoker.Loader(..., windows=stoker.Windows(), "
-            "ragged='pack') (docs/meshes.md)",
+            f"ragged='pack') ({docs_url('how-to/meshes')})",
         )
     make_outputs(schema, windows, None)
     states = state_fields(schema, windows)

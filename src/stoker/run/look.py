@@ -17,7 +17,7 @@ import yaml
 
 from stoker.config import Config, make_config
 from stoker.config.load import holds_caches
-from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, StokerError
+from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, StokerError, docs_url
 from stoker.run.build import build_sources
 from stoker.run.context import Run
 from stoker.schema import JsonResult, Schema
@@ -95,7 +95,7 @@ class Finding(JsonResult):
             at[last] = one
         head = [
             f"{self.what}: {self.path}",
-            "Written by `stoker init`. docs/config.md explains every setting.",
+            f"Written by `stoker init`. {docs_url('reference/config')} explains every setting.",
         ]
         head += [f"Please check: {one}" for one in self.questions]
         return "\n".join((*(f"# {_one_line(text)}" for text in head), *_lines(tree))) + "\n"
@@ -406,7 +406,7 @@ def _images(path: Path) -> Finding:
         None: "no labels were found",
     }
     proposed = [
-        ProposedSetting(name="data.kind", value="images", why="images and their labels (docs/images.md)"),
+        ProposedSetting(name="data.kind", value="images", why=f"images ({docs_url('how-to/images')})"),
         ProposedSetting(name="data.task", value=_name_of(path), why="names the caches"),
         ProposedSetting(name="data.root", value=str(root), why="the folder with the images"),
         ProposedSetting(name="data.images.annotations", value=labels, why=why[labels]),
@@ -450,10 +450,10 @@ def _rows(url: str) -> Finding:
         raise ConfigError(
             f"{url}: table {table!r} has {'no column of numbers' if keys else 'no primary key'}; its "
             f"columns are {', '.join(columns)}",
-            hint="Write data.sql.key and data.sql.columns yourself (docs/sql.md)",
+            hint=f"Write data.sql.key and data.sql.columns yourself ({docs_url('how-to/sql')})",
         )
     proposed = [
-        ProposedSetting(name="data.kind", value="sql", why="rows of a database (docs/sql.md)"),
+        ProposedSetting(name="data.kind", value="sql", why=f"rows of a database ({docs_url('how-to/sql')})"),
         ProposedSetting(name="data.task", value=table.rpartition(".")[2], why="names the caches"),
         ProposedSetting(name="data.sql.url", value=url, why="a password belongs in ~/.pgpass"),
         ProposedSetting(
@@ -577,18 +577,18 @@ def _parquet(path: Path) -> Finding:
     columns = ProposedSetting(name="data.parquet.columns", value=kept, why="columns, each a field")
     left_out = ", ".join(f"{name} ({why})" for name, why in refused.items())
     return _from_files(
-        *(path, "parquet", "rows of Parquet files", "docs/sources.md"),
+        *(path, "parquet", "rows of Parquet files", docs_url("how-to/sources")),
         more=[columns] if refused and kept else [],
         questions=[f"columns that are left out, since they are not numbers: {left_out}"] if refused else [],
     )
 
 
 def _tar(path: Path) -> Finding:
-    return _from_files(path, "tar", "tar archives in the WebDataset layout", "docs/sources.md")
+    return _from_files(path, "tar", "tar archives in the WebDataset layout", docs_url("how-to/sources"))
 
 
 def _arrays(path: Path) -> Finding:
-    return _from_files(path, "arrays", "arrays in Zarr or .npy", "docs/meshes.md")
+    return _from_files(path, "arrays", "arrays in Zarr or .npy", docs_url("how-to/meshes"))
 
 
 def _from_files(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError, StokerError
+from stoker.errors import ConfigError, RecordError, StokerError, docs_url
 from stoker.loader import Loader, Windows
 from stoker.loader.order import order_text, parse_order
 from stoker.loader.prefetch import HANDOVER_S, describe_remote
@@ -430,7 +430,7 @@ def in_place_offer(run: Run, job: CacheJob, result: PlanResult) -> str:
     return (
         "nothing needs encoding, and the files hold the samples as they are stored. precompute.in_place=true "
         f"would serve them from there: {format_bytes(result.plan.bytes)} would not be copied, only read once "
-        "for checksums (docs/sources.md, Serve files in place)"
+        f"for checksums ({docs_url('how-to/sources')})"
     )
 
 

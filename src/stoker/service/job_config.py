@@ -1,8 +1,8 @@
 """The configuration of a training job: the fields of the earlier service, each used or refused.
 
 A field without an effect is refused unless it has its default value, and the message says why; no field is
-accepted and ignored. `settings_of` translates the fields for each kind of data. docs/service-jobs.md lists
-all fields.
+accepted and ignored. `settings_of` translates the fields for each kind of data. docs/reference/http-api.md
+lists all fields.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class JobConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Decides the order of examples, the split and the first weights."""
     settings: dict[str, JsonValue] = {}
-    """Simulations and images: more settings of docs/config.md by name, as `{"model.width": 64}`."""
+    """Simulations and images: more settings of docs/reference/config.md by name, as `{"model.width": 64}`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,7 +165,7 @@ class JobConfig(BaseModel):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A job's configuration and data sets as settings of docs/config.md, by kind of data.
+# A job's configuration and data sets as settings of docs/reference/config.md, by kind of data.
 #
 # A field without an effect on a kind of data is refused unless it has its default value. Strings from the
 # network are never interpolated: `${...}`, by which a settings file may name another setting or the

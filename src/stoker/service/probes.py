@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from stoker import errors
-from stoker.errors import SourceError, StalledError, StokerError
+from stoker.errors import SourceError, StalledError, StokerError, docs_url
 from stoker.plugins import load_extension
 from stoker.runtime.processes.child import TORCH, Child
 from stoker.runtime.processes.entry import Connection
@@ -303,7 +303,7 @@ def facts(kind: str, spec: Spec) -> dict[str, Json]:
         if missing := own.missing_columns():
             raise SourceError(
                 f"table {own.table} has no column {', '.join(missing)}",
-                hint="Expected the measurements that docs/sql.md describes",
+                hint=f"Expected the measurements that {docs_url('how-to/sql')} describes",
             )
         found = own.facts()
         if not found["rows"]:

@@ -1,4 +1,4 @@
-"""The cache on disk: formats 1 to 3, described in docs/format.md.
+"""The cache on disk: formats 1 to 3, described in docs/reference/format.md.
 
 README.md has the map of this folder.
 """

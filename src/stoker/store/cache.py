@@ -398,7 +398,7 @@ def open_cache(
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one, by the
             sequence in their indexes. A lost or damaged index is made again from shards, read in full.
             Also a URL, as `s3://bucket/caches/name`: what is read of it is kept in a mirror
-            (docs/objects.md).
+            (docs/how-to/objects.md).
         require_complete: Refuse a cache with missing records.
         join: Columns of a table next to the records, by the arguments of `stoker.store.join_table`.
     Raises:

@@ -1,7 +1,7 @@
 """The format of a cache: names of its files, where columns are in a shard, and the header of a shard.
 
-docs/format.md describes it. Nothing here opens a file: `OpenFile` and `PendingWrite` are what the store asks
-of one, wherever its bytes are.
+docs/reference/format.md describes it. Nothing here opens a file: `OpenFile` and `PendingWrite` are what the
+store asks of one, wherever its bytes are.
 """
 
 from __future__ import annotations

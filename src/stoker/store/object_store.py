@@ -26,7 +26,7 @@ from obstore.exceptions import (
 )
 from obstore.store import from_url
 
-from stoker.errors import AccessError, ConfigError, Problem, ReadOnlyError, ServiceError
+from stoker.errors import AccessError, ConfigError, Problem, ReadOnlyError, ServiceError, docs_url
 from stoker.store.remote import Expected, RemoteObject, ReplacedError, TransientError
 from stoker.units import MIB
 
@@ -61,7 +61,7 @@ _REASONS = (
     ("error decoding response body", "the answer was cut"),
     ("error sending request", "it could not be reached"),
 )
-_SET_VARIABLES = "Set the provider's variables (docs/objects.md)"
+_SET_VARIABLES = f"Set the provider's variables ({docs_url('how-to/objects')})"
 _KNOWN = {
     "NoSuchBucket": Problem("there is no such bucket", "Create it, or fix the address"),
     "RequestTimeTooSkewed": Problem(
@@ -75,7 +75,8 @@ _KNOWN = {
 }
 _LACKING = Problem(
     "no credentials were found",
-    "Set the provider's variables, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (docs/objects.md)",
+    "Set the provider's variables, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+    f"({docs_url('how-to/objects')})",
 )
 
 
@@ -111,7 +112,7 @@ class ObjectRemote:
         except (BaseError, ValueError) as error:
             raise ConfigError(
                 f"{url} cannot be used with the environment as it is ({_plain(error)})",
-                hint="See docs/objects.md",
+                hint=f"See {docs_url('how-to/objects')}",
             ) from None
         self._conditional = True
 

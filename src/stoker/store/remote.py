@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
+from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError, docs_url
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explain_disk_errors
 from stoker.runtime.files import PendingFile, RegularFile, make_folder
 from stoker.runtime.locks import lock_folder
@@ -160,7 +160,8 @@ def parse_url(place: str | Path) -> str:
         raise ConfigError(
             f"an address in {scheme}:// holds a user, a query or a fragment (not repeated here: it may be "
             "secret)",
-            hint="Give the plain address; credentials come from the environment, see docs/objects.md",
+            hint="Give the plain address; credentials come from the environment, see "
+            f"{docs_url('how-to/objects')}",
         )
     parts = [part for part in rest.split("/") if part]
     if scheme == "file" and found[2] == "//":

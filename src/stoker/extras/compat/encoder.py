@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.weights import read_checkpoint, weights_to_bytes
-from stoker.errors import EncoderError
+from stoker.errors import EncoderError, docs_url
 from stoker.runtime.files import replace_atomically
 from stoker.schema import JsonResult
 
@@ -155,7 +155,7 @@ CHECKED = 4
 """Random fields that are encoded both ways."""
 _INSTEAD = (
     "Use the original class: encoder.kind=module, encoder.target=FILE.py:NAME and encoder.checkpoint "
-    "(docs/encoders.md)"
+    f"({docs_url('how-to/encoders')})"
 )
 
 

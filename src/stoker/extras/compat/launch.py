@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.command import CommandOutput, Debug, Json, Words, command_output, config_and_overrides
-from stoker.errors import ConfigError, Problem, TransferError
+from stoker.errors import ConfigError, Problem, TransferError, docs_url
 from stoker.extras.fetch import command as fetching
 from stoker.extras.launch import command as launching
 from stoker.units import format_bytes
@@ -44,7 +44,7 @@ _REFUSED: Mapping[str, str] = {
     "--no-precompute": "the machine encodes only what is missing. launch.cache=REMOTE:PATH brings complete "
     "caches there first",
     "--use-lightning": "a launch trains with `stoker train`. With Lightning, train from a script of your own "
-    "(docs/trainers.md) in `stoker launch script`",
+    f"({docs_url('how-to/trainers')}) in `stoker launch script`",
     "--cache-version": "caches are named by what is in them. launch.cache=REMOTE:PATH pulls and pushes them",
     "--resume-from-wandb": "checkpoints come from launch.upload=REMOTE:PATH: the same launch again continues "
     "from the last upload",

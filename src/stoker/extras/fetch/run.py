@@ -28,6 +28,7 @@ from stoker.errors import (
     StalledError,
     StokerError,
     TransferError,
+    docs_url,
 )
 from stoker.extras.fetch.origins import (
     Origin,
@@ -419,7 +420,7 @@ def fetch(
     if not wanted:
         raise ConfigError(
             f"{config.where}: neither fetch.files nor fetch.manifest names a file",
-            hint="Give one of them (docs/fetch.md)",
+            hint=f"Give one of them ({docs_url('how-to/fetch')})",
         )
     folder = folder or Path(config.fetch.folder or default)
     return fetch_files(wanted, folder, config.fetch, redact=redact, listen=listen)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, SplitError, arg
+from stoker.errors import ConfigError, SourceError, SplitError, arg, docs_url
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.arguments import check_splits, check_texts, parse_names
 from stoker.sources.files import canonical_split
@@ -213,7 +213,8 @@ class SharedRows:
         most = tags.most_common(1)[0][0]
         if most not in number:
             raise SourceError(
-                f"{where} holds {NAMES[most]}", hint=f"{_RULES.get(most, _ANY_RULE)} (docs/sql.md)"
+                f"{where} holds {NAMES[most]}",
+                hint=f"{_RULES.get(most, _ANY_RULE)} ({docs_url('how-to/sql')})",
             )
         mixed = FLOAT in tags and INT in tags
         return NumberRule(field=rule.field, column=rule.column, dtype=floats if mixed else number[most])
@@ -250,7 +251,7 @@ class SQLSource:
         url: A SQLite file, `sqlite:///FILE` or `postgresql://[user[:password]@]host[:port]/database`.
         table, query: What to read, one of them; a table may be `schema.table`.
         key: Column that tells rows apart, or several; it orders the samples and decides the splits.
-        columns: Fields and their rules (docs/sql.md), or names of columns that hold numbers.
+        columns: Fields and their rules (docs/how-to/sql.md), or names of columns that hold numbers.
         where: Condition on the rows, in SQL.
         split: `"train"`, `"val"`, `"test"` or another name; None: all rows.
         splits: Fractions; absent: 0.8/0.1/0.1. Cut by a hash of the key: the order of rows decides nothing.
