@@ -513,7 +513,10 @@ class CommandOutput:
     def warn(self, line: str) -> None:
         """Print one line, on every rank."""
         with contextlib.suppress(OSError):
-            typer.echo(self._rank + line, err=True)
+            if self._rank or not self.notes.is_terminal:
+                typer.echo(self._rank + line, err=True)
+            else:  # through the console: it moves a screen that is being drawn out of the way
+                self.notes.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Write text to standard output as it is."""
