@@ -730,9 +730,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
 class GrowingCache:
     """Records in a folder while a process fills it, read from the shards themselves.
 
-    Args:
-        path, recipe: The folder.
-        again: Quarantined samples that are being tried again: no more settled than missing ones.
+    Quarantined samples that are tried `again` are no more settled than missing ones.
     """
 
     def __init__(self, path: Path, recipe: Recipe, again: Mapping[int, Failure]) -> None:
@@ -788,12 +786,8 @@ class FilledCache:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Several caches of one schema as one, without copying a byte: their records are numbered one after
-# another.
-#
-# Code that serves a cache serves a joint one: shards stay where they are and are opened by the cache that
-# they belong to. It is a `Cache` because that is what loaders take; it differs only in whose shards it
-# opens.
+# Several caches of one schema as one: their records are numbered one after another. Shards stay where they
+# are and are opened by the cache that they belong to, so code that serves a cache serves a joint one.
 
 
 class JointCache(Cache):
