@@ -124,7 +124,8 @@ class RecordBatch(dict[str, Any], _PlacedBatch):
 
     A field is also an attribute: `batch.image` is `batch["image"]`. A field of varying length is a list of B
     tensors. The memory is the batch's own: nothing that was handed out is ever written to again, except in a
-    loader made with `static=True`. `position` is as in `WindowBatch`.
+    loader made with `static=True`. `batch.position` is as in `WindowBatch`. `batch.to(device)` and
+    `batch.pin_memory()` return the batch with all its tensors there.
     """
 
     __slots__ = ("index", "position")
@@ -160,7 +161,7 @@ register_pytree_node(TupleBatch, lambda batch: ([*batch], None), lambda values, 
 
 
 class WindowBatch(NamedTuple):
-    """One batch of windows; B counts windows. The memory is the batch's own, as in `RecordBatch`."""
+    """One batch of windows; B counts windows. Memory, `to` and `pin_memory` are as of `RecordBatch`."""
 
     z0: Any
     """States at `start`, `(B, *step)`; with several state fields a dict of them, as are z1 and future."""

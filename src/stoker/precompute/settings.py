@@ -227,10 +227,13 @@ class EncodeShare:
     """Samples to encode, and how."""
 
     source: Source
+    """Where samples are read."""
     encoder: Encoder | None
+    """What encodes them; None: they are stored as they are."""
     folder: Folder
     """Where records go; its recipe says in which groups they are encoded."""
     settings: PrecomputeSettings
+    """How to encode: dtype, workers, timeouts and so on."""
     missing: NDArray[np.int64]
     """Numbers of the samples, ascending."""
     interrupts: Interrupts
@@ -264,7 +267,9 @@ class ShareOutcome:
     workers: int = 0
     """Worker processes at the end."""
     lost_workers: int = 0
+    """Workers that died or were killed past a timeout."""
     abandoned_workers: int = 0
+    """Those of them that SIGKILL did not end in time."""
     failures: tuple[Failure, ...] = ()
     """Samples set aside meanwhile."""
 

@@ -251,7 +251,7 @@ def profile(
         prices: The same for other GPUs, by the beginning of a name (`H100`).
 
     Returns:
-        Times, stall and predictions; `print` shows a report, `to_json` gives the figures.
+        Times, stall and predictions: `verdict` is one sentence, `to_json` has all figures.
 
     Raises:
         ConfigError: The loader has no more than two batches, or `steps` is below 1.

@@ -75,6 +75,7 @@ class BadRecord(JsonResult):
     shard: str
     """File name."""
     why: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,14 +364,11 @@ class Cache:
         return np.concatenate(pieces)
 
     def verify(self, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
-        """Read records, or a seeded sample of them, and return which are damaged.
+        """Return which records are damaged, after reading all of them or a seeded sample.
 
         Args:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
             seed: Decides which records, below 1.
-
-        Raises:
-            ConfigError: `subset` is out of range.
         """
         return _verify(self, subset, seed)
 
