@@ -105,7 +105,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         ConfigError: An argument is unknown or malformed; nothing was encoded.
         StokerError: As `precompute` and `Loader`.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> images = torch.randint(0, 256, (100, 3, 8, 8), dtype=torch.uint8)
         >>> dataset = torch.utils.data.TensorDataset(images, torch.arange(100) % 10)

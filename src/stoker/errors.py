@@ -150,7 +150,7 @@ class StokerError(Exception):
         args: The fact first: what is wrong, with values. Arguments in it are written with `arg`.
         hint: What to do about it.
 
-    Example:
+    Examples:
         >>> import stoker
         >>> try:
         ...     stoker.open_cache("nowhere")

@@ -34,7 +34,7 @@ def as_dataloader(loader: Loader) -> DataLoader[Any]:
     Raises:
         ConfigError: It is not a Loader; batches of a Mixture have no number that skips could be counted in.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.integrations import as_dataloader
         >>> loader = as_dataloader(stoker.cached([{"x": torch.ones(2)}] * 6, batch_size=4))

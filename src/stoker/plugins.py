@@ -100,7 +100,7 @@ def plugins_of(group: Group) -> Mapping[str, Plugin]:
         group: The group of entry points: `stoker.sources`, `stoker.engines`, `stoker.exporters`,
             `stoker.commands` or `stoker.trackers`.
 
-    Example:
+    Examples:
         >>> from stoker.plugins import plugins_of
         >>> "safetensors" in plugins_of("stoker.exporters")
         True
@@ -119,7 +119,7 @@ def find_plugin(group: Group, name: str, setting: str) -> Plugin:
     Raises:
         ConfigError: No package gives it, or several do.
 
-    Example:
+    Examples:
         >>> from stoker.plugins import find_plugin
         >>> find_plugin("stoker.exporters", "safetensors", "--to").package
         'stoker'

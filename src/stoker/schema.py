@@ -117,7 +117,7 @@ class Field:
     Raises:
         RecordError: No cache can hold such a field.
 
-    Example:
+    Examples:
         >>> from stoker.schema import Field
         >>> field = Field(shape=(101, 1, 64, 2), dtype="float32", time=True)
         >>> field.step_shape, field.size_bytes()

@@ -54,7 +54,7 @@ def check_source(source: Source, *, samples: int = 4) -> None:
     Raises:
         AssertionError: Names the promise that is broken.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.testing import check_source
         >>> check_source(stoker.TorchSource([{"x": torch.ones(2)}] * 4))
@@ -235,7 +235,7 @@ def check_encoder(
     Raises:
         AssertionError: Names the promise that is broken.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.schema import Field
         >>> from stoker.testing import check_encoder
@@ -484,7 +484,7 @@ def write_dexycb(  # noqa: PLR0913 - how many of each, all by name
     Returns:
         `root`.
 
-    Example:
+    Examples:
         >>> import stoker
         >>> from pathlib import Path
         >>> from stoker.testing import write_dexycb
@@ -588,7 +588,7 @@ class Fault:
     Raises:
         ConfigError: `kind` is unknown, or `attempts` is below 1.
 
-    Example:
+    Examples:
         >>> from stoker.testing import Fault
         >>> Fault("slow", [3, 5], seconds=0.1).attempts is None  # at each read
         True
@@ -629,7 +629,7 @@ class FaultySource:
     Raises:
         ConfigError: `folder` is needed and not given.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.testing import Fault, FaultySource
         >>> source = stoker.TorchSource([{"x": torch.ones(2)}] * 4)

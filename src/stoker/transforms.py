@@ -192,7 +192,7 @@ class Normalize(FieldTransform):
     Raises:
         ConfigError: A mean is not finite, a deviation is not above 0, or `dtype` is not a float.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Normalize
         >>> data = [{"x": torch.tensor([0.0, 2.0])}, {"x": torch.tensor([4.0, 6.0])}]
@@ -235,7 +235,7 @@ class Normalize(FieldTransform):
         Raises:
             ConfigError: The cache has no such field, or no finite value in it.
 
-        Example:
+        Examples:
             >>> import stoker, torch
             >>> from stoker.transforms import Normalize
             >>> data = [{"x": torch.tensor([0.0, 2.0])}, {"x": torch.tensor([4.0, 6.0])}]
@@ -281,7 +281,7 @@ class Noise(FieldTransform):
     Raises:
         ConfigError: A deviation is negative or not finite; later, a field does not hold floats.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Noise
         >>> loader = stoker.cached([{"x": torch.zeros(3)}] * 4, batch_size=4, transforms=Noise(0.1))
@@ -358,7 +358,7 @@ class Views(FieldTransform):
     Raises:
         ConfigError: `count` is below 1.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Noise, Views
         >>> views = Views(transforms=[Noise(0.1)], count=2)
@@ -407,7 +407,7 @@ class Flip(FieldTransform):
     Raises:
         ConfigError: `axis` is not negative, or `p` is not in 0 to 1; later, `negate` does not fit a field.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Flip
         >>> data = [{"image": torch.tensor([[1, 2, 3]])}] * 2  # (H, W)
@@ -469,7 +469,7 @@ class Roll(FieldTransform):
     Raises:
         ConfigError: An axis is not negative, or is given twice.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Roll
         >>> loader = stoker.cached([{"u": torch.arange(4)}] * 2, batch_size=2, transforms=Roll(axes=(-1,)))
@@ -507,7 +507,7 @@ class Crop(FieldTransform):
     Raises:
         ConfigError: `size`, `axes`, `padding` or `border` is not as described; later, a piece does not fit.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Crop
         >>> data = [{"image": torch.rand(3, 8, 8)}] * 4  # (C, H, W)
@@ -581,7 +581,7 @@ class Take(FieldTransform):
     Raises:
         ConfigError: An axis is not negative, or a step is below 1; later, nothing is left of an example.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.transforms import Take
         >>> data = [{"u": torch.arange(8)}] * 2
@@ -700,7 +700,7 @@ class Decode(FieldTransform):
         DecodeError: Later, bytes that are not an image.
         StalledError: Later, the images of a batch take longer than two minutes.
 
-    Example:
+    Examples:
         >>> import stoker
         >>> from stoker.transforms import Decode
         >>> from pathlib import Path
@@ -769,7 +769,7 @@ class CropImages(FieldTransform):
     Raises:
         ConfigError: Later, `size` is larger than an image, or the batch has no such images.
 
-    Example:
+    Examples:
         >>> import stoker
         >>> from stoker.transforms import CropImages
         >>> from pathlib import Path

@@ -69,7 +69,7 @@ class FeatureEncoder:
     Raises:
         EncoderError: The folder is not of this form, or the model is not in the local Hub cache.
 
-    Example:
+    Examples:
         >>> source = stoker.ImageSource("photos", size=(224, 224))  # doctest: +SKIP
         >>> encoder = stoker.FeatureEncoder("facebook/dinov2-base")  # doctest: +SKIP
         >>> cache = stoker.precompute(source, encoder, "caches", name="photos")  # doctest: +SKIP

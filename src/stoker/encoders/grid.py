@@ -243,7 +243,7 @@ class GridEncoder:
         EncoderError: A setting is out of range, the patch does not divide the grid, there are more tokens
             than patches, or the checkpoint holds other weights.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"data": torch.rand(9, 16, 32, 2)} for _ in range(4)]  # (T, H, W, C)
         >>> source = stoker.TorchSource(data, time=["data"])
@@ -319,7 +319,7 @@ class GridEncoder:
         Raises:
             EncoderError: The source has no such field, or it is not on a grid.
 
-        Example:
+        Examples:
             >>> import stoker, torch
             >>> steps = torch.zeros(20, 9, 16, 32, 2)  # 20 samples of 9 steps, 16 x 32 points, 2 channels
             >>> source = stoker.TorchSource([{"data": one} for one in steps], time=["data"])

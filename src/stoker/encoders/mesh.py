@@ -56,7 +56,7 @@ class MeshEncoder:
     Raises:
         EncoderError: A setting is out of range, or the checkpoint holds other weights.
 
-    Example:
+    Examples:
         >>> import h5py, numpy, stoker
         >>> with h5py.File("heat.h5", "w") as file:
         ...     for number, points in enumerate((50, 60)):

@@ -376,7 +376,7 @@ class ModuleEncoder:
         EncoderError: A weight has no value yet, a part uses statistics of its batch, or the code has no
             source text and no `version` was given.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 16))
         >>> encoder = stoker.ModuleEncoder(net, field="image", output="code")

@@ -371,7 +371,7 @@ class Pad:
     Raises:
         ConfigError: A length is below 1, or `to` is not a multiple of `multiple`.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"path": torch.ones(steps, 3)} for steps in (5, 2, 7, 4)]
         >>> loader = stoker.cached(data, batch_size=4, ragged=stoker.Pad(multiple=8))

@@ -325,7 +325,7 @@ class Windows:
     Raises:
         ConfigError: A number is below 1, a range is empty, or fields are named twice.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"u": torch.rand(11, 16)}] * 4  # 11 steps of 16 points
         >>> windows = stoker.Windows(stride=2, horizon=3)

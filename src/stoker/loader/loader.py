@@ -46,7 +46,7 @@ class Loader(EpochIterable):
     memory. Those of windows are `WindowBatch`es (`PointBatch`es of particles and meshes), others
     `RecordBatch`es.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"x": torch.tensor([float(i)])} for i in range(10)]
         >>> cache = stoker.precompute(data, None, "caches", name="numbers")
@@ -263,7 +263,7 @@ class Loader(EpochIterable):
         Returns:
             Plain values, which `torch.save` and JSON can keep.
 
-        Example:
+        Examples:
             >>> import stoker, torch
             >>> cache = stoker.precompute([{"x": torch.ones(1)}] * 10, None, "caches", name="ones")
             >>> loader = stoker.Loader(cache, batch_size=4, shuffle=True)

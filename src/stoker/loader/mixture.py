@@ -658,7 +658,7 @@ class Mixture(EpochIterable):
     resuming change nothing. With windows batches are `TaskBatch`es, without `RecordBatch`es that also hold
     `task`, `tasks` and `mask`.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> for name, value in (("zeros", 0.0), ("ones", 1.0)):
         ...     cache = stoker.precompute([{"x": torch.tensor(value)}] * 4, None, "caches", name=name)

@@ -63,7 +63,7 @@ class Weights:
     Raises:
         ConfigError: `samples` is below 1; in a `Loader`, the numbers do not fit its records.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"label": torch.tensor(i % 2)} for i in range(10)]
         >>> weights = stoker.Weights([0, 1] * 5, samples=20)
@@ -617,7 +617,7 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
     Raises:
         ConfigError: `fraction` is not above 0 and at most 1.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> cache = stoker.precompute([{"x": torch.ones(1)}] * 100, None, "caches", name="ones")
         >>> tenth = stoker.subset(cache, 0.1)
@@ -667,7 +667,7 @@ def child_keys(keys: Tensor, place: int) -> Tensor:
     Returns:
         Keys of the same shape.
 
-    Example:
+    Examples:
         >>> from stoker.transforms import child_keys, uniform
         >>> keys = torch.tensor([1, 2])
         >>> bool((uniform(keys, 1) != uniform(child_keys(keys, 0), 1)).all())
@@ -685,7 +685,7 @@ def bits(keys: Tensor, count: int) -> Tensor:
         keys: `(B,)` int64, as a transform is given them.
         count: Numbers for each example.
 
-    Example:
+    Examples:
         >>> from stoker.transforms import bits
         >>> bits(torch.tensor([1, 2]), 2).shape
         torch.Size([2, 2])
@@ -702,7 +702,7 @@ def uniform(keys: Tensor, count: int) -> Tensor:
         keys: `(B,)` int64, as a transform is given them.
         count: Numbers for each example.
 
-    Example:
+    Examples:
         >>> from stoker.transforms import uniform
         >>> keys = torch.tensor([1, 2])
         >>> numbers = uniform(keys, 3)
@@ -725,7 +725,7 @@ def integers(keys: Tensor, count: int, below: int) -> Tensor:
     Raises:
         ConfigError: `below` is not between 1 and 2^31.
 
-    Example:
+    Examples:
         >>> from stoker.transforms import integers
         >>> drawn = integers(torch.tensor([1, 2]), 100, below=6)
         >>> drawn.shape, drawn.min().item(), drawn.max().item()
@@ -745,7 +745,7 @@ def normal(keys: Tensor, count: int) -> Tensor:
         keys: `(B,)` int64, as a transform is given them.
         count: Numbers for each example.
 
-    Example:
+    Examples:
         >>> from stoker.transforms import normal
         >>> drawn = normal(torch.tensor([1, 2]), 1000)
         >>> drawn.shape, bool(drawn.mean().abs() < 0.1)

@@ -39,7 +39,7 @@ class Normalization:
     Raises:
         ConfigError: A number is not finite, a deviation or the divisor is 0, or `axis` is not negative.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"image": torch.full((3, 2, 2), 255, dtype=torch.uint8)}] * 4
         >>> normalize = {"image": stoker.Normalization(mean=0.5, std=0.5, divisor=255)}

@@ -123,7 +123,7 @@ class StallMeter:
     Args:
         rank: This process among those that train together, for reports.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from stoker.monitor import StallMeter
         >>> meter = StallMeter()

@@ -309,7 +309,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> data = [{"x": torch.rand(8)} for _ in range(20)]
         >>> encoder = stoker.ModuleEncoder(torch.nn.Linear(8, 2), field="x")

@@ -35,7 +35,7 @@ class Timeouts:
     Raises:
         ConfigError: A value is not a number above 0.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> timeouts = stoker.Timeouts(read=120, encode=600)  # or timeouts={"read": 120, "encode": 600}
         >>> cache = stoker.precompute([torch.ones(2)] * 4, None, "caches", name="ones", timeouts=timeouts)

@@ -256,7 +256,7 @@ def profile(
     Raises:
         ConfigError: The loader has no more than two batches, or `steps` is below 1.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> dataset = torch.utils.data.TensorDataset(torch.rand(256, 8))
         >>> loader = torch.utils.data.DataLoader(dataset, batch_size=8)

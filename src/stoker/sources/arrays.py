@@ -505,7 +505,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         SourceError: Nothing is there; on first use: damaged, or not laid out so.
         ConfigError: `layout` is unknown, or zarr is not installed.
 
-    Example:
+    Examples:
         >>> import h5py, numpy, stoker
         >>> with h5py.File("paths.h5", "w") as file:
         ...     for number, steps in enumerate((30, 20, 50)):

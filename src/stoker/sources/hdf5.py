@@ -486,7 +486,7 @@ class HDF5Source:
         SourceError: A file is missing or empty; later, on first use, unreadable or ambiguous.
         SplitError: On first use: the split does not exist.
 
-    Example:
+    Examples:
         >>> import h5py, numpy, stoker
         >>> with h5py.File("waves.h5", "w") as file:
         ...     file["u"] = numpy.random.rand(20, 11, 64).astype("float32")  # samples, steps, points

@@ -414,7 +414,7 @@ class ImageSource:
         SourceError: The folder is missing or not of this layout; later, on first use, holds no image.
         SplitError: On first use: the split does not exist.
 
-    Example:
+    Examples:
         >>> import stoker
         >>> from pathlib import Path
         >>> from PIL import Image

@@ -115,7 +115,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         SourceError: Nothing is there; on first use: damaged, or not laid out so.
         ConfigError: A declaration cannot be understood, or zarr is not installed.
 
-    Example:
+    Examples:
         >>> import h5py, numpy, stoker
         >>> from stoker.schema import unfolded
         >>> with h5py.File("heat.h5", "w") as file:

@@ -317,7 +317,7 @@ class SplitOf(SourceSelection):
     Raises:
         SplitError: On first use: there is no such split, or nothing is left in it.
 
-    Example:
+    Examples:
         >>> import numpy, stoker
         >>> from stoker.sources.splits import SplitOf
         >>> numpy.save("points.npy", numpy.zeros((100, 3), "float32"))

@@ -275,7 +275,7 @@ class ParquetSource(PartedSource[ParquetFile]):
         SourceError: On first use: a file is damaged, or a column holds no numbers.
         ConfigError: pyarrow is not installed, or `columns` is not a list of names.
 
-    Example:
+    Examples:
         >>> import pyarrow, pyarrow.parquet, stoker
         >>> table = pyarrow.table({"name": ["a", "b"], "x": [0.5, 1.5], "path": [[1, 2, 3], [4]]})
         >>> pyarrow.parquet.write_table(table, "rows.parquet")
@@ -429,7 +429,7 @@ class DatasetsSource:
         ConfigError: It is not such a dataset, `columns` is not a list of names, or pyarrow is not installed.
         SourceError: A column holds no numbers.
 
-    Example:
+    Examples:
         >>> import datasets, stoker  # doctest: +SKIP
         >>> rows = datasets.Dataset.from_dict({"x": [0.5, 1.5]})  # doctest: +SKIP
         >>> len(stoker.DatasetsSource(rows))  # doctest: +SKIP

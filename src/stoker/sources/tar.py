@@ -84,7 +84,7 @@ class TarSource(PartedSource[Archive]):
     Raises:
         SourceError: On first use: a file is damaged, cut short or compressed, or not to be trusted.
 
-    Example:
+    Examples:
         >>> import io, tarfile, numpy, stoker
         >>> def add(archive, name, data):
         ...     member = tarfile.TarInfo(name)

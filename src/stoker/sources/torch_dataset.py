@@ -369,7 +369,7 @@ class TorchSource:
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> dataset = torch.utils.data.TensorDataset(torch.rand(100, 11, 16), torch.arange(100))
         >>> source = stoker.TorchSource(dataset, time=["0"], version="2025-01")

@@ -157,7 +157,7 @@ class Cache:
     `len(cache)` counts stored records; `cache[index]` goes by sample index. Threads may share a handle, which
     can be pickled by its path and used in a `with` block.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> cache = stoker.precompute([{"x": torch.ones(2) * i} for i in range(5)], None, "caches", name="a")
         >>> cache[-1]["x"], cache[1:3]["x"].shape, cache["x"][0]
@@ -433,7 +433,7 @@ def open_cache(
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> made = stoker.precompute([{"x": torch.ones(2)}] * 5, None, "caches", name="ones")
         >>> cache = stoker.open_cache("caches/ones")

@@ -64,7 +64,7 @@ def index_in_place(
         ConfigError: The source has no files of its own.
         StalledError: A file could not be read in time, or another process indexes it and makes no progress.
 
-    Example:
+    Examples:
         >>> import numpy, stoker
         >>> numpy.save("points.npy", numpy.arange(12, dtype="float32").reshape(4, 3))
         >>> cache = stoker.index_in_place(stoker.ArraySource("points.npy"), "caches", name="points")

@@ -41,7 +41,7 @@ class CacheSource(PartedSource[_Records]):
         FormatError: On first use: there is no cache.
         SourceError: On first use: the caches have different fields, or fields of particles or meshes.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> raw = stoker.precompute([{"x": torch.ones(3)}] * 4, None, "caches", name="raw")
         >>> source = stoker.CacheSource("caches/raw")

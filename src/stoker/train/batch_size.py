@@ -156,7 +156,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
         ResourceError: Not even one example fits.
         Exception: Whatever `step` raises that is not a shortage of memory, at once.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -229,7 +229,7 @@ class ExportSettings:
     Raises:
         ConfigError: A value is not one of those that are known.
 
-    Example:
+    Examples:
         >>> from stoker.export import ExportSettings
         >>> ExportSettings(to="safetensors", fields=["latent"], records=(0, 1000)).packed
         'float32'
@@ -364,7 +364,7 @@ def tensors_of(
     Returns:
         The sample indices, then one tensor for each field, two for a ragged one.
 
-    Example:
+    Examples:
         >>> from stoker.export import ExportSettings, tensors_of
         >>> from stoker.schema import Field
         >>> fields = {"x": Field(shape=(3,), dtype="float32")}
@@ -517,7 +517,7 @@ Lengths: TypeAlias = Mapping[str, NDArray[np.int64]]
 class Exporter:
     """A layout of files, as a plugin of the group `stoker.exporters` names it.
 
-    Example:
+    Examples:
         >>> from stoker.export import Exporter, tensors_of
         >>> def tensors(fields, settings, count, lengths):
         ...     return tensors_of(fields, settings, count, {}, {})
@@ -626,7 +626,7 @@ def export_cache(
         ResourceError: The disk has no room.
         StalledError: Another process exports to the same folder, or storage does not answer.
 
-    Example:
+    Examples:
         >>> import stoker, torch
         >>> from safetensors.torch import load_file
         >>> from stoker.export import ExportSettings, export_cache

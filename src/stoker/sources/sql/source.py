@@ -267,7 +267,7 @@ class SQLSource:
         SourceError: Later, on first use: no such table or column, a key that is NULL or comes twice, no rows.
         StalledError: Later, on first use: the database does not answer in time, is locked, or is lost.
 
-    Example:
+    Examples:
         >>> import sqlite3, stoker
         >>> with sqlite3.connect("lab.db") as database:
         ...     _ = database.execute("CREATE TABLE runs (id INTEGER PRIMARY KEY, x REAL, y REAL)")
