@@ -30,7 +30,7 @@ MODULES = ("stoker.transforms", "stoker.integrations", "stoker.testing", "stoker
 TAKEN_AND_RETURNED = (
     "stoker.loader.PointBatch", "stoker.loader.RecordBatch", "stoker.loader.TaskBatch",
     "stoker.loader.WindowBatch", "stoker.monitor.StallMeter", "stoker.monitor.StallReport",
-    "stoker.plan.Plan", "stoker.profile.result.Profile", "stoker.sources.images.Labels",
+    "stoker.plan.Plan", "stoker.precompute.measure_encode_batch", "stoker.profile.result.Profile", "stoker.sources.images.Labels",
     "stoker.sources.sql.query.QueryTimeouts",
     "stoker.store.BadRecord", "stoker.store.Join", "stoker.store.VerifyReport", "stoker.store.access.Column",
     "stoker.store.join_table",
@@ -237,6 +237,20 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
     runs = any(">>> " in doc and "+SKIP" not in doc for doc in docs)
 
     assert runs == (name not in NO_EXAMPLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_are_in_a_section_of_their_own(name: str) -> None:
+    """Elsewhere the site would show `>>>` as a quotation."""
+    docs = [
+        NAMES[name].__doc__ or "",
+        *(f.__doc__ or "" for _, f in (members(name) if name in CLASSES else ())),
+    ]
+    if name in CLASSES:
+        docs.append(NAMES[name].__init__.__doc__ or "")
+
+    for doc in docs:
+        assert doc.count(">>> ") == section(doc, "Examples").count(">>> "), doc
 
 
 @pytest.mark.parametrize("name", ERRORS)

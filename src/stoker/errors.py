@@ -194,8 +194,9 @@ class StokerError(Exception):
     def docs(self) -> str:
         """URL of what the documentation says about errors of this class.
 
-        >>> ConfigError("batch_size is 0").docs
-        'https://stoker-data.github.io/stoker/0.1/how-to/troubleshooting.html#configerror'
+        Examples:
+            >>> ConfigError("batch_size is 0").docs
+            'https://stoker-data.github.io/stoker/0.1/how-to/troubleshooting.html#configerror'
         """
         public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         return docs_url(f"{TROUBLESHOOTING}#{public.__name__.lower()}")

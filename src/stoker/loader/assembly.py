@@ -405,8 +405,10 @@ class Pad:
         Args:
             longest: Steps of the longest record.
 
-        >>> Pad().length(13), Pad(multiple=8).length(13), Pad(to=20).length(13)
-        (13, 16, 20)
+        Examples:
+            >>> import stoker
+            >>> stoker.Pad().length(13), stoker.Pad(multiple=8).length(13), stoker.Pad(to=20).length(13)
+            (13, 16, 20)
         """
         return -(-longest // self.multiple) * self.multiple if self.to is None else self.to
 

@@ -396,8 +396,12 @@ class Windows:
         Args:
             length: Steps of the trajectory.
 
-        >>> Windows(stride=2, horizon=3).count(101), Windows(start_every=10).count(101), Windows().count(1)
-        (95, 10, 0)
+        Examples:
+            >>> import stoker
+            >>> stoker.Windows(stride=2, horizon=3).count(101), stoker.Windows().count(1)
+            (95, 0)
+            >>> stoker.Windows(start_every=10).count(101)
+            10
         """
         return max(0, -(-(length - self.span) // self.start_every))
 

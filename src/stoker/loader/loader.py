@@ -45,16 +45,6 @@ class Loader(EpochIterable):
     After a finished pass comes the next epoch; an abandoned pass starts its epoch again. Batches own their
     memory. Those of windows are `WindowBatch`es (`PointBatch`es of particles and meshes), others
     `RecordBatch`es.
-
-    Examples:
-        >>> import stoker, torch
-        >>> data = [{"x": torch.tensor([float(i)])} for i in range(10)]
-        >>> cache = stoker.precompute(data, None, "caches", name="numbers")
-        >>> loader = stoker.Loader(cache, batch_size=4, shuffle=True, seed=1)
-        >>> [batch["x"].shape for batch in loader]
-        [torch.Size([4, 1]), torch.Size([4, 1]), torch.Size([2, 1])]
-        >>> loader.epoch
-        1
     """
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
@@ -123,6 +113,16 @@ class Loader(EpochIterable):
             ConfigError: A setting does not fit the cache or another one.
             IncompleteError: Records are missing and no filler can encode them.
             ResourceError: `tier` cannot hold the records, or `device` is not there.
+
+        Examples:
+            >>> import stoker, torch
+            >>> data = [{"x": torch.tensor([float(i)])} for i in range(10)]
+            >>> cache = stoker.precompute(data, None, "caches", name="numbers")
+            >>> loader = stoker.Loader(cache, batch_size=4, shuffle=True, seed=1)
+            >>> [batch["x"].shape for batch in loader]
+            [torch.Size([4, 1]), torch.Size([4, 1]), torch.Size([2, 1])]
+            >>> loader.epoch
+            1
         """
         refuse_workers()
         cache = cast("Cache", open_cache(cache) if isinstance(cache, str | Path) and str(cache) else cache)

@@ -657,14 +657,6 @@ class Mixture(EpochIterable):
     Which cache and which examples come at a step depends on seed, epoch and step alone, so tiers, ranks and
     resuming change nothing. With windows batches are `TaskBatch`es, without `RecordBatch`es that also hold
     `task`, `tasks` and `mask`.
-
-    Examples:
-        >>> import stoker, torch
-        >>> for name, value in (("zeros", 0.0), ("ones", 1.0)):
-        ...     cache = stoker.precompute([{"x": torch.tensor(value)}] * 4, None, "caches", name=name)
-        >>> mixture = stoker.Mixture(["caches/zeros", "caches/ones"], batch_size=4, mode="round_robin")
-        >>> [(batch["task"], batch["x"].sum().item()) for batch in mixture]
-        [('zeros', 0.0), ('ones', 4.0)]
     """
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
@@ -705,6 +697,14 @@ class Mixture(EpochIterable):
         Raises:
             ConfigError: A setting does not fit the caches or another one.
             StokerError: As `Loader`.
+
+        Examples:
+            >>> import stoker, torch
+            >>> for name, value in (("zeros", 0.0), ("ones", 1.0)):
+            ...     cache = stoker.precompute([{"x": torch.tensor(value)}] * 4, None, "caches", name=name)
+            >>> mixture = stoker.Mixture(["caches/zeros", "caches/ones"], batch_size=4, mode="round_robin")
+            >>> [(batch["task"], batch["x"].sum().item()) for batch in mixture]
+            [('zeros', 0.0), ('ones', 4.0)]
         """
         refuse_workers()
         check_mode(mode, weights=weights, epoch_examples=epoch_examples, exhausted=exhausted)

@@ -272,7 +272,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         name: Name of the cache, which goes to `<cache_dir>/<name>/<fingerprint>/`.
         dtype: Storage dtype of float fields, for all or by field name; None: as encoded.
         encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
-            and records. `stoker.precompute.measure` finds a good number on a device.
+            and records. `measure_encode_batch` finds a good number on a device.
         workers: Worker processes; None: automatic; 0: read in this process, without timeouts.
         device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
