@@ -30,8 +30,8 @@ MODULES = ("stoker.transforms", "stoker.integrations", "stoker.testing", "stoker
 TAKEN_AND_RETURNED = (
     "stoker.loader.PointBatch", "stoker.loader.RecordBatch", "stoker.loader.TaskBatch",
     "stoker.loader.WindowBatch", "stoker.monitor.StallMeter", "stoker.monitor.StallReport",
-    "stoker.plan.Plan", "stoker.precompute.measure_encode_batch", "stoker.profile.result.Profile", "stoker.sources.images.Labels",
-    "stoker.sources.sql.query.QueryTimeouts",
+    "stoker.plan.Plan", "stoker.precompute.measure_encode_batch", "stoker.profile.result.Profile",
+    "stoker.sources.images.Labels", "stoker.sources.sql.query.QueryTimeouts",
     "stoker.store.BadRecord", "stoker.store.Join", "stoker.store.VerifyReport", "stoker.store.access.Column",
     "stoker.store.join_table",
 )  # fmt: skip
