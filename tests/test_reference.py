@@ -175,10 +175,17 @@ def parameters(function: Any) -> list[str]:
 
 def promises_of(name: str, method: str) -> list[str]:
     """Return the docstrings that protocols have for a method of a source or encoder."""
-    if name in PROTOCOLS or not hasattr(NAMES[name], "identity"):
+    return [inspect.cleandoc(promised.__doc__ or "") for promised in promised_of(name, method)]
+
+
+def promised_of(name: str, method: str) -> list[Any]:
+    """Return the methods of protocols that a method of a source or encoder is an implementation of."""
+    kind = NAMES[name]
+    if name in PROTOCOLS or not hasattr(kind, "identity"):
         return []
-    found = (vars(NAMES[protocol]).get(method) for protocol in PROTOCOLS)
-    return [inspect.cleandoc(function.__doc__) for function in found if function is not None]
+    followed = [one for one in PROTOCOLS if (one == "stoker.Encoder") == hasattr(kind, "encode")]
+    found = (vars(NAMES[protocol]).get(method) for protocol in followed)
+    return [promised for promised in found if promised is not None]
 
 
 def undescribed(name: str) -> list[str]:
@@ -239,6 +246,14 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
     runs = any(">>> " in doc and "+SKIP" not in doc for doc in docs)
 
     assert runs == (name not in NO_EXAMPLE), f"{name} has an example: {runs}"
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if hasattr(NAMES[name], "identity")])
+def test_a_method_of_a_protocol_has_the_same_parameters_in_each_class(name: str) -> None:
+    for member, function in members(name):
+        for promised in promised_of(name, member):
+            if isinstance(promised, FunctionType):
+                assert parameters(function) == parameters(promised), f"{name}.{member}"
 
 
 @pytest.mark.parametrize("name", NAMES)
