@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-DOCS = "https://stoker-data.github.io/stoker"
-"""Where the documentation is published: a folder for each minor version (docs/reference/versions.md)."""
+DOCS = "https://stoker-data.github.io/stoker/0.1"
+"""Where the documentation of this minor version is published (docs/reference/versions.md)."""
 TROUBLESHOOTING = "how-to/troubleshooting"
 """The page with a heading for each class of errors."""
 
@@ -62,10 +62,8 @@ def docs_url(page: str) -> str:
     >>> docs_url("how-to/sql")
     'https://stoker-data.github.io/stoker/0.1/how-to/sql.html'
     """
-    from stoker import __version__
-
     path, mark, anchor = page.partition("#")
-    return f"{DOCS}/{'.'.join(__version__.split('.')[:2])}/{path}.html{mark}{anchor}"
+    return f"{DOCS}/{path}.html{mark}{anchor}"
 
 
 _BEGIN, _PYTHON, _END = "\ufdd0", "\ufdd1", "\ufdd2"
