@@ -631,7 +631,7 @@ def _of_splits(samples: int) -> list[ProposedSetting]:
     if samples < SMALL_SET:
         shares, why = (
             {"train": 0.6, "val": 0.4},
-            f"{samples} samples are few, so validation gets more of them",
+            "the set is small, so validation gets more of it",
         )
     return [ProposedSetting(name="data.splits", value=shares, why=why)]
 
