@@ -79,7 +79,8 @@ def markdown_paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and text of each paragraph and list item of a Markdown file."""
     found: list[str] = []
     first, fenced = 1, False
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    without = re.sub(r"^<!--.*?-->$", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.S | re.M)
+    for number, line in enumerate([*without.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
         fenced ^= fence
         item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)
