@@ -11,6 +11,7 @@ and tiers change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -468,8 +469,9 @@ def _check_values(how: Pad, outputs: Mapping[str, OutputSpec]) -> None:
     for name, output in outputs.items():
         dtype, value = output.cast or output.dtype, how.value_of(name)
         if dtype.is_floating_point:
-            continue
-        fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
+            fits = not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        else:
+            fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
         if not fits:
             raise ConfigError(
                 f"Pad(value={value!r}) cannot be held by field {name!r} of {dtype}",
