@@ -54,7 +54,7 @@ _SETTING = re.compile(r"[a-z_]+\.[\w.]+\s*=")
 
 
 @cli_command
-def init(
+def init(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     what: Annotated[list[str] | None, typer.Argument(metavar=METAVAR, help=MEANT)] = None,
     path: Annotated[Path, typer.Option("--out", readable=False, help="The file to write.")] = Path(

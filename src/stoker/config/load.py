@@ -45,7 +45,7 @@ from stoker.units import format_few
 
 _INSTALLED = Path(__file__).parent / "examples"
 EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "configs"
-"""Settings for public datasets, `train_NAME.yaml`: in a wheel next to this file, else those of the repository."""
+"""Settings for public datasets, `train_NAME.yaml`: those of a wheel, else of the repository."""
 SECTIONS = ("data", "latent", "encoder", "precompute")
 """Sections of which a task may have its own settings."""
 SINGLE = ("training.batch_size", "training.latent_cache_dtype")
