@@ -450,7 +450,8 @@ def target_of(run: Run, schema: Schema) -> str | None:
         raise ConfigError(
             f"records have no time, and {run.ranks.world_size} processes train: `stoker train` learns "
             f"{wanted} in one process",
-            hint="Start it without torchrun, or train in Python on stoker.Loader (docs/ddp.md)",
+            hint="Start it without torchrun, or train in Python on stoker.Loader "
+            f"({docs_url('how-to/training#several-ranks')})",
         )
     inputs_of(run.config, schema, wanted)
     return wanted
