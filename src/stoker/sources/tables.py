@@ -162,6 +162,10 @@ def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | 
         yield ArrowField(name=name, path=path, field=field, dtype=dtype, narrowed=narrowed)
 
 
+_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"""Arrow's names of dtypes that numpy names otherwise. `to_pandas_dtype` needs pandas before pyarrow 26."""
+
+
 def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
     """Return the field of a column, what its values become, and whether they lose digits so."""
     if types.is_binary(kind) or types.is_large_binary(kind):
@@ -182,7 +186,7 @@ def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         return None
     try:
-        stored = np.dtype(kind.to_pandas_dtype())
+        stored = np.dtype(_NUMPY_NAMES.get(str(kind), str(kind)))
         # One number keeps all its digits: a time since 1970 has more than float32 holds.
         dtype = read_dtype(stored, where="") if shape or stored != np.float64 else stored
     except SourceError:
