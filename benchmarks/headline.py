@@ -4,8 +4,8 @@ Three workloads (`headline_work.py`), on a GPU where there is one. All contender
 examples, batches shuffled, float32. An epoch counts everything: waiting, encoding, steps.
 
 - `dataloader`: DataLoader over the raw files. Where there is a frozen encoder, it runs in the training step.
-  Workers: the best of 0, 1, 2 and 4, persistent, page-locked memory where there is a GPU. torch threads: the better of
-  one and one for each core, and then the same for all contenders.
+  Workers: the best of 0, 1, 2 and 4, persistent, page-locked memory where there is a GPU. torch threads: one, or one for
+  each core where that is faster (tried without workers and with the best number); then the same for all contenders.
 - `by_hand`: each example encoded once into a `.pt` file, then a DataLoader with the best of 0 and 2 workers.
 - `other`: the fastest other loader that is installed (`rivals.py`), in its later epochs, at the best of its settings.
   It stores encoded examples too, as a careful user would by hand.
@@ -56,8 +56,7 @@ WORKERS = (0, 1, 2, 4)
 SOME_WORKERS = (0, 2)
 RUNS = 5
 EPOCHS = 3
-"""Of every run; more follow while later epochs have taken less than `LATER_S`."""
-LATER_S = 1.0
+"""Of every run, at least."""
 RUN_TIMEOUT_S = 300
 LOSS_TOLERANCE = 0.2
 LEFT_OUT = ("MONAI CacheDataset",)
@@ -89,6 +88,8 @@ class Run:
     encoded: Path | None = None
     """Examples that are encoded already: for choosing settings."""
     epochs: int = EPOCHS
+    later_s: float = 1.0
+    """More epochs follow while later ones have taken less."""
 
     @property
     def device(self) -> torch.device:
@@ -258,7 +259,7 @@ def measured(run: Run) -> dict[str, Any]:
     counts: list[int] = []
     begin = time.perf_counter()
     feed = CONTENDERS.get(run.contender, other)(run)
-    while len(seconds) < run.epochs or (sum(seconds[1:]) < LATER_S and len(seconds) < 30):
+    while len(seconds) < run.epochs or (sum(seconds[1:]) < run.later_s and len(seconds) < 30):
         waited, total, count, batches = 0.0, 0.0, 0, iter(feed())
         while True:
             asked = time.perf_counter()
@@ -381,7 +382,7 @@ class Bench:
     def attempt(self, name: str, workers: int, threads: int) -> dict[str, Any]:
         """One run of two epochs, to choose settings by."""
         encoded = None if name == "DataLoader" else self.encoded
-        run = replace(self.run_of(name, workers), threads=threads, encoded=encoded, epochs=2)
+        run = replace(self.run_of(name, workers), threads=threads, encoded=encoded, epochs=2, later_s=0.3)
         found = self.measure(run)
         settings = f"{workers} workers, torch threads: {threads}"
         note(f"{self.workload.name}: {name}, {settings}: {found['later_epoch_s']:.3f} s an epoch")
@@ -416,12 +417,12 @@ class Bench:
 
     def choose(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
         """Return contender and settings of each role, and a row for each attempt."""
-        threads = {1} if self.is_quick else {1, len(os.sched_getaffinity(0))}
-        tried = [
-            self.attempt("DataLoader", workers, count)
-            for workers in (SOME_WORKERS if self.is_quick else WORKERS)
-            for count in sorted(threads)
-        ]
+        choices = SOME_WORKERS if self.is_quick else WORKERS
+        tried = [self.attempt("DataLoader", workers, 1) for workers in choices]
+        cores = len(os.sched_getaffinity(0))
+        if cores > 1 and not self.is_quick:
+            choices = sorted({0, fastest(tried)["workers"]})
+            tried += [self.attempt("DataLoader", workers, cores) for workers in choices]
         entries = {"dataloader": fastest(tried)}
         self.fill_workers, self.threads = entries["dataloader"]["workers"], entries["dataloader"]["threads"]
         if self.workload.encoder is not None:  # without one, its files are the raw data

@@ -249,7 +249,7 @@ WORKLOADS = (
     Workload(
         name="images",
         title="Images: JPEG files, frozen vision encoder, convolutional head",
-        count=1_280,
+        count=1_024,
         batch=64,
         make=make_images,
         samples=Images,
