@@ -96,6 +96,29 @@ def test_a_map_that_does_not_match_its_folder_is_found(tmp_path: Path) -> None:
     assert [*check.map_errors(readme)] == ["new.py is not in the map", "old.py: no such file"]
 
 
+def test_a_picture_without_words_is_found() -> None:
+    page = '![](a.png) ![A curve](b.png) <img src="c.png"> <img src="d.png" alt="A">\n```\n![](e.png)\n```\n'
+
+    assert [*check.pictures_without_words(page)] == [
+        "![](a.png): no alternative text",
+        '<img src="c.png">: no alternative text',
+    ]
+
+
+def test_a_page_that_code_names_and_that_is_gone_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs/how-to").mkdir(parents=True)
+    (tmp_path / "docs/how-to/a.md").write_text("# A\n## One rule\n")
+    code = (
+        """See docs/how-to/a.md, docs/how-to/b.md. docs_url('how-to/a#one-rule') docs_url("how-to/a#two")"""
+    )
+
+    assert [*check.dead_mentions(code + ' docs_url("how-to/c")', tmp_path)] == [
+        "docs/how-to/b.md: no such page",
+        "how-to/a#two: no such heading",
+        "how-to/c: no such page",
+    ]
+
+
 def test_a_fault_without_a_test_and_a_test_that_is_gone_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def test_there(): ...\n")
     table = "| one | x | `a:there` |\n" * 41

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,21 @@ def test_a_pickled_error_keeps_hint_arguments_and_attributes(kind: type[StokerEr
     assert type(found) is kind
     assert (str(found), found.args, found.problem) == (str(error), error.args, error.problem)
     assert vars(found) == vars(error)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_each_class_leads_to_its_own_heading_of_the_documentation(kind: type[StokerError]) -> None:
+    page = (Path(__file__).parents[1] / f"docs/{errors.TROUBLESHOOTING}.md").read_text()
+
+    assert made(kind).docs == errors.docs_url(f"{errors.TROUBLESHOOTING}#{kind.__name__.lower()}")
+    assert len(re.findall(rf"^##+ {kind.__name__}$", page, re.MULTILINE)) == 1
+
+
+def test_an_error_of_a_module_of_its_own_leads_to_the_public_class_above_it() -> None:
+    class Special(CorruptError):
+        pass
+
+    assert Special("a").docs == CorruptError("a").docs
 
 
 def test_errors_of_one_module_alone_can_be_pickled_too() -> None:

@@ -55,6 +55,8 @@ LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LISTED = re.compile(r"^\| (`[^|]*) \|", re.MULTILINE)
 NAMED_FILE = re.compile(r"`(\w+\.py)`")
+NAMED_PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
+NAMED_URL = re.compile(r"docs_url\([\"']([\w/-]+)(?:#([\w-]+))?[\"']\)")
 NAMED_TEST = re.compile(r"`([\w/]+):(\w+)`")
 
 
@@ -144,6 +146,28 @@ def dead_links(path: Path) -> Iterator[str]:
             yield f"{match['target']}: no such heading"
 
 
+def pictures_without_words(page: str) -> Iterator[str]:
+    """Yield the pictures of a page that a reader who cannot see them is told nothing about."""
+    text = FENCED.sub("", page)
+    yield from (f"{found}: no alternative text" for found in re.findall(r"!\[\s*\]\([^)]*\)", text))
+    yield from (
+        f"{tag}: no alternative text" for tag in re.findall(r"<img\b[^>]*>", text) if ' alt="' not in tag
+    )
+
+
+def dead_mentions(text: str, root: Path) -> Iterator[str]:
+    """Yield the pages that code names and that are gone, by path or in a call of `docs_url`."""
+    for name in sorted(set(NAMED_PAGE.findall(text))):
+        if not (root / name).exists():
+            yield f"{name}: no such page"
+    for name, anchor in sorted(set(NAMED_URL.findall(text))):
+        page = root / "docs" / f"{name}.md"
+        if not page.exists():
+            yield f"{name}: no such page"
+        elif anchor and anchor not in anchors(page.read_text()):
+            yield f"{name}#{anchor}: no such heading"
+
+
 def map_errors(readme: Path) -> Iterator[str]:
     """Yield the modules that the map of a folder lacks, and those it lists that are gone."""
     listed = {name for row in LISTED.findall(readme.read_text()) for name in NAMED_FILE.findall(row)}
@@ -174,6 +198,11 @@ def violations(root: Path = ROOT) -> Iterator[str]:
         yield from (f"{path.relative_to(root)}: {line}" for line in map_errors(path))
     for path in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *source.rglob("README.md")]):
         yield from (f"{path.relative_to(root)}: {line}" for line in dead_links(path))
+        yield from (f"{path.relative_to(root)}: {line}" for line in pictures_without_words(path.read_text()))
+    for path in sorted(
+        [*source.rglob("*.py"), *(root / "examples").rglob("*.py"), *(root / "tools").glob("*.py")]
+    ):
+        yield from (f"{path.relative_to(root)}: {line}" for line in dead_mentions(path.read_text(), root))
     matrix = root / "docs" / "project" / "reliability-matrix.md"
     for line in missing_tests(matrix.read_text(), root / "tests"):
         yield f"{matrix.relative_to(root)}: {line}"

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 DOCS = "https://stoker-data.github.io/stoker"
 """Where the documentation is published: a folder for each minor version (docs/reference/versions.md)."""
+TROUBLESHOOTING = "how-to/troubleshooting"
+"""The page with a heading for each class of errors."""
 
 
 def docs_url(page: str) -> str:
@@ -178,6 +180,16 @@ class StokerError(Exception):
     def hint(self) -> str:
         """What to do about it; it may be empty."""
         return _as_python(self.problem.hint)
+
+    @property
+    def docs(self) -> str:
+        """URL of what the documentation says about errors of this class.
+
+        >>> ConfigError("batch_size is 0").docs
+        'https://stoker-data.github.io/stoker/0.1/how-to/troubleshooting.html#configerror'
+        """
+        public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return docs_url(f"{TROUBLESHOOTING}#{public.__name__.lower()}")
 
     @property
     def marked(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import typer
 
 from stoker.cli.command import command_output
-from stoker.errors import ConfigError, arg
+from stoker.errors import ConfigError, FormatError, arg
 from tests.cli.commands import run, run_json, strip_ansi
 
 STOKER = [sys.executable, "-m", "stoker"]
@@ -90,11 +91,14 @@ def test_an_error_is_a_fact_and_a_hint_in_color_on_a_terminal_alone(tmp_path: Pa
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["error:", "hint:"]
     assert (code, done.returncode) == (4, 4)
     assert "\x1b[" in shown
-    assert strip_ansi(shown).split() == done.stderr.split()
+    assert re.findall(r"\x1b\]8;;(.*?)\x1b", shown) == [FormatError("").docs, ""]
+    assert strip_ansi(re.sub("\x1b\\]8;;.*?\x1b\\\\", "", shown)).split() == done.stderr.split()
 
 
-def test_json_of_an_error_has_fact_and_hint(tmp_path: Path) -> None:
+def test_json_of_an_error_has_fact_hint_and_a_url(tmp_path: Path) -> None:
     told = run_json("cache", "show", str(tmp_path / "nowhere"), exit_code=4)
+
+    assert told["docs"] == FormatError("").docs
 
     assert told["error"] == f"{told['fact']}. {told['hint']}"
     assert "nowhere" in told["fact"]

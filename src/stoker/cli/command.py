@@ -47,7 +47,15 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from stoker.distributed.ranks import RankEnvironment, find_rank_environment
-from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
+from stoker.errors import (
+    TROUBLESHOOTING,
+    ConfigError,
+    Interrupted,
+    ResourceError,
+    StalledError,
+    StokerError,
+    docs_url,
+)
 from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.runtime.signals import EXIT_S, say_end, started_ns
 from stoker.runtime.threads import start_thread
@@ -533,16 +541,16 @@ class CommandOutput:
             self.note("nothing was deleted")
             raise typer.Exit
 
-    def fail(self, fact: str, exit_code: int, hint: str = "") -> typer.Exit:
-        """Report a failure; the caller raises what comes back."""
+    def fail(self, fact: str, exit_code: int, hint: str = "", docs: str = "") -> typer.Exit:
+        """Report a failure; `docs` is the URL of a page about it. The caller raises what comes back."""
         if exit_code == Interrupted.exit_code:  # of all ranks at once
             self.note(fact.strip())
         else:
-            for line in error_lines(fact, hint):
+            for line in error_lines(fact, hint, docs):
                 self.warn(line)
         if self.as_json and not self._rank:
             try:
-                self.write_json(error_json(fact, hint, exit_code))
+                self.write_json(error_json(fact, hint, exit_code, docs))
             except ResourceError as error:
                 self.note(str(error))
             except BrokenPipeError:
@@ -550,19 +558,25 @@ class CommandOutput:
         return typer.Exit(exit_code)
 
 
-def error_lines(fact: str, hint: str) -> list[str]:
-    """Return an error as people read it: its fact, then a hint what to do; in color on a terminal."""
+def error_lines(fact: str, hint: str, docs: str = "") -> list[str]:
+    """Return an error as people read it: its fact, then a hint what to do.
+
+    On a terminal they are in color, and `error:` is a link to the page about the error.
+    """
     plain = os.environ.get("NO_COLOR") or not sys.stderr.isatty()
-    names = ("error:", "hint:") if plain else (_RED.format("error:"), _CYAN.format("hint:"))
+    link = _LINK.format(docs or docs_url(TROUBLESHOOTING), _RED.format("error:"))
+    names = ("error:", "hint:") if plain else (link, _CYAN.format("hint:"))
     return [f"{name} {text}" for name, text in zip(names, (fact, hint), strict=True) if text]
 
 
-def error_json(fact: str, hint: str, exit_code: int) -> dict[str, JsonValue]:
-    """Return an error as `--json` shows it; `error` is the entire message."""
+def error_json(fact: str, hint: str, exit_code: int, docs: str = "") -> dict[str, JsonValue]:
+    """Return an error as `--json` shows it; `error` is the entire message, `docs` a URL."""
     error = f"{fact}. {hint}" if hint else fact
-    return {"error": error, "fact": fact, "hint": hint, "exit_code": exit_code}
+    page = docs or docs_url(TROUBLESHOOTING)
+    return {"error": error, "fact": fact, "hint": hint, "exit_code": exit_code, "docs": page}
 
 
+_LINK = "\x1b]8;;{}\x1b\\{}\x1b]8;;\x1b\\"  # OSC 8; a terminal that does not know it shows the text
 _RED, _CYAN = "\x1b[1;31m{}\x1b[0m", "\x1b[1;36m{}\x1b[0m"
 
 
@@ -609,7 +623,7 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
             if debug:
                 traceback.print_exc()
             fact, hint = (_as_typed(StokerError(text)) for text in (error.problem.fact, error.problem.hint))
-            raise out.fail(fact, error.exit_code, hint) from None
+            raise out.fail(fact, error.exit_code, hint, error.docs) from None
         except KeyboardInterrupt as error:
             said = str(error) if isinstance(error, Interrupted) else INTERRUPTED
             raise out.fail(said, Interrupted.exit_code) from None
@@ -751,7 +765,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except BrokenPipeError:
         code = 1
     except ResourceError as error:
-        code = out.fail(error.fact, error.exit_code, error.hint).exit_code
+        code = out.fail(error.fact, error.exit_code, error.hint, error.docs).exit_code
     say_end(code or 0)
     _end_in_time(code or 0)
     sys.exit(code)

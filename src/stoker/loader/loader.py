@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from stoker.store.shard import Verify
 
 
+_ORDER_WORDS = {
+    "full": "shuffled",
+    "block": "shuffled in blocks",
+    "bucket": "shuffled by length",
+    "static": "shuffled per rank",
+    "sequential": "in order",
+}
+
+
 class Loader(EpochIterable):
     """Iterable over batches, like a `DataLoader`; the same bytes whatever tier they come from.
 
@@ -238,7 +247,7 @@ class Loader(EpochIterable):
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
             f"{self.batch_size}, "
-            f"{self._serving.design.order.kind} order, {self.plan.tier} tier, {format_bytes(size)})"
+            f"{_ORDER_WORDS[design.order.kind.kind]}, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
