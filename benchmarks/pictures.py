@@ -169,5 +169,58 @@ def compared(ratio: float) -> str:
     return f", {ratio:.{0 if ratio >= 10 else 1}f}x faster"
 
 
+# ------------------------------------------------------------------------------------------------ determinism
+
+WIDTHS = (9.0, 6.4, 4.2, 2.2, 1.0)
+"""Of lines on top of each other, the first at the bottom."""
+
+
+def draw_determinism(path: Path = PICTURES / "determinism.svg") -> None:
+    """All loss curves on top of each other, with how far each is from the first."""
+    head, rows = read_results("determinism")
+    texts = [f"{row['run']}{'' if row is rows[0] else chr(10) + apart(row)}" for row in rows]
+
+    def paint(figure: Any, theme: Theme) -> None:
+        panel = figure.subplots()
+        for row, text, width, color in zip(rows, texts, WIDTHS, (*theme.lines, theme.text), strict=False):
+            steps = range(1, len(row["losses"]) + 1)
+            panel.plot(steps, row["losses"], linewidth=width, color=color, label=text, solid_capstyle="round")
+        for row in rows:
+            if (step := row["killed_after"]) is not None and row["ranks"] == 1:
+                panel.annotate(
+                    "SIGKILL, then resumed",
+                    (step, row["losses"][step - 1]),
+                    (0, 45),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=9.5,
+                    arrowprops={"arrowstyle": "->", "color": theme.text, "shrinkB": 6},
+                )
+        panel.set_yscale("log")
+        panel.set_xlabel("training step", fontsize=9.5)
+        panel.set_ylabel("loss of the global batch", fontsize=9.5)
+        panel.set_xlim(0, len(rows[0]["losses"]) + 1)
+        figure.legend(
+            loc="outside right upper", frameon=False, fontsize=9.5, labelspacing=0.9, handlelength=2.5
+        )
+        figure.supxlabel(f"{machine(head)}. The batches of all runs are equal, bit for bit.", fontsize=8.5)
+
+    draw_picture(
+        path,
+        (8.33, 3.4),
+        paint,
+        title="Training losses with 1, 2 and 4 ranks, and after a kill",
+        description=f"The curves lie on top of each other. {'; '.join(texts)}.".replace("\n", ": "),
+    )
+
+
+def apart(row: dict[str, Any]) -> str:
+    """How far a run is from the first."""
+    if row["equal_losses"] == len(row["losses"]):
+        return "every bit is the same"
+    return f"differs by {row['largest_difference']:.1e} at most"
+
+
 if __name__ == "__main__":
     draw_headline()
+    draw_determinism()
