@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from fcntl import ioctl
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,11 @@ def output_of(command: str, folder: Path) -> Iterator[tuple[float, bytes]]:
     """
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
     child = subprocess.Popen(
         ["bash", "-c", command], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
     )
@@ -93,7 +97,10 @@ def shown_lines(screen: Any) -> tuple[str, ...]:
         spans: list[str] = []
         for (color, bold), run in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
             text = escape("".join(cell.data for cell in run), quote=False)
-            look = f' fill="{COLORS[color]}"' if color in COLORS else ""
+            shade = COLORS.get(
+                color, f"#{color}" if color != "default" else ""
+            )  # 256 colors come as hex digits
+            look = f' fill="{shade}"' if shade else ""
             look += ' font-weight="bold"' if bold else ""
             spans.append(f"<tspan{look}>{text}</tspan>" if look else text)
         lines.append("".join(spans))
@@ -143,13 +150,15 @@ def picture(frames: list[Frame]) -> str:
     width, height = round(COLUMNS * CELL + 2 * MARGIN), ROWS * LINE + 2 * MARGIN
     total = frames[-1][0]
     styles, groups = [], []
-    for number, ((begin, lines), (end, _)) in enumerate(zip(frames[:-1], frames[1:], strict=True)):
+    for number, ((begin, lines), (end, _)) in enumerate(pairwise(frames)):
         a, b = 100 * begin / total, 100 * end / total
         last = number == len(frames) - 2
+        seen, gone = f"{a + 0.001:.3f}%,{b:.3f}%", f"{b + 0.001:.3f}%,100%"
+        after = "" if last else f"{gone}{{visibility:hidden}}"
         styles.append(
-            f"@keyframes f{number}{{0%,{a:.3f}%{{visibility:hidden}}{a + 0.001:.3f}%,{b:.3f}%{{visibility:visible}}"
-            f"{'' if last else f'{b + 0.001:.3f}%,100%{{visibility:hidden}}'}}}"
-            f"#f{number}{{visibility:{'visible' if last else 'hidden'};animation:f{number} {total:.2f}s step-end infinite}}"
+            f"@keyframes f{number}{{0%,{a:.3f}%{{visibility:hidden}}{seen}{{visibility:visible}}{after}}}"
+            f"#f{number}{{visibility:{'visible' if last else 'hidden'};"
+            f"animation:f{number} {total:.2f}s step-end infinite}}"
         )
         rows = "".join(
             f'<text x="{MARGIN}" y="{MARGIN + LINE * row + 13}">{line}</text>'
