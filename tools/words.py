@@ -56,7 +56,8 @@ class WordFigures:
 
     def add(self, place: str, paragraph: str) -> None:
         """Count the sentences of a paragraph."""
-        text = re.sub(r"``?[^`]+``?", "CODE", paragraph)
+        text = re.sub(r"<!--.*?-->", "", paragraph)
+        text = re.sub(r"``?[^`]+``?", "CODE", text)
         text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
         for sentence in re.split(rf"{SENTENCE_END.pattern}| · ", text):
             words = re.findall(r"[A-Za-z0-9][\w'./^-]*", sentence)
