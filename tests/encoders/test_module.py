@@ -352,6 +352,16 @@ def test_a_module_that_fails_is_named_with_the_shapes() -> None:
         ModuleEncoder(Scaled()).schema({"data": Field(shape=(5,), dtype="float32")})
 
 
+def test_a_module_of_single_steps_that_gets_trajectories_is_told_how_to_get_steps() -> None:
+    trajectory = {"data": Field(shape=(7, 5), dtype="float32", time=True)}
+
+    with pytest.raises(EncoderError, match=r"time='steps'"):
+        ModuleEncoder(nn.Conv1d(1, 2, 3)).schema(trajectory)
+    with pytest.raises(EncoderError) as caught:
+        ModuleEncoder(nn.Conv1d(1, 2, 3), time="steps").schema(trajectory)
+    assert "steps" not in caught.value.problem.hint
+
+
 def test_outputs_must_count_the_samples() -> None:
     with pytest.raises(EncoderError, match="Axis 0"):
         ModuleEncoder(lambda x: x.mean(), version="1").encode({"data": torch.randn(3, 4)})
