@@ -368,6 +368,15 @@ def test_axes_given_to_init_are_those_of_the_grid(folder: Path) -> None:
     assert run_json("train", "stoker.yaml", *FAST)["epochs"] == 1
 
 
+def test_parts_of_a_setting_given_to_init_are_written(folder: Path) -> None:
+    with h5py.File(folder / "few.h5", "w") as file:
+        file["u"] = np.random.default_rng(0).normal(size=(24, 8, 16)).astype("f4")
+
+    run_json("init", "few.h5", "data.splits.train=0.75", "data.splits.val=0.25")
+
+    assert explained(folder / "stoker.yaml")["data"]["splits"] == {"train": 0.75, "val": 0.25}
+
+
 def test_of_two_fields_with_time_both_are_states(folder: Path) -> None:
     with h5py.File(folder / "two.h5", "w") as file:
         for seed, name in enumerate("uv"):
