@@ -21,7 +21,7 @@ RUN if [ "$TORCH" = cuda ]; then \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
 RUN useradd --create-home --uid 1000 stoker && mkdir /work && chown stoker /work
 COPY --from=build /opt/stoker /opt/stoker
-ENV PATH=/opt/stoker/bin:$PATH
+ENV PATH=/opt/stoker/bin:$PATH MPLCONFIGDIR=/tmp/matplotlib
 USER stoker
 WORKDIR /work
 ENTRYPOINT ["stoker"]
