@@ -544,8 +544,8 @@ class ModuleEncoder:
             steps = f"single time steps with {_argument('time', 'steps')}, " if evolves else ""
             raise EncoderError(
                 f"the module failed on one sample of zeros {shapes}: {error}",
-                hint=f"Give it what it takes: {steps if self._time != 'steps' else ''}another field, or other "
-                "shapes in the source",
+                hint=f"Give it what it takes: {steps if self._time != 'steps' else ''}another field, or "
+                "other shapes in the source",
             ) from error
 
     def _field_of(self, tensor: Tensor, longer: Tensor) -> Field:
