@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,24 @@ def test_comments_of_a_page_are_not_counted_as_sentences() -> None:
     page = "<!-- run: hidden\nbeside = 1\n\nprint(beside)\n-->\nThis is shown.\n"
 
     assert list(words.markdown_paragraphs(page)) == [(6, "This is shown.")]
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_without_a_server_or_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    playwright = pytest.importorskip("playwright.sync_api")
+    assert site.build(tmp_path) == 0
+
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"file://{tmp_path}/how-to/sql.html")
+        page.keyboard.press("s")
+        page.locator(".md-search__input").fill("quarantine")
+        page.locator(".md-search-result__item").first.wait_for(timeout=30_000)
+        browser.close()
+
+    elsewhere = {url for url in asked if not url.startswith(("file:", "https://api.github.com/repos/"))}
+    assert not elsewhere  # the theme asks GitHub how many stars the repository has
