@@ -164,9 +164,8 @@ def test_the_site_is_searched_without_a_server_or_a_network(tmp_path: Path) -> N
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"file://{tmp_path}/how-to/sql.html")
-        page.keyboard.press("s")
-        page.locator(".md-search__input").fill("quarantine")
-        page.locator(".md-search-result__item").first.wait_for(timeout=30_000)
+        page.locator(".md-search__input").fill("quarantine", timeout=60_000)
+        page.locator(".md-search-result__link").first.wait_for(timeout=60_000)
         browser.close()
 
     elsewhere = {url for url in asked if not url.startswith(("file:", "https://api.github.com/repos/"))}
