@@ -81,7 +81,8 @@ def figure_text(words: str, root: Path = ROOT) -> str:
         numbers.append(row[key])
     if len(numbers) > 2:
         raise FigureError("a ratio has two rows")
-    return format(numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0], form)
+    number = numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0]
+    return "none" if number is None else format(number, form)
 
 
 def pages(root: Path) -> list[Path]:
