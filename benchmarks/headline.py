@@ -88,7 +88,7 @@ class Run:
     encoded: Path | None = None
     """Examples that are encoded already: for choosing settings."""
     epochs: int = EPOCHS
-    later_s: float = 1.0
+    later_s: float = 0.5
     """More epochs follow while later ones have taken less."""
 
     @property
