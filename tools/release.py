@@ -1,8 +1,8 @@
 """Build a release, install it as a user would, and use it: `./run release-check`.
 
 1. The version is the same in all files that name it.
-2. `python -m build` makes sdist and wheel. They hold every file, twine accepts them, and the unpacked sdist
-   makes the same wheel again.
+2. `python -m build` makes sdist and wheel of the repository. They hold every file, twine accepts them, and the
+   unpacked sdist makes the same wheel.
 3. The wheel is installed into an empty environment, where the core is used: commands, training, the README.
 4. Each extra is installed there in turn and used.
 
@@ -630,7 +630,8 @@ def check_files(report: Report, folder: Path, tag: str | None) -> Path:
     with report.step("the version is the same everywhere"):
         check_versions(tag)
     with report.step("build of sdist and wheel", needed=True):
-        call([sys.executable, "-m", "build", "--outdir", folder, ROOT], limit_s=BUILD_S, folder=folder)
+        command = [sys.executable, "-m", "build", "--sdist", "--wheel", "--outdir", folder, ROOT]
+        call(command, limit_s=BUILD_S, folder=folder)
     sdist, wheel = folder / f"stoker-{VERSION}.tar.gz", folder / f"stoker-{VERSION}-py3-none-any.whl"
     with report.step("twine check --strict"):
         call([sys.executable, "-m", "twine", "check", "--strict", sdist, wheel], limit_s=120, folder=folder)
