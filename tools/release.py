@@ -1,8 +1,8 @@
 """Build a release, install it as a user would, and use it: `./run release-check`.
 
 1. The version is the same in all files that name it.
-2. `python -m build` makes sdist and wheel of the repository. They hold every file, twine accepts them, and the
-   unpacked sdist makes the same wheel.
+2. `python -m build` makes sdist and wheel of the repository. They hold every file, twine accepts them, and
+   the unpacked sdist makes the same wheel.
 3. The wheel is installed into an empty environment, where the core is used: commands, training, the README.
 4. Each extra is installed there in turn and used.
 
