@@ -50,6 +50,13 @@ def test_a_page_that_shows_what_its_code_prints_passes(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_block_that_continues_a_file_adds_to_it(tmp_path: Path) -> None:
+    blocks = '```python title="a.py"\nx = 1\n```\n```python title="a.py, continued"\nprint(x)\n```\n'
+    done = run(page_of(tmp_path, blocks + "```console\n$ python a.py\n1\n```\n"))
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_page_that_shows_something_else_fails_and_is_written_when_asked(tmp_path: Path) -> None:
     page = page_of(tmp_path, SUM.format(shown="five", printed="..."))
     done = run(page)
