@@ -10,8 +10,8 @@ A figure on a page stands between two comments, which readers do not see:
 
 The words are, in order:
 - the file in benchmarks/results/, without `.jsonl`;
-- values that pick one row, separated by commas, with `_` for spaces and without commas of their own. `head` is
-  the first line, with commit and hardware. Two rows give a ratio: `images,dataloader/images,stoker`;
+- values that pick one row, separated by commas, with `_` for spaces and without commas of their own. `head`
+  is the first line, with commit and hardware. Two rows give a ratio: `images,dataloader/images,stoker`;
 - the key of the number;
 - a format of Python, which may be left out.
 
