@@ -118,6 +118,7 @@ def test_a_page_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_figures_may_differ_and_words_may_not() -> None:
     assert pages.fitted(["took 1.5 s, 12 KiB"], ["took 22 ms, 3.1 MiB"]) == ["took 22 ms, 3.1 MiB"]
+    assert pages.fitted(["0.5"], ["0.12345678"]) == ["0.12345678"]
     assert pages.fitted(["took 1.5 s"], ["needed 1.5 s"]) is None
     assert pages.fitted(["a", "...", "d 1"], ["a", "b", "c", "d 2"]) == ["a", "...", "d 2"]
     assert pages.fitted(["a", "...", "x"], ["a", "b"]) is None
