@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from _pytest.doctest import DoctestModule
+from _pytest.doctest import DoctestItem, DoctestModule
+
+import stoker  # noqa: F401 - first, else pytest imports `stoker.errors` a second time for its examples
 
 DONT_WRITE_BYTECODE = sys.dont_write_bytecode
 
@@ -42,6 +44,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def folder_of_an_example(request: pytest.FixtureRequest) -> None:
+    """Run each doctest in an empty folder of its own, so that it can name files as a user does."""
+    if isinstance(request.node, DoctestItem):
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
 
 
 @pytest.hookimpl(wrapper=True)

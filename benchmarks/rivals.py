@@ -1,4 +1,6 @@
-"""Other loaders over the same records, for `serve_memory.py`: each as its own documentation has it, one process.
+"""Other loaders over the same records, for `serve_memory.py` and `headline.py`: each as its own documentation has it.
+
+`workers` are worker processes of those that have them; 0: everything in the calling process.
 
 Those that are not installed are left out by name; nothing is imported before it is wanted. To install what installs
 beside this torch:
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 Epoch = Callable[[], Iterator[Any]]
 """One shuffled pass, batch by batch."""
 
 
-def tensordict_memmap(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
+def tensordict_memmap(fields: dict[str, Tensor], folder: Path, batch: int, workers: int = 0) -> Epoch:
     """`TensorDict.memmap_` behind a DataLoader that asks for a batch at a time."""
     from tensordict import TensorDict
 
@@ -33,7 +36,7 @@ def tensordict_memmap(fields: dict[str, Tensor], folder: Path, batch: int) -> Ep
     return lambda: iter(loader)
 
 
-def monai_cache(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
+def monai_cache(fields: dict[str, Tensor], _folder: Path, batch: int, _workers: int = 0) -> Epoch:
     """`CacheDataset` with everything cached."""
     from monai.data import CacheDataset
     from monai.data import DataLoader as MonaiLoader
@@ -43,8 +46,11 @@ def monai_cache(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
     return lambda: iter(loader)
 
 
-def hf_datasets(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
-    """Arrow with a binary column per field, memory-mapped; a batch's rows are joined and viewed as a tensor."""
+def hf_datasets(fields: dict[str, Tensor], folder: Path, batch: int, workers: int = 0) -> Epoch:
+    """Arrow with a binary column per field, memory-mapped; a batch's rows are joined and viewed as a tensor.
+
+    This is the file that `datasets.map` caches, read faster than its torch format reads it.
+    """
     from datasets import Dataset, disable_progress_bars, load_from_disk
 
     disable_progress_bars()
@@ -52,20 +58,22 @@ def hf_datasets(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
     Dataset.from_dict(columns).save_to_disk(str(folder))
     stored = load_from_disk(str(folder))
 
-    def epoch() -> Iterator[Any]:
-        for chosen in _shuffled(_count(fields), batch):
-            found = stored[chosen]
-            yield {
-                name: torch.frombuffer(bytearray(b"".join(found[name])), dtype=rows.dtype).view(
-                    batch, *rows.shape[1:]
-                )
-                for name, rows in fields.items()
-            }
+    def gather(chosen: list[int]) -> dict[str, Tensor]:
+        found = stored[chosen]
+        return {
+            name: torch.frombuffer(bytearray(b"".join(found[name])), dtype=rows.dtype).view(
+                batch, *rows.shape[1:]
+            )
+            for name, rows in fields.items()
+        }
 
-    return epoch
+    if workers:
+        loader = _by_batches(gather, _count(fields), batch, workers)
+        return lambda: iter(loader)
+    return lambda: map(gather, _shuffled(_count(fields), batch))
 
 
-def spdl_pipeline(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
+def spdl_pipeline(fields: dict[str, Tensor], _folder: Path, batch: int, _workers: int = 0) -> Epoch:
     """A pipeline with a hand-written gather of whole batches in one thread beside."""
     from spdl.pipeline import PipelineBuilder
 
@@ -82,9 +90,8 @@ def spdl_pipeline(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch
     return epoch
 
 
-def torchdata_nodes(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
+def torchdata_nodes(fields: dict[str, Tensor], _folder: Path, batch: int, _workers: int = 0) -> Epoch:
     """Nodes: sampler, batcher, mapper."""
-    from torch.utils.data import RandomSampler
     from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 
     def gather(chosen: list[int]) -> dict[str, Tensor]:
@@ -92,11 +99,11 @@ def torchdata_nodes(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epo
         return {name: torch.index_select(rows, 0, ids) for name, rows in fields.items()}
 
     sampler = SamplerWrapper(RandomSampler(range(_count(fields))))
-    loader = Loader(Mapper(Batcher(sampler, batch, drop_last=True), gather), shuffle=True)
+    loader = Loader(Mapper(Batcher(sampler, batch, drop_last=True), gather))
     return lambda: iter(loader)
 
 
-def grain_map(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
+def grain_map(fields: dict[str, Tensor], _folder: Path, batch: int, _workers: int = 0) -> Epoch:
     """`MapDataset` over records in memory, shuffled and batched."""
     import grain
 
@@ -109,11 +116,15 @@ def grain_map(fields: dict[str, Tensor], _folder: Path, batch: int) -> Epoch:
         def __getitem__(self, number: Any) -> dict[str, Any]:
             return {name: array[number] for name, array in arrays.items()}
 
-    shuffled = grain.MapDataset.source(Source()).shuffle(seed=0)
-    return lambda: iter(shuffled.batch(batch, drop_remainder=True).to_iter_dataset())
+    def epoch() -> Iterator[Any]:
+        shuffled = grain.MapDataset.source(Source()).shuffle(seed=next(seeds))
+        return iter(shuffled.batch(batch, drop_remainder=True).to_iter_dataset())
+
+    seeds = itertools.count()
+    return epoch
 
 
-def lit_data(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
+def lit_data(fields: dict[str, Tensor], folder: Path, batch: int, workers: int = 0) -> Epoch:
     """Optimized chunks, streamed from local disk."""
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming.writer import BinaryWriter
@@ -125,11 +136,13 @@ def lit_data(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
     writer.done()
     writer.merge(1)
     dataset = StreamingDataset(str(folder), shuffle=True, drop_last=True)
-    loader = StreamingDataLoader(dataset, batch_size=batch, drop_last=True)
+    loader = StreamingDataLoader(
+        dataset, batch_size=batch, drop_last=True, num_workers=workers, persistent_workers=workers > 0
+    )
     return lambda: iter(loader)
 
 
-def mosaic_streaming(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
+def mosaic_streaming(fields: dict[str, Tensor], folder: Path, batch: int, workers: int = 0) -> Epoch:
     """MDS shards on local disk."""
     from streaming import MDSWriter, StreamingDataset
 
@@ -141,27 +154,35 @@ def mosaic_streaming(fields: dict[str, Tensor], folder: Path, batch: int) -> Epo
         for item in _items(fields):
             writer.write({name: value.numpy() for name, value in item.items()})
     dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=batch)
-    loader = DataLoader(dataset, batch_size=batch, drop_last=True)
+    loader = DataLoader(
+        dataset, batch_size=batch, drop_last=True, num_workers=workers, persistent_workers=workers > 0
+    )
     return lambda: iter(loader)
 
 
-def web_dataset(fields: dict[str, Tensor], folder: Path, batch: int) -> Epoch:
+def web_dataset(fields: dict[str, Tensor], folder: Path, batch: int, workers: int = 0) -> Epoch:
     """Tar shards of `.npy` members, shuffled in a buffer."""
     import webdataset
 
     folder.mkdir()
-    with webdataset.ShardWriter(str(folder / "%04d.tar"), maxcount=2_000, verbose=0) as writer:
+    shard = _count(fields) // 8  # each worker reads entire shards
+    with webdataset.ShardWriter(str(folder / "%04d.tar"), maxcount=shard, verbose=0) as writer:
         for number, item in enumerate(_items(fields)):
             members = {f"{name}.npy": value.numpy() for name, value in item.items()}
             writer.write({"__key__": f"{number:06d}", **members})
     names = [f"{name}.npy" for name in fields]
     urls = sorted(str(path) for path in folder.glob("*.tar"))
     dataset = webdataset.WebDataset(urls, shardshuffle=len(urls)).shuffle(2_000).decode().to_tuple(*names)
-    loader = webdataset.WebLoader(dataset.batched(batch, partial=False), batch_size=None)
+    loader = webdataset.WebLoader(
+        dataset.batched(batch, partial=False),
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
     return lambda: iter(loader)
 
 
-RIVALS: dict[str, tuple[str, str, Callable[[dict[str, Tensor], Path, int], Epoch], int]] = {
+RIVALS: dict[str, tuple[str, str, Callable[..., Epoch], int]] = {
     "tensordict memmap": ("tensordict", "tensordict", tensordict_memmap, 200),
     "MONAI CacheDataset": ("monai", "monai", monai_cache, 10),
     "HF datasets": ("datasets", "datasets", hf_datasets, 40),
@@ -207,6 +228,28 @@ def versions() -> dict[str, str]:
 
 def _count(fields: dict[str, Tensor]) -> int:
     return len(next(iter(fields.values())))
+
+
+class _Gathered(Dataset[Any]):
+    """A batch for each list of numbers, as `DataLoader(batch_size=None)` asks for them."""
+
+    def __init__(self, gather: Callable[[list[int]], Any]) -> None:
+        self.gather = gather
+
+    def __getitem__(self, chosen: list[int]) -> Any:
+        return self.gather(chosen)
+
+
+def _by_batches(gather: Callable[[list[int]], Any], count: int, batch: int, workers: int) -> DataLoader[Any]:
+    """A DataLoader whose workers gather entire batches."""
+    sampler = BatchSampler(RandomSampler(range(count)), batch, drop_last=True)
+    return DataLoader(
+        _Gathered(gather),
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
 
 
 def _items(fields: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,87 @@ def test_the_gpu_probe_runs_on_the_cpu() -> None:
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert {fact["part"] for fact in facts} == {*parts}
     assert all(fact["ok"] for fact in facts), facts
+
+
+def run_quickly(name: str, *words: str, cwd: Path, timeout: float = 170) -> list[dict[str, Any]]:
+    """Rows of a benchmark's quick run, without the line of the hardware."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--quick", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()][1:]
+
+
+def test_the_headline_benchmark_trains_every_contender_on_the_same_examples(tmp_path: Path) -> None:
+    _, *rows = run_quickly("headline", "--only", "features", cwd=tmp_path)
+
+    measured = {row["role"]: row for row in rows if "losses" in row}
+    assert {"dataloader", "tensor", "stoker"} <= measured.keys()
+    for row in measured.values():
+        assert row["losses"][-1] == pytest.approx(measured["dataloader"]["losses"][-1], rel=0.1)
+        low, high = row["later_epoch_range"]
+        assert 0 < low <= row["later_epoch_s"] <= high
+        assert 0 < row["stall"] < 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workload", ["images", "pde"])
+def test_the_headline_benchmark_runs_with_an_encoder(tmp_path: Path, workload: str) -> None:
+    _, *rows = run_quickly("headline", "--only", workload, cwd=tmp_path, timeout=500)
+
+    measured = {row["role"]: row for row in rows if "losses" in row}
+    assert {"dataloader", "by_hand", "tensor", "stoker"} <= measured.keys()
+
+
+@pytest.mark.slow
+def test_batches_and_losses_are_the_same_over_ranks_and_after_a_kill(tmp_path: Path) -> None:
+    rows = {row["run"]: row for row in run_quickly("determinism", cwd=tmp_path)}
+
+    assert all(row["equal_batches"] for row in rows.values())
+    assert rows["1 rank, killed and resumed"]["largest_difference"] == 0
+    assert rows["2 ranks"]["largest_difference"] < 1e-3
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", ["headline", "determinism"])
+def test_pictures_of_results_have_a_title_and_each_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pictures
+
+    head = {"cpu": "a CPU", "cores": 2, "memory_gib": 8.0, "gpu": None, "torch": "2.13.0"}
+    epochs = {"first_epoch_s": 3.21, "first_epoch_range": [3, 4], "later_epoch_range": [0.9, 2.0]}
+    rows: list[dict[str, Any]] = [
+        {"workload": workload, "role": role, "contender": "x", "runs": 5, "later_epoch_s": later, **epochs}
+        for workload in ("images", "pde", "features")
+        for role, later in (("dataloader", 1.98), ("other", 1.5), ("stoker", 0.987))
+    ]
+    if name == "determinism":
+        run = {"ranks": 1, "losses": [1.0, 0.5], "equal_losses": 2, "killed_after": None}
+        rows = [
+            {"run": "1 rank", **run, "largest_difference": 0.0},
+            {"run": "2 ranks", **run, "equal_losses": 1, "largest_difference": 1.25e-7},
+            {"run": "1 rank, killed and resumed", **run, "killed_after": 1, "largest_difference": 0.0},
+        ]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [head, *rows])))
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+
+    getattr(pictures, f"draw_{name}")(tmp_path / "a.svg")
+
+    for file in ("a.svg", "a-dark.svg"):
+        text = (tmp_path / file).read_text()
+        assert "<title>" in text
+        told = {"headline": ["3.21", "0.99", "a CPU"], "determinism": ["1.2e-07", "every bit"]}[name]
+        assert all(one in text for one in told)
+    assert (tmp_path / "a.svg").read_text() != (tmp_path / "a-dark.svg").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

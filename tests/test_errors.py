@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import stoker
 from stoker import errors
 from stoker.errors import ConfigError, CorruptError, IncompleteError, Problem, StokerError, arg
 
@@ -58,6 +59,14 @@ def test_each_class_leads_to_its_own_heading_of_the_documentation(kind: type[Sto
 
     assert made(kind).docs == errors.docs_url(f"{errors.TROUBLESHOOTING}#{kind.__name__.lower()}")
     assert len(re.findall(rf"^##+ {kind.__name__}$", page, re.MULTILINE)) == 1
+
+
+def test_links_lead_to_the_documentation_of_this_version() -> None:
+    minor = ".".join(stoker.__version__.split(".")[:2])
+    settings = (Path(__file__).parents[1] / "mkdocs.yml").read_text()
+
+    assert errors.DOCS.endswith(f"/{minor}")
+    assert f"site_url: {errors.DOCS}/\n" in settings
 
 
 def test_an_error_of_a_module_of_its_own_leads_to_the_public_class_above_it() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import pages, site
+from tools import pages, site, words
 
 ROOT = Path(__file__).parent.parent
 SUM = """# A page
@@ -143,3 +143,9 @@ def test_a_dead_link_or_anchor_fails_the_site(
     monkeypatch.setattr(site, "ROOT", tmp_path)
 
     assert site.build(tmp_path / "site") == code
+
+
+def test_comments_of_a_page_are_not_counted_as_sentences() -> None:
+    page = "<!-- run: hidden\nbeside = 1\n\nprint(beside)\n-->\nThis is shown.\n"
+
+    assert list(words.markdown_paragraphs(page)) == [(6, "This is shown.")]

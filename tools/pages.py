@@ -27,8 +27,11 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,9 +44,12 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []  # for the tests' own way of starting a Python
 NOT_RUN = ("LOG.md", "migration.md", "features.md", "design/")
 """Pages of docs/ whose blocks record what once was, or which tests of their own run."""
 PAGE_TIMEOUT_S = 400
+MARK = "\x1e"
+"""Between outputs: a character that no command prints."""
 DRIVER = "from pages import begin_block as __begin, end_block as __end, run_console as __console; "
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[ \t]*(?P<more>.*)$")
@@ -215,25 +221,50 @@ def run_console(number: int) -> None:
     """
     page = read_page(Path(os.environ["STOKER_PAGE"]))
     block = page.blocks[number]
-    shown = commands_of(block) if block.language == "console" else [("\n".join(block.lines), [])]
-    codes: list[int] = []
-    parts: list[str] = []
-    mark = "\x1e"  # a character that no command prints
-    script = "".join(f"{command}\nprintf '{mark}%s{mark}' $?\n" for command, _ in shown)
-    command = ["bash", "-c", script]
+    listed = [command for command, _ in commands_of(block)]
+    commands = listed if block.language == "console" else ["\n".join(block.lines)]
+    where = f"{page.name}:{block.begin + 1}"
+    simple = [_words(command) for command in commands]
+    ended = [_forked(words) for words in simple] if all(simple) else _in_bash(commands)
+    for command, (text, code) in zip(commands, ended, strict=False):
+        if code and block.steering != "fails":
+            sys.exit(f"{where}: {command!r} ended with {code}:\n{text}")
+    if len(ended) < len(commands):
+        sys.exit(f"{where}: the shell ended early")
+    if block.steering == "fails" and not any(code for _, code in ended):
+        sys.exit(f"{where}: no command failed")
+    _place(number).write_text(MARK.join(text for text, _ in ended))
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command that is a Python alone, to be forked; none of one that needs a shell."""
+    if re.search(r"[|;&<>$`*?(){}\[\]#!~\n]", command.replace("\\\n", " ")):
+        return []
+    words = shlex.split(command.replace("\\\n", " "))
+    programs = {"stoker": ["-m", "stoker.cli.process"], "python": []}
+    return [sys.executable, *programs[words[0]], *words[1:]] if words and words[0] in programs else []
+
+
+def _forked(words: list[str]) -> tuple[str, int]:
+    """Have the process that runs the pages fork a Python; return what it printed, and its exit code."""
+    with tempfile.TemporaryFile() as out, socket.socket(socket.AF_UNIX) as line:
+        line.connect(os.environ["STOKER_PAGES"])
+        asked = json.dumps([words, str(Path.cwd()), dict(os.environ)]).encode()
+        socket.send_fds(line, [struct.pack("<I", len(asked))], [out.fileno()])
+        line.sendall(asked)
+        code = int(line.makefile("rb").read())
+        out.seek(0)
+        return out.read().decode(errors="replace"), code
+
+
+def _in_bash(commands: list[str]) -> list[tuple[str, int]]:
+    """Run commands one after another in one shell; return what each printed, and its exit code."""
+    script = "".join(f"{command}\nprintf '{MARK}%s{MARK}' $?\n" for command in commands)
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    done = subprocess.run(command, check=False, stdout=pipe, stderr=subprocess.STDOUT, stdin=null)
-    pieces = done.stdout.decode(errors="replace").split(mark)
-    for (command, _), text, code in zip(shown, pieces[0::2], pieces[1::2], strict=False):
-        parts.append(text)
-        codes.append(int(code))
-        if int(code) and block.steering != "fails":
-            sys.exit(f"{page.name}:{block.begin + 1}: {command!r} ended with {code}:\n{text}")
-    if len(codes) < len(shown):
-        sys.exit(f"{page.name}:{block.begin + 1}: the shell ended early:\n{pieces[-1]}")
-    if block.steering == "fails" and not any(codes):
-        sys.exit(f"{page.name}:{block.begin + 1}: no command failed")
-    _place(number).write_text(mark.join(parts))
+    words = ["bash", "-c", script]
+    done = subprocess.run(words, check=False, stdout=pipe, stderr=subprocess.STDOUT, stdin=null)
+    pieces = done.stdout.decode(errors="replace").split(MARK)
+    return [(text, int(code)) for text, code in zip(pieces[0::2], pieces[1::2], strict=False)]
 
 
 def commands_of(block: Block) -> list[tuple[str, list[str]]]:
@@ -315,7 +346,7 @@ def compared(page: Page, outputs: Path, folder: Path) -> tuple[list[str], dict[i
             text = (outputs / str(above)).read_text(errors="replace")
             new[number] = take(number, str(block.begin + 1), block.lines, text)
         elif block.is_run and block.language == "console":
-            texts = (outputs / str(number)).read_text(errors="replace").split("\x1e")
+            texts = (outputs / str(number)).read_text(errors="replace").split(MARK)
             lines: list[str] = []
             for (command, shown), text in zip(commands_of(block), texts, strict=True):
                 blank = [""] if shown and not shown[-1] else []
@@ -379,15 +410,16 @@ def run_script(script: Path, outputs: Path, home: Path, page: Page) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
+    from tests.kit import forked
+
     with (outputs / "log").open("w+b") as log:
-        child = subprocess.Popen(
+        child = forked.Popen(
             [sys.executable, str(script)],
             cwd=script.parent,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
         timer = threading.Timer(PAGE_TIMEOUT_S, os.killpg, (child.pid, signal.SIGKILL))
         timer.start()
@@ -399,6 +431,32 @@ def run_script(script: Path, outputs: Path, home: Path, page: Page) -> str:
         where = " ".join(f"line {line}" for line in re.findall(rf"{script.name}\", line (\d+)", text)[-1:])
         return f"{where} ended with {code} (a negative number is a signal):\n{text[-4000:]}"
     return ""
+
+
+def serve_forks(listener: socket.socket) -> None:
+    """Fork the Pythons that pages ask for, until the listener is closed."""
+    while True:
+        try:
+            line, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_fork, args=(line,), daemon=True).start()
+
+
+def _fork(line: socket.socket) -> None:
+    from tests.kit import forked
+
+    with line:
+        head, (out,), *_ = socket.recv_fds(line, 4, 1)
+        stream = line.makefile("rwb")
+        words, folder, environment = json.loads(stream.read(struct.unpack("<I", head)[0]))
+        try:
+            null = subprocess.DEVNULL
+            done = forked.run(words, cwd=folder, env=environment, stdin=null, stdout=out, stderr=out)
+        finally:
+            os.close(out)
+        stream.write(str(done.returncode).encode())
+        stream.flush()
 
 
 def _write(page: Page, new: dict[int, list[str]]) -> None:
@@ -433,7 +491,15 @@ def main() -> int:
 
     kept = [page for page in pages if page not in left_out]
     failed = 0
-    with ThreadPoolExecutor(chosen.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+        ThreadPoolExecutor(chosen.jobs) as pool,
+    ):
+        listener.bind(f"{folder}/forks")
+        listener.listen()
+        os.environ["STOKER_PAGES"] = f"{folder}/forks"
+        threading.Thread(target=serve_forks, args=(listener,), daemon=True).start()
         for problems in pool.map(partial(run_page, write=chosen.write), kept):
             for line in problems:
                 failed = 1

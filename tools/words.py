@@ -3,8 +3,8 @@
 `python tools/words.py` lists sentences of more than 30 words and phrases to avoid, with places. It exits
 with 1 if there are any, or if a kind of text has more than 15 words a sentence. `--table` prints figures.
 
-Sentences are those of running text: code blocks, tables, headings, doctests and sections of arguments are
-left out, and inline code counts as one word. In a message, a value counts as one word.
+Sentences are those of running text: code blocks, comments, tables, headings, doctests and sections of
+arguments are left out, and inline code counts as one word. In a message, a value counts as one word.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ AVOID = (
 """Phrases to avoid, as patterns of words."""
 AVOID_PATTERN = re.compile(rf"\b(?:{'|'.join(AVOID)})\b")
 SENTENCE_END = re.compile(r"(?<=[.!?])[)\"'`*]*\s+(?=[A-Z`\[(*\"])")
+COMMENT = re.compile(r"^<!--.*?-->", re.DOTALL | re.MULTILINE)
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes):")
 
 
@@ -55,7 +56,8 @@ class WordFigures:
 
     def add(self, place: str, paragraph: str) -> None:
         """Count the sentences of a paragraph."""
-        text = re.sub(r"``?[^`]+``?", "CODE", paragraph)
+        text = re.sub(r"<!--.*?-->", "", paragraph)
+        text = re.sub(r"``?[^`]+``?", "CODE", text)
         text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
         for sentence in re.split(rf"{SENTENCE_END.pattern}| · ", text):
             words = re.findall(r"[A-Za-z0-9][\w'./^-]*", sentence)
@@ -79,7 +81,8 @@ def markdown_paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and text of each paragraph and list item of a Markdown file."""
     found: list[str] = []
     first, fenced = 1, False
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    seen = COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, line in enumerate([*seen.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
         fenced ^= fence
         item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)

@@ -81,22 +81,41 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         dataset: Any map-style dataset, or a `Source`.
         encoder: An `Encoder`, or a frozen module, which takes the field `data`, the only field, or the first
             of a tuple (else wrap it in a `ModuleEncoder`). None: samples as they are.
-        cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
-            the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/how-to/objects.md). A
-            `cache_dir` of None: in memory, gone with the loader.
+        cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`: the cache is made in
+            `<cache_dir>/<name>/<fingerprint>`. None: in memory, removed together with the loader.
+        name: Name of the cache; None: the class of the dataset, in lower case.
         batch_size: Samples, or windows, in a batch.
-        device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
+        device: Where the encoder runs and batches are wanted: `cpu`, `cuda[:i]`, or `auto`, a GPU if there is
+            one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `{"dtype": "float16"}` is the
             dtype of storage. Those that a `Loader` does not have may also be given as they are:
             `workers=4`, `timeouts={"read": 60}`, `nan="allow"`, `max_quarantined=0.01`, ...
         wait: False: serve what is encoded by now, while another process encodes the rest; see
             `stoker.precompute`.
-        version, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
+        version: Names the content of a dataset, in place of what can be seen of it; see `TorchSource`.
+        random: `"freeze"` stores one draw of a dataset whose output is random; `"refuse"` raises.
+        text: What becomes of text in items, by field: a list of words, `"bytes"` or `"drop"`.
+        time: Fields of items whose axis 0 is time, so that windows may be cut from them.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
+
+    Returns:
+        A loader over the complete cache, or with `wait=False` over what there is of it.
 
     Raises:
         ConfigError: An argument is unknown or malformed; nothing was encoded.
         StokerError: As `precompute` and `Loader`.
+
+    Examples:
+        >>> import stoker, torch
+        >>> images = torch.randint(0, 256, (100, 3, 8, 8), dtype=torch.uint8)
+        >>> dataset = torch.utils.data.TensorDataset(images, torch.arange(100) % 10)
+        >>> loader = stoker.cached(dataset, batch_size=32, shuffle=True)
+        >>> for images, labels in loader:
+        ...     print(images.shape, labels.dtype)
+        torch.Size([32, 3, 8, 8]) torch.int64
+        torch.Size([32, 3, 8, 8]) torch.int64
+        torch.Size([32, 3, 8, 8]) torch.int64
+        torch.Size([4, 3, 8, 8]) torch.int64
     """
     settings = _known({} if precompute is None else precompute)
     direct = {name: loader.pop(name) for name in _direct_names() if name in loader}

@@ -17,17 +17,17 @@ StokerError
 ├── UncountedError         a length is asked for that is not known yet               (also TypeError)
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
-├── StalledError           a deadline passed
+├── StalledError           a timeout passed
 │   └── WorkerError        worker processes died or hung more often than allowed
 ├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
-│   └── AccessError        an address is of nothing, or its credentials are missing or wrong
+│   └── AccessError        a URL leads to nothing, or its credentials are missing or wrong
 ├── DivergedError          training met a NaN or an infinity
-├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
-├── Conflict               what was asked of a job does not fit the state it is in
-├── LostAttemptError            an attempt at a job is over; what its worker says of it no longer counts
-└── Degraded               the service's database does not answer, or cannot be written
+├── NotFoundError          the service knows no job, dataset or cache of that name   (also LookupError)
+├── ConflictError          what was asked of a job does not fit the state it is in
+├── LostAttemptError       an attempt at a job is over; what its worker says of it no longer counts
+└── DegradedError          the service's database does not answer, or cannot be written
 Interrupted                SIGINT or SIGTERM arrived; what was encoded is committed  (a KeyboardInterrupt)
 
 Catch `StokerError` at the edge of a program. `Interrupted` is not an `Exception`, so code that catches and
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-DOCS = "https://stoker-data.github.io/stoker"
-"""Where the documentation is published: a folder for each minor version (docs/reference/versions.md)."""
+DOCS = "https://stoker-data.github.io/stoker/0.1"
+"""Where the documentation of this minor version is published (docs/reference/versions.md)."""
 TROUBLESHOOTING = "how-to/troubleshooting"
 """The page with a heading for each class of errors."""
 
@@ -62,10 +62,8 @@ def docs_url(page: str) -> str:
     >>> docs_url("how-to/sql")
     'https://stoker-data.github.io/stoker/0.1/how-to/sql.html'
     """
-    from stoker import __version__
-
     path, mark, anchor = page.partition("#")
-    return f"{DOCS}/{'.'.join(__version__.split('.')[:2])}/{path}.html{mark}{anchor}"
+    return f"{DOCS}/{path}.html{mark}{anchor}"
 
 
 _BEGIN, _PYTHON, _END = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -144,18 +142,27 @@ class Problem(NamedTuple):
 
 
 class StokerError(Exception):
-    """Root of the tree; `exit_code` is the command line's answer.
+    """Root of the tree. Raised itself where no class of it says more. Exit code 1.
 
     Args:
         args: The fact first: what is wrong, with values. Arguments in it are written with `arg`.
         hint: What to do about it.
 
-    >>> error = ConfigError("batch_size is 0", hint="Give at least 1")
-    >>> str(error), error.fact, error.hint
-    ('batch_size is 0. Give at least 1', 'batch_size is 0', 'Give at least 1')
+    Examples:
+        >>> import stoker
+        >>> try:
+        ...     stoker.open_cache("nowhere")
+        ... except stoker.StokerError as error:
+        ...     print(error.fact)
+        ...     print(error.hint)
+        ...     print("exit code", error.exit_code)
+        there is no cache at nowhere
+        Check the path: `stoker cache ls` lists caches, `stoker precompute CONFIG` makes one
+        exit code 4
     """
 
     exit_code: int = 1
+    """What the `stoker` command exits with."""
 
     def __init__(self, *args: object, hint: str = "") -> None:
         self.problem = Problem(str(args[0]) if args else type(self).__name__, hint)
@@ -185,8 +192,9 @@ class StokerError(Exception):
     def docs(self) -> str:
         """URL of what the documentation says about errors of this class.
 
-        >>> ConfigError("batch_size is 0").docs
-        'https://stoker-data.github.io/stoker/0.1/how-to/troubleshooting.html#configerror'
+        Examples:
+            >>> ConfigError("batch_size is 0").docs
+            'https://stoker-data.github.io/stoker/0.1/how-to/troubleshooting.html#configerror'
         """
         public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         return docs_url(f"{TROUBLESHOOTING}#{public.__name__.lower()}")
@@ -231,33 +239,33 @@ def _restored(kind: type[StokerError], args: tuple[object, ...], known: dict[str
 
 
 class ConfigError(StokerError, ValueError):
-    """A setting is unknown, malformed or contradicts another."""
+    """Raised for a setting that is unknown, malformed or contradicts another. Exit code 3."""
 
     exit_code = 3
 
 
 class SourceError(StokerError, ValueError):
-    """Raw data is missing, unreadable or not as declared."""
+    """Raised where raw data is missing, unreadable or not as declared. Exit code 3."""
 
     exit_code = 3
 
 
 class SplitError(SourceError):
-    """The split asked for does not exist."""
+    """Raised for a split that does not exist, or that no sample is in. Exit code 3."""
 
 
 class DecodeError(SourceError):
-    """A file was read, but what it holds cannot be made into a sample: that sample is set aside."""
+    """Raised for a file that was read but holds no usable sample. Precompute quarantines it. Exit code 3."""
 
 
 class TransferError(SourceError):
-    """A file could not be fetched, or is not the one that was asked for.
+    """Raised for a file that could not be fetched, or is not the one that was asked for. Exit code 3.
 
     Args:
         message: What happened.
         hint: What to do about it.
-        transient: Whether trying again may help.
-        wait_s: How long the other side asked to wait first.
+        transient: True if trying again may help.
+        wait_s: Seconds that the other side asked to wait first.
     """
 
     def __init__(
@@ -269,18 +277,25 @@ class TransferError(SourceError):
 
 
 class DigestError(TransferError):
-    """What was fetched is complete and is not what was declared; fetching it again may help once."""
+    """Raised for a fetched file that is complete and not the declared one. Exit code 3.
+
+    Fetching it again may help once.
+
+    Args:
+        message: What happened.
+        hint: What to do about it.
+    """
 
     def __init__(self, message: str = "", *, hint: str = "") -> None:
         super().__init__(message, hint=hint, transient=True)
 
 
 class PathRefusedError(SourceError):
-    """A request names a path that lies outside the folders it may read, or leads through a link."""
+    """Raised by the service for a path outside the folders it may read, or through a link. Exit code 3."""
 
 
 class ServiceError(StokerError):
-    """A service across the network refused a request, or its answer cannot be read.
+    """Raised where a service on the network refuses a request, or its answer cannot be read. Exit code 1.
 
     Args:
         message: What happened.
@@ -294,35 +309,35 @@ class ServiceError(StokerError):
 
 
 class AccessError(ServiceError):
-    """What a setting names at a service is not there, or the credentials for it are missing or wrong."""
+    """Raised for a URL that leads to nothing, or whose credentials are missing or wrong. Exit code 3."""
 
     exit_code = 3
 
 
 class EncoderError(StokerError):
-    """An encoder does not fit the data, or failed."""
+    """Raised for an encoder that does not fit the data, or that failed. Exit code 3."""
 
     exit_code = 3
 
 
 class RecordError(StokerError, ValueError):
-    """One sample or record is not what its schema says."""
+    """Raised for a sample or record that is not what its schema says. Exit code 1."""
 
 
 class FormatError(StokerError, ValueError):
-    """A file is not a store, or not one that this version reads."""
+    """Raised for a folder or file that is not a cache, or not one that this version reads. Exit code 4."""
 
     exit_code = 4
 
 
 class CorruptError(FormatError):
-    """Bytes do not match their checksum.
+    """Raised for bytes that do not match their checksum. Exit code 4.
 
     Args:
         fact: What is damaged.
         hint: What to do about it; the message is both.
         shard: File name of the shard that is damaged, where it is one.
-        folder: Where that shard lies: copies of a cache have shards of the same names.
+        folder: Folder of that shard: copies of a cache have shards of the same names.
     """
 
     def __init__(
@@ -334,46 +349,49 @@ class CorruptError(FormatError):
 
 
 class IncompleteError(StokerError):
-    """A cache lacks records that were asked for."""
+    """Raised for a cache that lacks records which were asked for. Exit code 4."""
 
     exit_code = 4
 
 
 class MissingRecordError(IncompleteError, KeyError):
-    """One record, by number, is not in the cache; the message says why."""
+    """Raised for one record that is not in the cache; the message says why. Exit code 4."""
 
 
 class UncountedError(StokerError, TypeError):
-    """A length is asked for that is not known yet; code that can do without it does, as with an iterator."""
+    """Raised by `len()` of a loader whose length is not known yet. Exit code 1.
+
+    It is a `TypeError` too, as Python raises for an iterator. So code that can do without a length does.
+    """
 
 
 class ReadOnlyError(StokerError, OSError):
-    """A cache folder, or another that a setting names, cannot be written."""
+    """Raised for a cache folder, or another that a setting names, that cannot be written. Exit code 3."""
 
     exit_code = 3
 
 
 class StaleStateError(StokerError):
-    """A saved state belongs to another cache, order or batch size."""
+    """Raised for a saved state that belongs to another cache, order or batch size. Exit code 1."""
 
 
 class StalledError(StokerError):
-    """A deadline passed."""
+    """Raised when a timeout passed; the message says what was waited for. Exit code 5."""
 
     exit_code = 5
 
 
 class WorkerError(StalledError):
-    """Worker processes died or hung more often than allowed."""
+    """Raised when worker processes died or hung more often than allowed. Exit code 5."""
 
 
 class ResourceError(StokerError):
-    """Memory, disk space or a device does not suffice.
+    """Raised where memory, disk space or a device does not suffice. Exit code 6.
 
     Args:
         message: What is missing, with figures.
         hint: What to do about it.
-        full: Whether a disk or a quota was full in the middle of writing, which may pass.
+        full: True if a disk or a quota was full in the middle of writing, which may pass.
     """
 
     exit_code = 6
@@ -384,21 +402,23 @@ class ResourceError(StokerError):
 
 
 class DeviceError(StokerError):
-    """A device cannot be used again in this process; another process can."""
+    """Raised for a device that this process cannot use again; another process can. Exit code 1."""
 
 
 class DivergedError(StokerError):
-    """Training met a NaN or an infinity."""
+    """Raised when training meets a NaN or an infinity. Exit code 1."""
 
 
 class NotFoundError(StokerError, LookupError):
-    """The service knows no job, dataset or cache of that name."""
+    """Raised by the service for a job, dataset or cache that it does not know. Exit code 3."""
 
     exit_code = 3
 
 
 class ConflictError(StokerError):
-    """What was asked of a job does not fit the state it is in; asking again gives the same answer.
+    """Raised by the service for a request that does not fit the state a job is in. Exit code 3.
+
+    Asking again gives the same answer.
 
     Args:
         message: The state.
@@ -414,16 +434,21 @@ class ConflictError(StokerError):
 
 
 class LostAttemptError(StokerError):
-    """An attempt at a job is over: its worker changes nothing more and ends its process of that job."""
+    """Raised in a worker of the service whose attempt at a job is over. Exit code 1.
+
+    The worker changes nothing more, and ends its process of that job.
+    """
 
 
 class DegradedError(StokerError):
-    """The service's database does not answer in time, or cannot be written; asking again later may help.
+    """Raised when the service's database does not answer in time, or cannot be written. Exit code 6.
+
+    Asking again later may help.
 
     Args:
         message: What did not work.
         hint: What to look at.
-        full: Whether room on a disk is what is missing: then reading may still work.
+        full: True if the disk has no room; reading may still work then.
     """
 
     exit_code = 6
@@ -434,6 +459,10 @@ class DegradedError(StokerError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; what was encoded is committed. `exit_code` as in `StokerError`."""
+    """Raised when SIGINT or SIGTERM arrives; what was encoded is committed. Exit code 130.
+
+    It is a `KeyboardInterrupt`, so `except Exception` does not catch it.
+    """
 
     exit_code = 130
+    """As in `StokerError`."""

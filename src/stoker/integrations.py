@@ -21,12 +21,25 @@ __all__ = ["as_dataloader"]
 
 
 def as_dataloader(loader: Loader) -> DataLoader[Any]:
-    """`loader` as a DataLoader; only one of the two may be iterated at a time.
+    """Return `loader` as a DataLoader; only one of the two may be iterated at a time.
 
     Its batches are those of `loader`, of `loader`'s rank alone: frameworks must not share it out again.
 
+    Args:
+        loader: A `stoker.Loader`.
+
+    Returns:
+        A DataLoader without workers, which also has `set_epoch`.
+
     Raises:
-        ConfigError: It is no Loader; batches of a Mixture have no number that skips could be counted in.
+        ConfigError: It is not a Loader; batches of a Mixture have no number that skips could be counted in.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.integrations import as_dataloader
+        >>> loader = as_dataloader(stoker.cached([{"x": torch.ones(2)}] * 6, batch_size=4))
+        >>> isinstance(loader, torch.utils.data.DataLoader), [len(batch["x"]) for batch in loader]
+        (True, [4, 2])
     """
     if not isinstance(cast("object", loader), Loader):
         raise ConfigError(f"as_dataloader got a {type(loader).__name__}", hint="Expected a stoker.Loader")

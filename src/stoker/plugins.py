@@ -48,7 +48,9 @@ class Plugin:
     """One name of a group."""
 
     group: Group
+    """The group of entry points, as `stoker.sources`."""
     name: str
+    """The name that users write."""
     target: str
     """`module:attribute`, or `module` alone."""
     package: str
@@ -75,7 +77,7 @@ class Plugin:
             )
 
     def load(self) -> Any:
-        """Import what it names.
+        """Return what it names, imported.
 
         Raises:
             ConfigError: It cannot be imported, or another package gives the same name.
@@ -92,7 +94,17 @@ class Plugin:
 
 
 def plugins_of(group: Group) -> Mapping[str, Plugin]:
-    """Return all plugins of a group by name, Stoker's own first; none of them is imported."""
+    """Return all plugins of a group by name, Stoker's own first; none of them is imported.
+
+    Args:
+        group: The group of entry points: `stoker.sources`, `stoker.engines`, `stoker.exporters`,
+            `stoker.commands` or `stoker.trackers`.
+
+    Examples:
+        >>> from stoker.plugins import plugins_of
+        >>> "safetensors" in plugins_of("stoker.exporters")
+        True
+    """
     return _found(group, tuple(sys.path))
 
 
@@ -100,10 +112,17 @@ def find_plugin(group: Group, name: str, setting: str) -> Plugin:
     """Return the plugin of a name, not imported yet.
 
     Args:
+        group: The group of entry points, as `stoker.sources`.
+        name: The name that a user wrote.
         setting: What names it, for the message, as `data.kind`.
 
     Raises:
         ConfigError: No package gives it, or several do.
+
+    Examples:
+        >>> from stoker.plugins import find_plugin
+        >>> find_plugin("stoker.exporters", "safetensors", "--to").package
+        'stoker'
     """
     known = plugins_of(group)
     if name in known:

@@ -112,12 +112,22 @@ AXIS_WORDS = ("t", "p", "e", "k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One field of every sample or record."""
+    """One field of every sample or record: its shape, its dtype, and what axis 0 means.
+
+    Raises:
+        RecordError: No cache can hold such a field.
+
+    Examples:
+        >>> from stoker.schema import Field
+        >>> field = Field(shape=(101, 1, 64, 2), dtype="float32", time=True)
+        >>> field.step_shape, field.size_bytes()
+        ((1, 64, 2), 51712)
+    """
 
     shape: tuple[int, ...]
     """Shape of one sample; axis 0 is -1 when `ragged`."""
     dtype: str
-    """A key of `DTYPE_BYTES`."""
+    """Name of a dtype: bool, uint8, int8 to int64, float16, bfloat16, float32 or float64."""
     time: bool = False
     """Axis 0 is time, so that windows and pieces may be cut from it."""
     ragged: bool = False
@@ -187,7 +197,14 @@ class Field:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def size_bytes(self, length: int | None = None) -> int:
-        """Return the bytes of one sample's field; a ragged one needs its `length` along axis 0."""
+        """Return the bytes of one sample's field.
+
+        Args:
+            length: Length along axis 0, which a ragged field needs.
+
+        Raises:
+            RecordError: The field is ragged, and `length` is None.
+        """
         if self.ragged and length is None:
             raise RecordError("the size of a ragged field depends on its length")
         if not self.shape:
@@ -252,6 +269,10 @@ def unfolded(record: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
     """Return the record with folded fields unfolded to `(T, N, *rest)`, without the fields of their sizes.
 
     Arrays or tensors; nothing is copied. Fields that the record lacks are left out.
+
+    Args:
+        record: A sample as `read` gives it, or a record.
+        schema: Its fields.
 
     Raises:
         RecordError: The sizes of a field do not make up its rows.

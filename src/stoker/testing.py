@@ -1,4 +1,4 @@
-"""For tests of your own: conformance checks for sources and encoders, made-up data, and faults to order."""
+"""For tests of your own: conformance checks for sources and encoders, made-up data, and faults on demand."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def check_source(source: Source, *, samples: int = 4) -> None:
 
     Raises:
         AssertionError: Names the promise that is broken.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.testing import check_source
+        >>> check_source(stoker.TorchSource([{"x": torch.ones(2)}] * 4))
     """
     assert isinstance(source, Source), f"{type(source).__name__} lacks a method of Source"
     count = len(source)
@@ -229,6 +234,13 @@ def check_encoder(
 
     Raises:
         AssertionError: Names the promise that is broken.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.schema import Field
+        >>> from stoker.testing import check_encoder
+        >>> encoder = stoker.ModuleEncoder(torch.nn.Linear(8, 2), field="x")
+        >>> check_encoder(encoder, {"x": Field(shape=(8,), dtype="float32")})
     """
     import torch
 
@@ -455,12 +467,30 @@ def write_dexycb(  # noqa: PLR0913 - how many of each, all by name
     size: tuple[int, int] = (48, 64),
     seed: int = 0,
 ) -> Path:
-    """Write it below `root`, needs Pillow; the first frame of each sequence shows no hand.
+    """Write a small made-up data set in DexYCB's layout, and return its folder. It needs Pillow.
 
-    `joint_2d` is the projection of `joint_3d` by the camera that `calibration/` has for the images.
+    Images are noise. The first frame of each sequence shows no hand. `joint_2d` is the projection of
+    `joint_3d` by the camera that `calibration/` has for the images.
 
     Args:
-        size: (height, width); the original has (480, 640).
+        root: Folder to write to; it is made.
+        subjects: People.
+        sequences: Sequences of each person.
+        cameras: Cameras of each sequence, 8 at most.
+        frames: Frames of each camera.
+        size: (height, width) in pixels; the original has (480, 640).
+        seed: Of all random numbers.
+
+    Returns:
+        `root`.
+
+    Examples:
+        >>> import stoker
+        >>> from pathlib import Path
+        >>> from stoker.testing import write_dexycb
+        >>> folder = write_dexycb(Path("dexycb"), subjects=1, sequences=1, frames=3)
+        >>> len(stoker.ImageSource(folder, "dexycb"))  # one sequence, two cameras
+        6
     """
     random = np.random.default_rng(seed)
     for camera in range(cameras):
@@ -539,7 +569,7 @@ def _yaml(path: Path, content: object) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Faults to order: wrap a source, and the samples you name hang, kill, raise, are slow, or come out wrong.
+# Faults on demand: wrap a source, and the samples you name hang, kill, raise, are slow, or come out wrong.
 
 
 Kind: TypeAlias = Literal["hang", "kill", "raise", "slow", "corrupt"]
@@ -554,17 +584,26 @@ class Fault:
     - `raise` raises `error`.
     - `slow` sleeps for `seconds` and then reads.
     - `corrupt` changes one byte of the first field without an error, as a medium without checksums does.
+
+    Raises:
+        ConfigError: `kind` is unknown, or `attempts` is below 1.
+
+    Examples:
+        >>> from stoker.testing import Fault
+        >>> Fault("slow", [3, 5], seconds=0.1).attempts is None  # at each read
+        True
     """
 
     kind: Kind
+    """What happens: `hang`, `kill`, `raise`, `slow` or `corrupt`."""
     samples: Collection[int]
-    """Sample numbers."""
+    """Sample indices."""
     attempts: int | None = None
     """How many times it happens to each of these samples, over all processes; None: always."""
     seconds: float = 1.0
-    """For `slow`."""
+    """Seconds that `slow` sleeps."""
     error: Exception | None = None
-    """For `raise`; None: an OSError as of a disk that fails (EIO), which is tried again."""
+    """What `raise` raises; None: an OSError as of a disk that fails (EIO), which is tried again."""
 
     def __post_init__(self) -> None:
         """Refuse unknown kinds and numbers out of range."""
@@ -577,18 +616,27 @@ class Fault:
 
 
 class FaultySource:
-    """A source that fails where it is told to, and is `source` in all else, its identity too.
+    """Source that fails where it is told to, and is `source` in all else, its identity too.
 
     So a cache that is filled through it has the fingerprint of one filled without, to be compared with it.
 
     Args:
         source: What to read from.
-        faults: What happens; of several for one sample, the first that is not used up.
+        faults: What happens; of several faults for one sample, the first that is not used up.
         folder: Where attempts are counted, in small files, since workers are processes that get replaced.
             Needed where a fault has `attempts`.
 
     Raises:
         ConfigError: `folder` is needed and not given.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.testing import Fault, FaultySource
+        >>> source = stoker.TorchSource([{"x": torch.ones(2)}] * 4)
+        >>> faulty = FaultySource(source, [Fault("raise", [2], error=ValueError("bad sample"))])
+        >>> cache = stoker.precompute(faulty, None, "caches", name="ones", max_quarantined=0.5)
+        >>> len(cache), cache.quarantined[2].error
+        (3, 'item 2 of builtins.list: ValueError: bad sample')
     """
 
     def __init__(self, source: Source, faults: Sequence[Fault], *, folder: str | Path | None = None) -> None:
@@ -604,20 +652,20 @@ class FaultySource:
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+    def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read as the source does, unless a fault is due; each call is an attempt, also for a part."""
-        due = (i for i, fault in enumerate(self._faults) if number in fault.samples)
-        place = next((i for i in due if self._take(i, number)), None)
+        due = (i for i, fault in enumerate(self._faults) if index in fault.samples)
+        place = next((i for i in due if self._take(i, index)), None)
         fault = None if place is None else self._faults[place]
         if fault is not None:
-            self._happen(fault, number)
+            self._happen(fault, index)
         whole = start is None and stop is None
-        sample = self._source.read(number) if whole else self._source.read(number, start, stop)
+        sample = self._source.read(index) if whole else self._source.read(index, start, stop)
         return _changed(sample) if fault is not None and fault.kind == "corrupt" else sample
 
-    def locate(self, number: int) -> str:
+    def locate(self, index: int) -> str:
         """Return what the source returns."""
-        return locate(self._source, number)
+        return locate(self._source, index)
 
     def runs(self) -> Sequence[range]:
         """Return what the source returns."""

@@ -185,16 +185,30 @@ def _list(tensors: Mapping[TensorKey, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalize(FieldTransform):
-    """`(x - mean) / std`, computed in float32."""
+    """Normalizes values: `(x - mean) / std`, computed in float32.
+
+    `stoker.Normalization` does the same while records are gathered, for whole fields.
+
+    Raises:
+        ConfigError: A mean is not finite, a deviation is not above 0, or `dtype` is not a float.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Normalize
+        >>> data = [{"x": torch.tensor([0.0, 2.0])}, {"x": torch.tensor([4.0, 6.0])}]
+        >>> loader = stoker.cached(data, batch_size=2, transforms=Normalize(mean=3.0, std=2.0))
+        >>> next(iter(loader))["x"].tolist()
+        [[-1.5, -0.5], [0.5, 1.5]]
+    """
 
     mean: float | Sequence[float]
-    """One number, or one per place on `axis`."""
+    """One number, or one per place on `axis`; finite."""
     std: float | Sequence[float]
     """Above 0; one number, or one per place on `axis`."""
     axis: int = -1
     """The axis of channels, counted from the last: -3 for `(C, H, W)`."""
     dtype: str | None = None
-    """What comes out; None: the dtype that came in, float32 for integers."""
+    """Name of the float dtype that comes out; None: the dtype that came in, float32 for integers."""
     fields: Sequence[str] | None = None
     """Tensors to change; None: the states of windows, or the only field of records."""
 
@@ -211,15 +225,22 @@ class Normalize(FieldTransform):
 
     @staticmethod
     def of(cache: Cache, name: str | None = None, *, dtype: str | None = None) -> Normalize:
-        """Normalization by the statistics that a cache's index keeps, per channel where it has them.
+        """Return a normalization by the statistics that a cache's index keeps, per channel where it has them.
 
         Args:
             cache: Whose statistics; give the cache of the train split for the other splits too.
             name: The field; None: the one that windows are cut from, and the states made of it.
-            dtype: As the attribute.
+            dtype: Name of the float dtype that comes out, as of `Normalize`.
 
         Raises:
             ConfigError: The cache has no such field, or no finite value in it.
+
+        Examples:
+            >>> import stoker, torch
+            >>> from stoker.transforms import Normalize
+            >>> data = [{"x": torch.tensor([0.0, 2.0])}, {"x": torch.tensor([4.0, 6.0])}]
+            >>> Normalize.of(stoker.precompute(data, None, "caches", name="pairs"), "x").mean
+            (2.0, 4.0)
         """
         field_name = time_field(cache.schema, None) if name is None else name
         known: Mapping[str, Any] = cache.statistics.get(field_name, {})
@@ -255,7 +276,19 @@ class Normalize(FieldTransform):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(FieldTransform):
-    """Adds Gaussian noise; the states of one window get the same, other fields noise of their own."""
+    """Adds Gaussian noise; the states of one window get the same, other fields noise of their own.
+
+    Raises:
+        ConfigError: A deviation is negative or not finite; later, a field does not hold floats.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Noise
+        >>> loader = stoker.cached([{"x": torch.zeros(3)}] * 4, batch_size=4, transforms=Noise(0.1))
+        >>> batch = next(iter(loader))
+        >>> batch["x"].shape, bool((batch["x"] != 0).all())
+        (torch.Size([4, 3]), True)
+    """
 
     std: float | Sequence[float] = field(kw_only=False)
     """In the unit of the values; one number, or one per place on the last axis."""
@@ -316,17 +349,28 @@ def _row(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Views(FieldTransform):
-    """Applies transforms `count` times with other random numbers, and puts the results side by side.
+    """Applies transforms `count` times with other random numbers, for contrastive training.
 
     What they changed gets an axis of views after that of examples, `(B, count, *shape)`; the rest of the
     batch, labels and `index` among it, stays as it is. Transforms before it in the list are common to all
     views. The functions must not write into the batch they are given.
+
+    Raises:
+        ConfigError: `count` is below 1.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Noise, Views
+        >>> views = Views(transforms=[Noise(0.1)], count=2)
+        >>> loader = stoker.cached([{"x": torch.zeros(3)}] * 4, batch_size=4, transforms=views)
+        >>> next(iter(loader))["x"].shape
+        torch.Size([4, 2, 3])
     """
 
     transforms: Sequence[Callable[[Any, Tensor], Any]]
-    """What makes a view, applied in order."""
+    """What makes a view, applied in order: functions `f(batch, keys)`."""
     count: int = 2
-    """Views of each example."""
+    """Views of each example, at least 1."""
 
     def __post_init__(self) -> None:
         """Refuse less than one view."""
@@ -358,12 +402,24 @@ Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip(FieldTransform):
-    """Mirrors examples along one axis, each with probability `p`."""
+    """Mirrors examples along one axis, each with probability `p`.
+
+    Raises:
+        ConfigError: `axis` is not negative, or `p` is not in 0 to 1; later, `negate` does not fit a field.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Flip
+        >>> data = [{"image": torch.tensor([[1, 2, 3]])}] * 2  # (H, W)
+        >>> loader = stoker.cached(data, batch_size=2, transforms=Flip(axis=-1, p=1.0))
+        >>> next(iter(loader))["image"].tolist()
+        [[[3, 2, 1]], [[3, 2, 1]]]
+    """
 
     axis: int = field(default=-2, kw_only=False)
-    """Counted from the last, so negative."""
+    """The axis, counted from the last, so negative: -2 is the width of `(H, W, C)`."""
     p: float = 0.5
-    """Probability, 0..1."""
+    """Probability, 0 to 1."""
     negate: Sequence[int] = ()
     """Channels (places on the last axis) whose sign changes in the mirror: the velocity along `axis`."""
     fields: Sequence[str] | None = None
@@ -408,7 +464,19 @@ class Flip(FieldTransform):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roll(FieldTransform):
-    """Shifts examples along periodic axes, each by a distance of its own."""
+    """Shifts examples along periodic axes, each by a distance of its own.
+
+    Raises:
+        ConfigError: An axis is not negative, or is given twice.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Roll
+        >>> loader = stoker.cached([{"u": torch.arange(4)}] * 2, batch_size=2, transforms=Roll(axes=(-1,)))
+        >>> shifted = next(iter(loader))["u"]
+        >>> shifted.sort(dim=1).values.tolist()  # all values are still there
+        [[0, 1, 2, 3], [0, 1, 2, 3]]
+    """
 
     axes: Sequence[int] = field(default=(-2,), kw_only=False)
     """Counted from the last, so negative; any distance along each is as likely as another."""
@@ -434,7 +502,19 @@ class Roll(FieldTransform):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crop(FieldTransform):
-    """Cuts a random piece out of every example, from beyond its edges too if `padding` is given."""
+    """Cuts a random piece out of every example, from beyond its edges too if `padding` is given.
+
+    Raises:
+        ConfigError: `size`, `axes`, `padding` or `border` is not as described; later, a piece does not fit.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Crop
+        >>> data = [{"image": torch.rand(3, 8, 8)}] * 4  # (C, H, W)
+        >>> loader = stoker.cached(data, batch_size=4, transforms=Crop(6, axes=(-2, -1), padding=1))
+        >>> next(iter(loader))["image"].shape
+        torch.Size([4, 3, 6, 6])
+    """
 
     size: int | Sequence[int] = field(kw_only=False)
     """Points of the piece along each of `axes`; one number stands for all."""
@@ -496,10 +576,22 @@ class Crop(FieldTransform):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take(FieldTransform):
-    """The same piece of every example, or every k-th point: `Take({-2: slice(0, 64, 4)})`."""
+    """Cuts the same piece of every example, or takes every k-th point.
+
+    Raises:
+        ConfigError: An axis is not negative, or a step is below 1; later, nothing is left of an example.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import Take
+        >>> data = [{"u": torch.arange(8)}] * 2
+        >>> loader = stoker.cached(data, batch_size=2, transforms=Take({-1: slice(0, 8, 4)}))
+        >>> next(iter(loader))["u"].tolist()
+        [[0, 4], [0, 4]]
+    """
 
     slices: Mapping[int, slice] = field(kw_only=False)
-    """By axis, counted from the last, so negative."""
+    """The piece by axis, counted from the last, so negative: `{-2: slice(0, 64, 4)}`."""
     fields: Sequence[str] | None = None
     """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
 
@@ -592,19 +684,34 @@ TIMEOUT_S = 120.0
 
 
 class Decode(FieldTransform):
-    """Images that `ImageSource(store="encoded")` stored as files, decoded to `(B, C, H, W)` uint8 by threads.
+    """Decodes images that `ImageSource(store="encoded")` stored as files to `(B, C, H, W)` uint8, in threads.
 
-    With the settings of the source (`size`, `fit`, `color`, `filter`, `reduced`, `turned`) the images are
-    those that it would have stored as pixels, and its labels fit them.
+    With the settings of the source the images are those that it would have stored as pixels, and its labels
+    fit them.
 
     Args:
-        size: (height, width).
+        size: (height, width) in pixels.
         field: The field with the encoded images.
-        threads: How many decode; None: one for each processor of this process.
-        **rules: See `stoker.sources.image_geometry.Rules`.
+        threads: Threads that decode; None: one for each processor of this process.
+        **rules: `fit`, `color`, `filter`, `reduced` and `turned`, as of `ImageSource`.
 
     Raises:
         ConfigError: `fit="short"`, which gives images of various sizes.
+        DecodeError: Later, bytes that are not an image.
+        StalledError: Later, the images of a batch take longer than two minutes.
+
+    Examples:
+        >>> import stoker
+        >>> from stoker.transforms import Decode
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> Path("photos").mkdir()
+        >>> for number in range(4):
+        ...     Image.new("RGB", (64, 48), (number, 0, 0)).save(f"photos/{number}.png")
+        >>> source = stoker.ImageSource("photos", size=(32, 32), store="encoded")
+        >>> loader = stoker.cached(source, batch_size=4, transforms=Decode((32, 32)))
+        >>> next(iter(loader))["image"].shape
+        torch.Size([4, 3, 32, 32])
     """
 
     def __init__(
@@ -654,16 +761,32 @@ class Decode(FieldTransform):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CropImages(FieldTransform):
-    """Images that `ImageSource(size=256, fit="short")` stored, cropped to `(B, C, H, W)` uint8.
+    """Crops images that `ImageSource(size=256, fit="short")` stored to `(B, C, H, W)` uint8.
 
     Boxes, keypoints, joints and cameras move along; boxes are cut at the crop, and those outside it
     are no longer valid.
+
+    Raises:
+        ConfigError: Later, `size` is larger than an image, or the batch has no such images.
+
+    Examples:
+        >>> import stoker
+        >>> from stoker.transforms import CropImages
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> Path("photos").mkdir()
+        >>> for number in range(4):
+        ...     Image.new("RGB", (64 + number, 48)).save(f"photos/{number}.png")
+        >>> source = stoker.ImageSource("photos", size=32, fit="short")
+        >>> loader = stoker.cached(source, batch_size=4, transforms=CropImages((24, 24)))
+        >>> next(iter(loader))["image"].shape
+        torch.Size([4, 3, 24, 24])
     """
 
     size: tuple[int, int] = field(kw_only=False)
-    """(height, width), no more than the short side."""
+    """(height, width) in pixels, no more than the short side."""
     random: bool = True
-    """Each example at a place of its own, any as likely as another; else in the middle."""
+    """True: each example at a place of its own, any as likely as another. False: in the middle."""
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
         """Return the batch with its images cropped."""

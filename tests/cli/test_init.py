@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 
 from stoker.config import load_config
+from stoker.config.load import EXAMPLES
 from stoker.run.look import look
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
@@ -367,6 +368,15 @@ def test_axes_given_to_init_are_those_of_the_grid(folder: Path) -> None:
     assert run_json("train", "stoker.yaml", *FAST)["epochs"] == 1
 
 
+def test_parts_of_a_setting_given_to_init_are_written(folder: Path) -> None:
+    with h5py.File(folder / "few.h5", "w") as file:
+        file["u"] = np.random.default_rng(0).normal(size=(24, 8, 16)).astype("f4")
+
+    run_json("init", "few.h5", "data.splits.train=0.75", "data.splits.val=0.25")
+
+    assert explained(folder / "stoker.yaml")["data"]["splits"] == {"train": 0.75, "val": 0.25}
+
+
 def test_of_two_fields_with_time_both_are_states(folder: Path) -> None:
     with h5py.File(folder / "two.h5", "w") as file:
         for seed, name in enumerate("uv"):
@@ -486,4 +496,20 @@ def test_the_schema_and_all_settings_are_printed(folder: Path) -> None:
     uncommented = "\n".join(line.replace("# ", "", 1) for line in every.splitlines()[1:])
     Path("all.yaml").write_text(uncommented)
     assert load_config("all.yaml").to_dict() == load_config(None).to_dict()
+    assert not Path("stoker.yaml").exists()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem.removeprefix("train_") for path in EXAMPLES.iterdir()))
+def test_an_example_that_comes_with_stoker_is_written_with_commands_that_name_the_copy(name: str) -> None:
+    run("init", "--example", name, "--out", "mine.yaml")
+
+    assert load_config("mine.yaml").to_dict() == load_config(EXAMPLES / f"train_{name}.yaml").to_dict()
+    assert "stoker train mine.yaml data.files=" in Path("mine.yaml").read_text()
+    assert "configs/" not in Path("mine.yaml").read_text()
+
+
+def test_examples_are_named_and_go_without_data(folder: Path) -> None:
+    for words in (["--example", "../train_darcy"], ["--example", "none"], ["--example", "darcy", "data.h5"]):
+        assert "error" in run_json("init", *words, exit_code=3)
+    assert "darcy" in run_json("init", "--example", "none", exit_code=3)["hint"]
     assert not Path("stoker.yaml").exists()

@@ -12,6 +12,7 @@ import sys
 import termios
 from pathlib import Path
 
+import pyte
 import pytest
 import typer
 
@@ -93,6 +94,17 @@ def test_an_error_is_a_fact_and_a_hint_in_color_on_a_terminal_alone(tmp_path: Pa
     assert "\x1b[" in shown
     assert re.findall(r"\x1b\]8;;(.*?)\x1b", shown) == [FormatError("").docs, ""]
     assert strip_ansi(re.sub("\x1b\\]8;;.*?\x1b\\\\", "", shown)).split() == done.stderr.split()
+
+
+def test_lines_printed_while_a_screen_is_drawn_stay_and_the_screen_goes(project: Path) -> None:
+    code, sent = typed("train", "c.yaml", "training.epochs=3")
+    terminal = pyte.Screen(80, 200)  # as `pty` has it, and high enough for all
+    pyte.Stream(terminal).feed(sent)
+    shown = [line.rstrip() for line in terminal.display]
+
+    assert code == 0
+    assert [line.split()[1] for line in shown if re.match(r"epoch \d took", line)] == ["1", "2", "3"]
+    assert not [line for line in shown if "step 0 of" in line or " left" in line]
 
 
 def test_json_of_an_error_has_fact_hint_and_a_url(tmp_path: Path) -> None:

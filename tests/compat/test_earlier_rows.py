@@ -204,7 +204,7 @@ def test_in_postgresql_the_table_has_its_earlier_schema(monkeypatch: pytest.Monk
 def test_rows_come_in_order_where_nothing_else_is_asked_for(make: Any) -> None:
     loader = GPUDataLoader(make("train"), 16)
 
-    assert "sequential order" in repr(loader.loader)
+    assert "in order" in repr(loader.loader)
 
 
 def test_an_epoch_that_is_set_has_its_own_order(make: Any) -> None:

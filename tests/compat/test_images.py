@@ -55,7 +55,7 @@ def test_images_are_normalised_and_every_other_field_keeps_its_dtype(tmp_path: P
     assert batch["hand_joints"][7, 0, 0] == pytest.approx(7 / 3)
     assert batch["has_hand"].tolist() == [True, False] * 4
     assert batch["object_ids"].dtype == torch.int64
-    assert "full order" in repr(GPUDataLoader(dataset, 8).loader)  # unasked, as the earlier system did
+    assert "shuffled" in repr(GPUDataLoader(dataset, 8).loader)  # unasked, as the earlier system did
     plain = next(iter(cached(tmp_path, normalize=False).loader(8, shuffle=False)))
     assert plain["image"][7, 0, 0, 0] == pytest.approx(7 / 255)
 

@@ -233,8 +233,8 @@ def test_it_looks_like_a_dataloader(cache: Cache, caplog: pytest.LogCaptureFixtu
     assert (loader.batch_size, loader.drop_last, loader.dataset) == (5, False, cache)
     loader.sampler.set_epoch(7)
     assert loader.epoch == 7
-    assert "24 examples in 5 batches of 5, full order" in repr(loader)
-    assert "24 examples in 1 batch of 24, full order" in repr(Loader(cache, batch_size=24, shuffle=True))
+    assert "24 examples in 5 batches of 5, shuffled" in repr(loader)
+    assert "24 examples in 1 batch of 24, shuffled" in repr(Loader(cache, batch_size=24, shuffle=True))
     with pytest.raises(TypeError, match=r"argument 'batchsize'\. Did you mean batch_size\?"):
         Loader(cache, batchsize=3, shuffle=True)
     with pytest.raises(ConfigError, match="transforms="):

@@ -91,6 +91,7 @@ def test_a_record_too_long_is_named_before_anything_is_read(cache: Cache) -> Non
         (Pad(value={"v": 1}), "fields of varying length are u, kind|fields of varying length are kind, u"),
         (Pad(value=0.5), r"cannot be held by field 'kind' of torch.int64"),
         (Pad(value=float("nan")), r"cannot be held by field 'kind'"),
+        (Pad(value={"u": 1e60}), r"cannot be held by field 'u' of torch.float32"),
     ],
 )
 def test_what_cannot_be_padded_is_refused(cache: Cache, ragged: object, said: str) -> None:

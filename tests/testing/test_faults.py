@@ -1,4 +1,4 @@
-"""Injected faults happen where, and as often as, they were ordered; the page's example runs."""
+"""Injected faults happen where, and as often as, they were ordered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.store import make_recipe
 from stoker.testing import Fault, FaultySource, check_source
 from tests.precompute.fake_sources import FakeSource
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "sources.md"
 
 
 def run(source, folder: Path, *, workers: int = 1, read_s: float = 30.0):
@@ -77,15 +75,3 @@ def test_what_cannot_be_injected_is_refused(tmp_path: Path) -> None:
         Fault("hang", [1], attempts=0)
     with pytest.raises(ConfigError, match="would end the process that made"):
         FaultySource(FakeSource((6,)), [Fault("kill", [1])]).read(1)
-
-
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    (code,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-        if "FaultySource" in block
-    ]
-    names: dict = {"MySource": lambda _: FakeSource((8,))}
-    exec(code, names)
-
-    names["test_a_cache_survives_bad_storage"](tmp_path)

@@ -484,17 +484,25 @@ R = TypeVar("R", bound="Result | Mapping[str, Any]")
 
 
 class CommandOutput:
-    """Where one command's output goes."""
+    """Where one command's output goes; `command_output` makes it."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json = as_json
+        """True if one JSON object is to be printed."""
         self.debug = debug
+        """True if tracebacks are shown."""
         self._rank = name_of_rank()
         self._stdout: TextIO = sys.stdout
         self.notes = console(sys.stderr, quiet=bool(self._rank), soft_wrap=False)
 
     def show(self, result: R, render: Callable[[R, Console], None], *, exit_code: int = 0) -> None:
-        """Print a result as one JSON object, or as `render` makes it; end with `exit_code` unless it is 0."""
+        """Print a result as one JSON object, or as `render` makes it; end with `exit_code` unless it is 0.
+
+        Args:
+            result: A mapping, or an object with `to_json()`.
+            render: Prints the result on the rich console that it is given.
+            exit_code: Exit code of the command.
+        """
         if self._rank:
             pass
         elif self.as_json:
@@ -506,26 +514,48 @@ class CommandOutput:
             raise typer.Exit(exit_code)
 
     def note(self, line: str) -> None:
-        """Print one line on standard error; one that cannot be written is dropped."""
+        """Print one line on standard error; one that cannot be written is dropped.
+
+        Args:
+            line: The line.
+        """
         if not self._rank:
             self.warn(line)
 
     def warn(self, line: str) -> None:
-        """Print one line, on every rank."""
+        """Print one line on standard error, on every rank.
+
+        Args:
+            line: The line.
+        """
         with contextlib.suppress(OSError):
-            typer.echo(self._rank + line, err=True)
+            if self._rank or not self.notes.is_terminal:
+                typer.echo(self._rank + line, err=True)
+            else:  # through the console: it moves a screen that is being drawn out of the way
+                self.notes.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """Write text to standard output as it is."""
+        """Write text to standard output as it is.
+
+        Args:
+            text: The text.
+        """
         with printing(self._stdout):
             self._stdout.write(text)
 
     def write_json(self, data: dict[str, JsonValue]) -> None:
-        """Write the one JSON object; NaN and infinities become null, since JSON has neither."""
+        """Write the one JSON object; NaN and infinities become null, since JSON has neither.
+
+        Args:
+            data: The object.
+        """
         self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
     def confirm(self, question: str) -> None:
         """Ask before something is deleted, on a terminal; elsewhere refuse.
+
+        Args:
+            question: What is deleted, as a question.
 
         Raises:
             ConfigError: There is no terminal.
@@ -542,7 +572,14 @@ class CommandOutput:
             raise typer.Exit
 
     def fail(self, fact: str, exit_code: int, hint: str = "", docs: str = "") -> typer.Exit:
-        """Report a failure; `docs` is the URL of a page about it. The caller raises what comes back."""
+        """Report a failure, and return what the caller raises.
+
+        Args:
+            fact: What is wrong.
+            exit_code: Exit code of the command.
+            hint: What to do about it.
+            docs: URL of a page about it.
+        """
         if exit_code == Interrupted.exit_code:  # of all ranks at once
             self.note(fact.strip())
         else:
@@ -611,7 +648,12 @@ class ProgressLine:
 
 @contextmanager
 def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
-    """Run one command: streams set, errors turned into one line and an exit code."""
+    """Yield where the output of one command goes; errors become one line and an exit code.
+
+    Args:
+        as_json: Print one JSON object on standard output, and all else on standard error.
+        debug: Show tracebacks.
+    """
     out = CommandOutput(as_json=as_json, debug=debug)
     with contextlib.ExitStack() as stack:
         if as_json:

@@ -54,7 +54,7 @@ _SETTING = re.compile(r"[a-z_]+\.[\w.]+\s*=")
 
 
 @cli_command
-def init(
+def init(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     what: Annotated[list[str] | None, typer.Argument(metavar=METAVAR, help=MEANT)] = None,
     path: Annotated[Path, typer.Option("--out", readable=False, help="The file to write.")] = Path(
@@ -68,6 +68,10 @@ def init(
     every: Annotated[
         bool, typer.Option("--all", help="Print every setting as commented YAML, and write nothing.")
     ] = False,
+    example: Annotated[
+        str | None,
+        typer.Option("--example", metavar="NAME", help="Write an example for public datasets, as pde_2d."),
+    ] = None,
 ) -> None:
     """Look at data and write its settings.
 
@@ -80,6 +84,7 @@ def init(
       stoker init images/ --out images.yaml
       stoker init sqlite:///measurements.db
       stoker init mymodule:MyDataset data.torch.arguments.root=raw
+      stoker init --example burgers_32dim
       stoker init --schema > stoker.schema.json
     """
     if schema:
@@ -92,10 +97,15 @@ def init(
 
         out.write(all_settings_yaml())
         return
-    if not what:
+    if example is None and not what:
         raise ConfigError(
             "no data was named",
             hint="Give a file, a folder, a database URL or a Dataset, as `stoker init data.h5`",
+        )
+    if example is not None and what:
+        raise ConfigError(
+            f"--example {example} and {what[0]} were both named",
+            hint="Leave out the example: settings follow from the data",
         )
     if path.is_dir() or not path.parent.is_dir():
         fact = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
@@ -104,9 +114,12 @@ def init(
         raise ConfigError(
             f"{path} exists", hint="Add --force to write over it, or name another file with --out"
         )
+    if example is not None:
+        _write_example(out, example, path)
+        return
     from stoker.runtime.files import replace_atomically
 
-    found = _looked_at(what)
+    found = _looked_at(what or [])
     with replace_atomically(path) as temporary:
         temporary.write_text(found.to_yaml())
     out.show(found, show_finding)
@@ -117,6 +130,27 @@ def init(
             f"wrote {path}. Next: stoker precompute {path}, and then train in Python on "
             f"stoker.Loader({found.cache!r}, batch_size=64, shuffle=True)"
         )
+
+
+def _write_example(out: CommandOutput, name: str, path: Path) -> None:
+    """Write an example that comes with Stoker, with its commands naming the file that is written.
+
+    Raises:
+        ConfigError: No example has that name.
+    """
+    from stoker.config.load import EXAMPLES
+    from stoker.runtime.files import replace_atomically
+
+    file = EXAMPLES / f"train_{name}.yaml"
+    known = sorted(one.stem.removeprefix("train_") for one in EXAMPLES.glob("train_*.yaml"))
+    if name not in known:
+        raise ConfigError(f"no example is named {name!r}", hint=f"Choose one of {', '.join(known)}")
+    text = file.read_text(encoding="utf-8").replace(f"configs/{file.name}", str(path))
+    with replace_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if out.as_json:
+        out.write_json({"example": name, "path": str(path)})
+    out.note(f"wrote {path}. Next: stoker train {path} data.files=FILE")
 
 
 @cli_command

@@ -43,6 +43,9 @@ from stoker.units import format_few
 # whole run, since one operator is trained on all tasks.
 
 
+_INSTALLED = Path(__file__).parent / "examples"
+EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "configs"
+"""Settings for public datasets, `train_NAME.yaml`: those of a wheel, else of the repository."""
 SECTIONS = ("data", "latent", "encoder", "precompute")
 """Sections of which a task may have its own settings."""
 SINGLE = ("training.batch_size", "training.latent_cache_dtype")
@@ -305,7 +308,7 @@ def _require_file(path: Path) -> None:
             raise ConfigError(
                 f"{path} holds caches",
                 hint=f"`stoker cache show {path}` says which; this takes the settings that they are made "
-                "with: a YAML file, as configs/NAME.yaml",
+                "with: a YAML file, as stoker.yaml",
             )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())

@@ -106,7 +106,7 @@ def as_names(value: Names) -> tuple[str, ...]:
 
 
 class TorchConfig(SettingsSection):
-    """A torch `Dataset` of your own, which `data.dataset` names (docs/how-to/sources.md)."""
+    """A torch `Dataset` of your own, which `data.dataset` names (docs/how-to/datasets.md)."""
 
     arguments: dict[str, JsonValue] | None = None
     """Arguments that it is called with; `split` is added where it takes one."""

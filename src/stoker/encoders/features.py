@@ -56,16 +56,25 @@ class FeatureEncoder:
         folder: What `model.save_pretrained(folder)` and its processor wrote: `config.json`, `*.safetensors`,
             `preprocessor_config.json`. Or the name of a model on the Hugging Face Hub, as
             `"facebook/dinov2-base"`, which is looked for in the local Hub cache.
-        pooling: See `Pooling`.
+        pooling: `cls`: the class token. `mean`: the mean of the patches, without class and register tokens.
+            `tokens`: all tokens, these first.
         field: The field with images, uint8 `(3, H, W)`.
-        output: What the features are called.
-        processor: See `Processor`.
-        encode_batch: Images a call; None: about 8 MiB of images and features.
+        output: Name of the field with the features.
+        processor: `device`: images keep their size, and are scaled and normalized on the model's device.
+            `pil`: the model's own processor resizes and crops with Pillow on the CPU, which is slower.
+        encode_batch: Images in one call; None: about 8 MiB of images and features.
         revision: Of a model on the Hub: a commit, tag or branch; None: the default branch.
         download: Download a model of the Hub that the local cache lacks.
 
     Raises:
         EncoderError: The folder is not of this form, or the model is not in the local Hub cache.
+
+    Examples:
+        >>> source = stoker.ImageSource("photos", size=(224, 224))  # doctest: +SKIP
+        >>> encoder = stoker.FeatureEncoder("facebook/dinov2-base")  # doctest: +SKIP
+        >>> cache = stoker.precompute(source, encoder, "caches", name="photos")  # doctest: +SKIP
+        >>> cache[0]["features"].shape  # doctest: +SKIP
+        torch.Size([768])
     """
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller

@@ -236,12 +236,21 @@ class SampleShapes(Protocol):
 class GridEncoder:
     """Frozen encoder of regular grids; satisfies `Encoder`. 1D data has `H = 1` and patch `(1, p)`.
 
-    >>> GridEncoder(channels=5, grid=(16, 16, 16), patch=(4, 4, 4), tokens=64, dim=32).tokens  # 3D
-    64
+    The record holds `latent` `(T, L, D)` float32, and every other field of the sample. The map is linear: the
+    lowest waves of each cell of the grid, rotated. Nothing is learned.
 
     Raises:
         EncoderError: A setting is out of range, the patch does not divide the grid, there are more tokens
             than patches, or the checkpoint holds other weights.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"data": torch.rand(9, 16, 32, 2)} for _ in range(4)]  # (T, H, W, C)
+        >>> source = stoker.TorchSource(data, time=["data"])
+        >>> encoder = stoker.GridEncoder(channels=2, grid=(16, 32), patch=(8, 8), tokens=8, dim=128)
+        >>> latent = stoker.precompute(source, encoder, "caches", name="fields")[0]["latent"]
+        >>> latent.shape, torch.allclose(encoder.decode(latent), data[0]["data"], atol=1e-5)
+        (torch.Size([9, 8, 128]), True)
     """
 
     channels: int
@@ -251,10 +260,10 @@ class GridEncoder:
     patch: Sizes
     """Points of a patch along the same axes; must divide `grid`."""
     tokens: int
-    """Tokens a time step; at most as many as patches. Fewer: neighboring patches are pooled into cells of
-    equal size, which overlap where the numbers do not divide."""
+    """Tokens in a time step, L; at most as many as patches. Fewer: neighboring patches are pooled into cells
+    of equal size, which overlap where the numbers do not divide."""
     dim: int
-    """Latent numbers a token."""
+    """Numbers in a token, D. With as many as the values of a cell, nothing but rounding is lost."""
     fourier: tuple[int, ...] = (1, 2)
     """Waves across the domain of the position features; empty for none."""
     seed: int = 0
@@ -300,19 +309,21 @@ class GridEncoder:
 
         Args:
             source: What will be encoded.
-            tokens, dim, field: As of `GridEncoder`.
+            tokens: Tokens in a time step.
+            dim: Numbers in a token.
+            field: Field of the samples to encode.
             patch: Points of a patch along each axis, or along all; None: the largest of 8, 4, 2 and 1 that
                 divides each axis and gives at least `tokens` patches.
-            settings: Others of `GridEncoder`: `fourier`, `seed`, `checkpoint`.
+            **settings: Others of `GridEncoder`: `fourier`, `seed`, `checkpoint`.
 
         Raises:
             EncoderError: The source has no such field, or it is not on a grid.
 
-        Example:
-            >>> from stoker.sources.torch_dataset import TorchSource
+        Examples:
+            >>> import stoker, torch
             >>> steps = torch.zeros(20, 9, 16, 32, 2)  # 20 samples of 9 steps, 16 x 32 points, 2 channels
-            >>> source = TorchSource([{"data": one} for one in steps], time=["data"])
-            >>> GridEncoder.for_source(source, tokens=8).patch
+            >>> source = stoker.TorchSource([{"data": one} for one in steps], time=["data"])
+            >>> stoker.GridEncoder.for_source(source, tokens=8).patch
             (8, 8)
         """
         if not hasattr(source, "schema"):
@@ -340,7 +351,7 @@ class GridEncoder:
 
     @property
     def independent_steps(self) -> bool:
-        """Each time step is encoded alone."""
+        """True: each time step is encoded alone."""
         return True
 
     def schema(self, sample_schema: Schema) -> Schema:
@@ -412,6 +423,9 @@ class GridEncoder:
 
         Exact but for rounding where `dim` is at least the values of a cell; with fewer, the finest waves
         within each cell are lost.
+
+        Args:
+            latents: As stored, `(..., L, D)`.
         """
         if self._decoder is None:
             self._decoder = GridDecoder(self._cells, self.channels, self._weights)

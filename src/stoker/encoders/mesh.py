@@ -55,6 +55,18 @@ class MeshEncoder:
 
     Raises:
         EncoderError: A setting is out of range, or the checkpoint holds other weights.
+
+    Examples:
+        >>> import h5py, numpy, stoker
+        >>> with h5py.File("heat.h5", "w") as file:
+        ...     for number, points in enumerate((50, 60)):
+        ...         file[f"{number}/coords"] = numpy.random.rand(points, 2)
+        ...         file[f"{number}/fields/u"] = numpy.random.rand(5, points, 1)
+        >>> source = stoker.MeshSource("heat.h5")
+        >>> encoder = stoker.MeshEncoder(fields=("u",), channels=1, space=2, tokens=4, dim=8)
+        >>> record = stoker.precompute(source, encoder, "caches", name="heat")[0]
+        >>> record["latent"].shape, encoder.decode(record["latent"], record["coords"]).shape
+        (torch.Size([5, 4, 8]), torch.Size([5, 50, 1]))
     """
 
     fields: tuple[str, ...]
@@ -64,9 +76,9 @@ class MeshEncoder:
     space: int
     """Coordinates of a point, 1 to 3."""
     tokens: int
-    """Tokens a time step, L."""
+    """Tokens in a time step, L."""
     dim: int
-    """Latent numbers a token, D: at least `channels`, best a multiple."""
+    """Numbers in a token, D: at least `channels`, best a multiple."""
     coords: str = "coords"
     """Field with the coordinates, `(N, space)`."""
     moving: str | None = None
@@ -117,7 +129,7 @@ class MeshEncoder:
         return False
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """`latent` `(T, L, D)` and `coords` `(N, space)`, float32, and the fields that are not encoded.
+        """Return `latent` `(T, L, D)`, `coords` `(N, space)`, float32, and the fields that are not encoded.
 
         Raises:
             EncoderError: A field is missing, or has other axes, channels or coordinates.

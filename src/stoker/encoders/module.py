@@ -365,14 +365,25 @@ class ModuleEncoder:
             must not depend on the other samples.
         field: Field or fields of the sample that it takes.
         output: Name or names of what it returns.
-        time: `"none"`, `"steps"` or `"whole"`, see `Time`.
+        time: `"none"`: the output has no time axis. `"steps"`: the module is given single time steps
+            `(n T, *shape of a step)`, and axis 0 of a record is time. `"whole"`: it is given `(n, T, ...)`,
+            and axis 0 of a record is time.
         version: Stands for the code in the identity. None: source text and settings of the module do.
             Compiled functions and modules (TorchScript) have neither and need it.
-        encode_batch: Samples a call; None: about 8 MiB of samples and records.
+        encode_batch: Samples in one call; None: about 8 MiB of samples and records.
 
     Raises:
         EncoderError: A weight has no value yet, a part uses statistics of its batch, or the code has no
             source text and no `version` was given.
+
+    Examples:
+        >>> import stoker, torch
+        >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 16))
+        >>> encoder = stoker.ModuleEncoder(net, field="image", output="code")
+        >>> data = [{"image": torch.rand(3, 8, 8), "label": torch.tensor(i)} for i in range(10)]
+        >>> loader = stoker.cached(data, encoder, batch_size=5)
+        >>> {name: tuple(values.shape) for name, values in next(iter(loader)).items()}
+        {'code': (5, 16), 'label': (5,)}
     """
 
     def __init__(
@@ -403,10 +414,10 @@ class ModuleEncoder:
         self._code: Json = describe_function(module) if version is None else version
 
     def decoder(self, ndim: int) -> ModuleDecoder | None:
-        """Return the map back to the first field, by the module's own `decode`; None if it has none.
+        """Return a function from latents to the first field, by the module's own `decode`; None: it has none.
 
         Args:
-            ndim: Axes of the latents of one step.
+            ndim: Number of axes of the latents of one step.
         """
         if self._owner is None or self._time == "whole" or not callable(getattr(self._owner, "decode", None)):
             return None

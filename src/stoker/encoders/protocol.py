@@ -40,7 +40,10 @@ class Encoder(Protocol):
         ...
 
     def schema(self, sample_schema: Schema) -> Schema:
-        """Return fields of a record as encoded (before any storage dtype).
+        """Return the fields of a record as encoded, before any storage dtype.
+
+        Args:
+            sample_schema: Fields of the samples, by name.
 
         Raises:
             EncoderError: The samples lack a field, or have a shape that this encoder cannot take.
@@ -48,7 +51,11 @@ class Encoder(Protocol):
         ...
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
-        """Return the size of an encode batch, from the schema alone."""
+        """Return the size of an encode batch, from the schema alone.
+
+        Args:
+            sample_schema: Fields of the samples, by name.
+        """
         ...
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
@@ -57,6 +64,7 @@ class Encoder(Protocol):
         Args:
             batch: Each field `(n, *shape)` on the device given to `to`; with ragged fields `n` is 1 and
                 axis 1 has that sample's length. bfloat16 fields arrive as bfloat16.
+
         Returns:
             Each field `(n, *shape)` on the same device; fresh tensors, not views of the input's memory
             unless passed through unchanged. Every field of the sample that should stay in the record
@@ -69,7 +77,11 @@ class Encoder(Protocol):
         ...
 
     def to(self, device: torch.device) -> None:
-        """Move weights to `device`."""
+        """Move weights to a device.
+
+        Args:
+            device: Where batches will be.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

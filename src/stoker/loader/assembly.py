@@ -11,6 +11,7 @@ and tiers change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -366,7 +367,19 @@ LENGTHS, MASK, OFFSETS = ".lengths", ".mask", ".offsets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad:
-    """Padding of records of varying length, at their end; `ragged="pad"` is `Pad()`."""
+    """Padding of records of varying length, at their end; `ragged="pad"` is `Pad()`.
+
+    Raises:
+        ConfigError: A length is below 1, or `to` is not a multiple of `multiple`.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"path": torch.ones(steps, 3)} for steps in (5, 2, 7, 4)]
+        >>> loader = stoker.cached(data, batch_size=4, ragged=stoker.Pad(multiple=8))
+        >>> batch = next(iter(loader))
+        >>> batch["path"].shape, batch["path.lengths"].tolist()
+        (torch.Size([4, 8, 3]), [5, 2, 7, 4])
+    """
 
     to: int | None = None
     """Steps of every batch; None: those of the longest record in the batch."""
@@ -390,13 +403,22 @@ class Pad:
     def length(self, longest: int) -> int:
         """Return the steps of a batch whose longest record has `longest`.
 
-        >>> Pad().length(13), Pad(multiple=8).length(13), Pad(to=20).length(13)
-        (13, 16, 20)
+        Args:
+            longest: Steps of the longest record.
+
+        Examples:
+            >>> import stoker
+            >>> stoker.Pad().length(13), stoker.Pad(multiple=8).length(13), stoker.Pad(to=20).length(13)
+            (13, 16, 20)
         """
         return -(-longest // self.multiple) * self.multiple if self.to is None else self.to
 
     def value_of(self, name: str) -> float:
-        """Return what is put after the end of one field."""
+        """Return what is put after the end of one field.
+
+        Args:
+            name: Name of the field.
+        """
         return self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
 
 
@@ -447,8 +469,9 @@ def _check_values(how: Pad, outputs: Mapping[str, OutputSpec]) -> None:
     for name, output in outputs.items():
         dtype, value = output.cast or output.dtype, how.value_of(name)
         if dtype.is_floating_point:
-            continue
-        fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
+            fits = not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        else:
+            fits = value in (0, 1) if dtype == torch.bool else _is_whole(value, torch.iinfo(dtype))
         if not fits:
             raise ConfigError(
                 f"Pad(value={value!r}) cannot be held by field {name!r} of {dtype}",

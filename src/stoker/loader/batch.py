@@ -88,7 +88,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _to(self: BatchT, device: str | torch.device | int, *, non_blocking: bool = False) -> BatchT:
-    """Return the batch with every tensor on `device`; see `torch.Tensor.to`."""
+    """Return the batch with every tensor on `device`; see `torch.Tensor.to`.
+
+    Args:
+        device: Where tensors are wanted.
+        non_blocking: Do not wait for copies from page-locked memory.
+    """
     return map_tensors(self, partial(Tensor.to, device=torch.device(device), non_blocking=non_blocking))
 
 
@@ -119,7 +124,8 @@ class RecordBatch(dict[str, Any], _PlacedBatch):
 
     A field is also an attribute: `batch.image` is `batch["image"]`. A field of varying length is a list of B
     tensors. The memory is the batch's own: nothing that was handed out is ever written to again, except in a
-    loader made with `static=True`.
+    loader made with `static=True`. `batch.position` is as in `WindowBatch`. `batch.to(device)` and
+    `batch.pin_memory()` return the batch with all its tensors there.
     """
 
     __slots__ = ("index", "position")
@@ -155,7 +161,7 @@ register_pytree_node(TupleBatch, lambda batch: ([*batch], None), lambda values, 
 
 
 class WindowBatch(NamedTuple):
-    """One batch of windows; B counts windows. The memory is the batch's own, as in `RecordBatch`."""
+    """One batch of windows; B counts windows. Memory, `to` and `pin_memory` are as of `RecordBatch`."""
 
     z0: Any
     """States at `start`, `(B, *step)`; with several state fields a dict of them, as are z1 and future."""
@@ -186,14 +192,17 @@ class TaskBatch(NamedTuple):
     """One batch of windows of a `Mixture`: a `WindowBatch`, value for value, and whose its examples are."""
 
     z0: Tensor
-    """As in `WindowBatch`; so are the five that follow."""
+    """States at `start`, `(B, *step)`."""
     z1: Tensor
+    """States one stride later, `(B, *step)`."""
     future: Tensor | None
+    """The `horizon - 1` states after `z1`, `(B, horizon - 1, *step)`; None at horizon 1."""
     cond: dict[str, Tensor]
     """The conditions of all caches by name, sorted, `(B, C)`; zeros where a cache has none of that name."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
     """Sample index in its own cache, and start, `(B, 2)` int64."""
     position: tuple[int, int]
+    """Epoch and step at which a mixture resumes after this batch: `mixture.state_dict(batch.position)`."""
     task: str | None
     """Name of the cache that every example is from; None: they are from several, see `tasks`."""
     tasks: Tensor
@@ -313,13 +322,19 @@ class PointBatch(NamedTuple):
 class Windows:
     """Rules by which a trajectory becomes examples `(z0, z1, future)`.
 
-    Example:
-        >>> windows = Windows(stride=(1, 4), horizon=2)
-        >>> windows.span, windows.count(101)
-        (8, 93)
-
     Raises:
         ConfigError: A number is below 1, a range is empty, or fields are named twice.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"u": torch.rand(11, 16)}] * 4  # 11 steps of 16 points
+        >>> windows = stoker.Windows(stride=2, horizon=3)
+        >>> loader = stoker.cached(data, time=["u"], windows=windows, batch_size=8)
+        >>> batch = next(iter(loader))
+        >>> batch.z0.shape, batch.z1.shape, batch.future.shape
+        (torch.Size([8, 16]), torch.Size([8, 16]), torch.Size([8, 2, 16]))
+        >>> windows.span, windows.count(11)  # steps that a window covers, windows in a trajectory
+        (6, 5)
     """
 
     stride: int | tuple[int, int] = 1
@@ -378,13 +393,24 @@ class Windows:
     def count(self, length: int) -> int:
         """Return the windows in a trajectory of `length` steps; one that is too short has none.
 
-        >>> Windows(stride=2, horizon=3).count(101), Windows(start_every=10).count(101), Windows().count(1)
-        (95, 10, 0)
+        Args:
+            length: Steps of the trajectory.
+
+        Examples:
+            >>> import stoker
+            >>> stoker.Windows(stride=2, horizon=3).count(101), stoker.Windows().count(1)
+            (95, 0)
+            >>> stoker.Windows(start_every=10).count(101)
+            10
         """
         return max(0, -(-(length - self.span) // self.start_every))
 
     def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return `count` for many trajectories at once."""
+        """Return `count` for many trajectories at once.
+
+        Args:
+            lengths: Steps of each trajectory, `(n,)` int64.
+        """
         return np.maximum(0, -(-(lengths - self.span) // self.start_every))
 
     def text(self) -> str:

@@ -39,11 +39,21 @@ if TYPE_CHECKING:
     from stoker.store.shard import Verify
 
 
+_ORDER_WORDS = {
+    "full": "shuffled",
+    "block": "shuffled in blocks",
+    "bucket": "shuffled by length",
+    "static": "shuffled per rank",
+    "sequential": "in order",
+}
+
+
 class Loader(EpochIterable):
     """Iterable over batches, like a `DataLoader`; the same bytes whatever tier they come from.
 
     After a finished pass comes the next epoch; an abandoned pass starts its epoch again. Batches own their
-    memory.
+    memory. Those of windows are `WindowBatch`es (`PointBatch`es of particles and meshes), others
+    `RecordBatch`es.
     """
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
@@ -79,7 +89,7 @@ class Loader(EpochIterable):
                 (`precompute(wait=False)`) is served meanwhile, in block order; another with records missing
                 needs a filler, which then encodes them first.
             batch_size: Examples in a batch of this rank: windows if `windows` is given, else records.
-            shuffle: False, as in a `DataLoader`: by sample index. True: all examples, anew in each epoch.
+            shuffle: False, as in a `DataLoader`: by sample index. True: all examples, again in each epoch.
                 `"block"`, `"block(64,4096)"`: blocks of 64 neighbors, and examples within windows of 4,096,
                 for slow storage. `"bucket"`, `"bucket(50)"`: records of similar length in a batch, sorted
                 within 50 batches.
@@ -87,7 +97,9 @@ class Loader(EpochIterable):
             tier: `auto`, or the tier that must hold everything: `device` (or `gpu`), `host` (or `ram`),
                 `disk`, `encode`.
             device: Where batches are wanted: `cpu`, `cuda[:i]`, or `auto`: a GPU if the machine has one.
-            seed, rank, world_size: Seed of the shuffle; this process's part of every global batch.
+            seed: Decides the shuffle and all other random draws, with the epoch.
+            rank: This process among those that train together, from 0: it gets its part of each global batch.
+            world_size: Processes that train together.
             partition: `"global"`: a global batch has examples of the entire set, and each rank a part of it.
                 `"static"`: each rank keeps one part of the set for all epochs, and shuffles that.
             indices: Sample indices to serve, repeats allowed; None: all that are stored.
@@ -95,21 +107,31 @@ class Loader(EpochIterable):
                 are quarantined or not encoded yet); or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one, `"bfloat16"` or `torch.bfloat16`.
             normalize: By field how values are normalized on the way, in float32 and on every tier alike.
-            ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
+            ragged: Entire records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks and shuffled.
-            reserve_bytes: Memory of the device to leave to the model.
+            reserve_bytes: Bytes of the device's memory to leave to the model; None: automatic.
             verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
                 of each block by this process, or `off`. The other tiers do once, as they are filled.
             transforms: Functions of a batch, called in order; of `(batch, keys)`, where `keys` holds a random
                 int64 per example; or of fields, `{"image": function}`. See docs/how-to/transforms.md.
             meter: Told how long each batch was waited for.
-            dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
+            **dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
 
         Raises:
             ConfigError: A setting does not fit the cache or another one.
             IncompleteError: Records are missing and no filler can encode them.
             ResourceError: `tier` cannot hold the records, or `device` is not there.
+
+        Examples:
+            >>> import stoker, torch
+            >>> data = [{"x": torch.tensor([float(i)])} for i in range(10)]
+            >>> cache = stoker.precompute(data, None, "caches", name="numbers")
+            >>> loader = stoker.Loader(cache, batch_size=4, shuffle=True, seed=1)
+            >>> [batch["x"].shape for batch in loader]
+            [torch.Size([4, 1]), torch.Size([4, 1]), torch.Size([2, 1])]
+            >>> loader.epoch
+            1
         """
         refuse_workers()
         cache = cast("Cache", open_cache(cache) if isinstance(cache, str | Path) and str(cache) else cache)
@@ -156,7 +178,7 @@ class Loader(EpochIterable):
 
     @property
     def options(self) -> Options:
-        """The arguments that it was made with, checked."""
+        """The arguments that it was made with, by name, checked."""
         return self._options
 
     @property
@@ -190,7 +212,7 @@ class Loader(EpochIterable):
         return self._serving.faulted
 
     def __len__(self) -> int:
-        """Return the batches of this rank in a whole epoch.
+        """Return the number of batches of this rank in an entire epoch.
 
         Raises:
             UncountedError: Windows are cut from trajectories of varying length, not all of which are encoded.
@@ -221,7 +243,7 @@ class Loader(EpochIterable):
         self.close()
 
     def close(self) -> None:
-        """Give back the memory that holds records, and close files. The next pass would fill it again."""
+        """Release the memory that holds records, and close files. The next pass would fill it again."""
         self._serving.close()
 
     def _repr_html_(self) -> str:
@@ -238,11 +260,28 @@ class Loader(EpochIterable):
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
             f"{self.batch_size}, "
-            f"{self._serving.design.order.kind} order, {self.plan.tier} tier, {format_bytes(size)})"
+            f"{_ORDER_WORDS[design.order.kind.kind]}, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
-        """Return where to resume: after the batches handed out so far, or after the one at `position`."""
+        """Return where to resume: after the batches handed out so far, or after the one at `position`.
+
+        Args:
+            position: `batch.position` of a batch, or `loader.position`; None: after the last batch.
+
+        Returns:
+            Plain values, which `torch.save` and JSON can keep.
+
+        Examples:
+            >>> import stoker, torch
+            >>> cache = stoker.precompute([{"x": torch.ones(1)}] * 10, None, "caches", name="ones")
+            >>> loader = stoker.Loader(cache, batch_size=4, shuffle=True)
+            >>> first = next(iter(loader))
+            >>> again = stoker.Loader(cache, batch_size=4, shuffle=True)
+            >>> again.load_state_dict(loader.state_dict(first.position))
+            >>> len(list(again))  # of three batches in the epoch
+            2
+        """
         at = self._place.at if position is None else position
         filled = at[1] == 0 and self._filling_epoch not in (None, at[0])
         return states.dump(self._serving.design, at, filled=filled)
@@ -251,6 +290,7 @@ class Loader(EpochIterable):
         """Resume where `state` was taken, at any tier, world size or number of workers.
 
         Args:
+            state: What `state_dict` returned, of this loader or of an equal one.
             allow_rebatch: Accept another global batch; its first example is the next one.
 
         Raises:

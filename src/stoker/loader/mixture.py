@@ -96,10 +96,8 @@ class MixtureBatches:
         With windows these are all fields but the one they are cut from. Of whole records they are the fields
         without time that hold one number or a row of numbers: only these fit next to those of another cache.
 
-        Args:
-            designs: Of each cache, by its name.
-            names: Of the caches, in the order in which `task` refers to them.
-            joint: The caches as one, where batches hold examples of several.
+        `names` are in the order in which `task` refers to them. `joint` is the caches as one, where batches
+        hold examples of several.
 
         Raises:
             ConfigError: Windows have several state fields, or a field of whole records has a name that
@@ -121,12 +119,8 @@ class MixtureBatches:
         """Return a loader's batch with the conditions of all caches, and the cache of each example.
 
         Masks and tasks are the same for every batch of a size and cache, so they are given without memory of
-        their own: writing to one is an error.
-
-        Args:
-            batch: Of the loader of `member`.
-            member: Place of the loader among those of the mixture.
-            position: Where the mixture resumes after this batch.
+        their own: writing to one is an error. `member` is the loader's place among those of the mixture, and
+        `position` is where the mixture resumes after this batch.
 
         Raises:
             ConfigError: Transforms left out something that a mixture needs.
@@ -358,10 +352,8 @@ def make_turns(
     """Return the turns of a mode.
 
     Args:
-        passes: One pass over each member, by name.
         shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
-        epoch_examples: Examples of an epoch in mode `weighted`; None: those of all members.
-        exhausted: When an epoch ends in mode `round_robin`; None: with the `first`.
+        epoch_examples, exhausted: As of `Mixture`.
 
     Raises:
         ConfigError: A member would get no turn at all.
@@ -510,12 +502,10 @@ def make_members(
     """Return loaders for what was given.
 
     Args:
-        given: Caches, for which loaders are made, or loaders.
-        names: One for each; None: the caches' own.
+        given, names: As `members` and `names` of `Mixture`.
         in_one_batch: Whether a batch may hold examples of several caches; None: where that can be.
         full_batches: Passes are made of full batches, wherever a cache has one.
-        seed: Each loader gets one of its own that is made from it.
-        settings: Of the loaders that are made.
+        seed, settings: Of the loaders that are made; each gets a seed of its own, made from `seed`.
 
     Raises:
         ConfigError: Nothing was given, names repeat, or the loaders do not fit together.
@@ -702,11 +692,19 @@ class Mixture(EpochIterable):
             names: Of the caches; None: their own.
             seed: Of the turns; each cache gets a seed that is made from it.
             meter: Told how long each batch was waited for.
-            loader: Settings of `Loader`, for caches: `windows`, `tier`, `rank`, `world_size`, ...
+            **loader: Settings of `Loader`, for caches: `windows`, `tier`, `rank`, `world_size`, ...
 
         Raises:
             ConfigError: A setting does not fit the caches or another one.
             StokerError: As `Loader`.
+
+        Examples:
+            >>> import stoker, torch
+            >>> for name, value in (("zeros", 0.0), ("ones", 1.0)):
+            ...     cache = stoker.precompute([{"x": torch.tensor(value)}] * 4, None, "caches", name=name)
+            >>> mixture = stoker.Mixture(["caches/zeros", "caches/ones"], batch_size=4, mode="round_robin")
+            >>> [(batch["task"], batch["x"].sum().item()) for batch in mixture]
+            [('zeros', 0.0), ('ones', 4.0)]
         """
         refuse_workers()
         check_mode(mode, weights=weights, epoch_examples=epoch_examples, exhausted=exhausted)
@@ -778,7 +776,7 @@ class Mixture(EpochIterable):
         return all(loader.drop_last for loader in self.loaders.values())
 
     def __len__(self) -> int:
-        """Return the batches of this rank in a whole epoch."""
+        """Return the number of batches of this rank in an entire epoch."""
         turns, total = self._turns, 0
         for count, steps, loader in zip(turns.counts, turns.passes, self.loaders.values(), strict=True):
             passes, rest = divmod(count, steps)
@@ -793,7 +791,11 @@ class Mixture(EpochIterable):
         )
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
-        """Return where to resume: after the batches handed out so far, or after the one at `position`."""
+        """Return where to resume: after the batches handed out so far, or after the one at `position`.
+
+        Args:
+            position: `batch.position` of a batch, or `mixture.position`; None: after the last batch.
+        """
         members, at = self._members, self._place.at if position is None else position
         beside = self._filling_epoch if any(map(is_filling, self.loaders.values())) else None
         return {
@@ -812,6 +814,9 @@ class Mixture(EpochIterable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where `state` was taken, at any tier, world size or number of workers.
 
+        Args:
+            state: What `state_dict` returned.
+
         Raises:
             StaleStateError: The state belongs to other caches, or another mode, seed or batch size.
         """
@@ -824,6 +829,9 @@ class Mixture(EpochIterable):
 
     def only(self, name: str) -> Iterator[Any]:
         """Return one pass over one of the caches, with batches as in the mixture: for evaluation by task.
+
+        Args:
+            name: One of `names`.
 
         Raises:
             ConfigError: There is no such cache, batches are of several, or ranks serve the epoch in which

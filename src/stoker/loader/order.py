@@ -56,12 +56,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Weight of each record, for `weights=` where plain numbers do not say enough."""
+    """Weight of each record, for `weights=` where plain numbers do not say enough.
+
+    Draws without replacement follow Efraimidis and Spirakis (2006).
+
+    Raises:
+        ConfigError: `samples` is below 1; in a `Loader`, the numbers do not fit its records.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"label": torch.tensor(i % 2)} for i in range(10)]
+        >>> weights = stoker.Weights([0, 1] * 5, samples=20)
+        >>> loader = stoker.cached(data, batch_size=20, weights=weights)
+        >>> next(iter(loader))["label"].sum().item()  # all from the records of weight 1
+        20
+    """
 
     values: Sequence[float] | NDArray[Any] = field(kw_only=False)
-    """One per stored record in number order, or per entry of `indices=`; at least 0, not all 0."""
+    """One per stored record by sample index, or per entry of `indices=`; at least 0, not all 0."""
     samples: int | None = None
-    """Examples of an epoch; None: no limit."""
+    """Examples of an epoch, at least 1; None: as many as there are."""
     replacement: bool = True
     """True if an example may be drawn again in the same epoch."""
 
@@ -602,6 +616,13 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
 
     Raises:
         ConfigError: `fraction` is not above 0 and at most 1.
+
+    Examples:
+        >>> import stoker, torch
+        >>> cache = stoker.precompute([{"x": torch.ones(1)}] * 100, None, "caches", name="ones")
+        >>> tenth = stoker.subset(cache, 0.1)
+        >>> len(tenth), len(stoker.Loader(cache, batch_size=5, indices=tenth))
+        (10, 2)
     """
     if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"subset: fraction {fraction!r}", hint="Expected a number above 0 and at most 1")
@@ -645,6 +666,12 @@ def child_keys(keys: Tensor, place: int) -> Tensor:
 
     Returns:
         Keys of the same shape.
+
+    Examples:
+        >>> from stoker.transforms import child_keys, uniform
+        >>> keys = torch.tensor([1, 2])
+        >>> bool((uniform(keys, 1) != uniform(child_keys(keys, 0), 1)).all())
+        True
     """
     return mix_(mix_(keys + signed(GAMMA)) + signed(MIX_A * (place + 1) & MASK))
 
@@ -652,8 +679,16 @@ def child_keys(keys: Tensor, place: int) -> Tensor:
 def bits(keys: Tensor, count: int) -> Tensor:
     """Return `(B, count)` int64, all 64 bits random; column `j` is the same whatever `count` is.
 
+    The generator is splitmix64 with an increment for each key (Steele, Lea and Flood, OOPSLA 2014).
+
     Args:
         keys: `(B,)` int64, as a transform is given them.
+        count: Numbers for each example.
+
+    Examples:
+        >>> from stoker.transforms import bits
+        >>> bits(torch.tensor([1, 2]), 2).shape
+        torch.Size([2, 2])
     """
     steps = mix_(keys ^ signed(MIX_B)) | 1
     places = torch.arange(1, count + 1, device=keys.device)
@@ -666,6 +701,13 @@ def uniform(keys: Tensor, count: int) -> Tensor:
     Args:
         keys: `(B,)` int64, as a transform is given them.
         count: Numbers for each example.
+
+    Examples:
+        >>> from stoker.transforms import uniform
+        >>> keys = torch.tensor([1, 2])
+        >>> numbers = uniform(keys, 3)
+        >>> numbers.shape, bool(((numbers >= 0) & (numbers < 1)).all())
+        (torch.Size([2, 3]), True)
     """
     return shifted(bits(keys, count), 40).to(torch.float32).mul_(2.0**-24)
 
@@ -682,6 +724,12 @@ def integers(keys: Tensor, count: int, below: int) -> Tensor:
 
     Raises:
         ConfigError: `below` is not between 1 and 2^31.
+
+    Examples:
+        >>> from stoker.transforms import integers
+        >>> drawn = integers(torch.tensor([1, 2]), 100, below=6)
+        >>> drawn.shape, drawn.min().item(), drawn.max().item()
+        (torch.Size([2, 100]), 0, 5)
     """
     if not 1 <= below <= 1 << 31:
         raise ConfigError(f"integers below {below} cannot be drawn", hint=f"Expected 1 to {1 << 31}")
@@ -696,6 +744,12 @@ def normal(keys: Tensor, count: int) -> Tensor:
     Args:
         keys: `(B,)` int64, as a transform is given them.
         count: Numbers for each example.
+
+    Examples:
+        >>> from stoker.transforms import normal
+        >>> drawn = normal(torch.tensor([1, 2]), 1000)
+        >>> drawn.shape, bool(drawn.mean().abs() < 0.1)
+        (torch.Size([2, 1000]), True)
     """
     words = bits(keys, (count + 1) // 2)
     radius = shifted(words, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)

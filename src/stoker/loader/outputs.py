@@ -34,12 +34,24 @@ from stoker.units import KIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalization:
-    """Normalization of a field while it is served: `(value / divisor - mean) / std`, in float32."""
+    """Normalization of a field while it is served: `(value / divisor - mean) / std`, in float32.
+
+    Raises:
+        ConfigError: A number is not finite, a deviation or the divisor is 0, or `axis` is not negative.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"image": torch.full((3, 2, 2), 255, dtype=torch.uint8)}] * 4
+        >>> normalize = {"image": stoker.Normalization(mean=0.5, std=0.5, divisor=255)}
+        >>> batch = next(iter(stoker.cached(data, batch_size=4, normalize=normalize)))
+        >>> batch["image"].dtype, batch["image"].max().item()
+        (torch.float32, 1.0)
+    """
 
     mean: float | Sequence[float]
     """One for all values, or one per channel."""
     std: float | Sequence[float]
-    """Likewise; none is 0."""
+    """One for all values, or one per channel; not 0."""
     axis: int = -3
     """The channels' axis of an example, counted from its end: -3 for images `(C, H, W)`, -1 for tokens."""
     divisor: float = 1.0
@@ -131,7 +143,7 @@ def check_normalize(normalize: object, schema: Schema) -> Mapping[str, Normaliza
     if not all(isinstance(value, Normalization) for value in given.values()):
         raise ConfigError(
             f"normalize is {normalize!r}",
-            hint='Expected fields and how to: {"image": stoker.loader.Normalization(mean=..., std=...)}',
+            hint='Expected fields and how to: {"image": stoker.Normalization(mean=..., std=...)}',
         )
     unknown = [name for name in given if name not in schema]
     if unknown:

@@ -305,16 +305,20 @@ class EpochIterable(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """The epoch of the next batch, from 0."""
         return self._place.at[0]
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch, and example at which it resumes after the batches handed out so far; see `state_dict`."""
+        """Epoch and example at which it resumes after the batches handed out so far; see `state_dict`."""
         return self._place.at
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
+        """Have the next pass serve `epoch`; a restored position in this very epoch is kept.
+
+        Args:
+            epoch: From 0. Trainers call this; without it each finished pass is followed by the next epoch.
+        """
         self._place.set_epoch(epoch)
 
     def __getitem__(self, _: object) -> NoReturn:

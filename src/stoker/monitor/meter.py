@@ -49,7 +49,9 @@ class StallReport:
     first_wait_s: float
     """Seconds waited for the first batch of each pass: start-up (opening, filling a tier), not stall."""
     batches: int
+    """Batches handed over."""
     examples: int
+    """Examples in them."""
     bytes: int
     """Bytes of the batches handed over."""
     tiers: dict[str, int]
@@ -78,11 +80,19 @@ class StallReport:
         return max(0.0, 1.0 - self.ceiling_step_s * self.batches / spent_s) if spent_s else 0.0
 
     def since(self, earlier: StallReport) -> StallReport:
-        """Return what was added after `earlier`, a report of the same meter that was not reset in between."""
+        """Return what was added after an earlier report.
+
+        Args:
+            earlier: A report of the same meter, which was not reset in between.
+        """
         return _combined(self, earlier, -1)
 
     def plus(self, other: StallReport) -> StallReport:
-        """Return both together, with the ceiling of `self`, or of `other` where it has none."""
+        """Return both together, with the ceiling of `self`, or of `other` where it has none.
+
+        Args:
+            other: The report to add.
+        """
         return _combined(self, other, 1)
 
     def to_json(self) -> dict[str, Json]:
@@ -106,9 +116,22 @@ def _combined(a: StallReport, b: StallReport, sign: int) -> StallReport:
 
 
 class StallMeter:
-    """Written by one loader, read by the code that reports. Costs well below a microsecond a call.
+    """Counts how long a loop waits for its batches: give it to a `Loader` as `meter=`.
 
-    Calls come from the thread that iterates; they are not locked.
+    Written by one loader, read by the code that reports, in the thread that iterates.
+
+    Args:
+        rank: This process among those that train together, for reports.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.monitor import StallMeter
+        >>> meter = StallMeter()
+        >>> loader = stoker.cached([{"x": torch.ones(1)}] * 10, batch_size=4, meter=meter)
+        >>> for batch in loader:
+        ...     pass
+        >>> meter.epoch().batches, meter.epoch().examples, 0 <= meter.epoch().stall <= 1
+        (3, 10, True)
     """
 
     __slots__ = (
@@ -117,7 +140,6 @@ class StallMeter:
     )  # fmt: skip
 
     def __init__(self, rank: int = 0) -> None:
-        """`rank` is this process among those that train together; it is only told on."""
         self._rank = rank
         self._ceiling_s: float | None = None
         self.reset()
@@ -140,7 +162,11 @@ class StallMeter:
         self._spent.append((part, seconds))
 
     def outside(self, seconds: float) -> None:
-        """Leave out seconds that the caller spent since the last hand-over on neither wait nor step."""
+        """Leave out time that the caller spent since the last hand-over on neither wait nor step.
+
+        Args:
+            seconds: As validation or a checkpoint took.
+        """
         if self._handed_ns:
             self._step_ns -= int(seconds * 1e9)
 
@@ -176,7 +202,11 @@ class StallMeter:
         self._spent.clear()
 
     def ceiling(self, step_s: float) -> None:
-        """Note how long a step takes that finds its batch ready, as measured by the training loop."""
+        """Note how long a step takes that finds its batch ready, as measured by the training loop.
+
+        Args:
+            step_s: Seconds of one step.
+        """
         self._ceiling_s = step_s
 
     def epoch(self) -> StallReport:

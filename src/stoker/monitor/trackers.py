@@ -47,6 +47,7 @@ class TrackedRun:
     """Facts about a run that a tracker is given before its first figure."""
 
     name: str
+    """Name of the run."""
     folder: Path
     """The run's folder; a tracker that keeps files keeps them there."""
     settings: Mapping[str, Json]
@@ -63,15 +64,28 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Open what figures go to."""
+        """Open what figures go to.
+
+        Args:
+            run: The run, before its first figure.
+        """
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep figures by name (`training/stall`) at a step; steps never fall."""
+        """Keep the figures of a step.
+
+        Args:
+            step: Steps trained so far; it never falls.
+            values: Figures by name, as `training/stall`.
+        """
         ...
 
     def end(self, status: Ending) -> None:
-        """Bring everything to where it belongs, and close."""
+        """Write what is left, and close.
+
+        Args:
+            status: `finished`, `failed`, `interrupted`, or `killed` where the run could not say.
+        """
         ...
 
 

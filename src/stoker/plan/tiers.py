@@ -448,12 +448,12 @@ class Plan(JsonResult):
 
     @property
     def tiers(self) -> dict[str, int]:
-        """As `records_by_tier`."""
+        """Records by tier, as `records_by_tier`."""
         return self.records_by_tier()
 
     @property
     def bytes(self) -> int:
-        """Of all records."""
+        """Bytes of all records."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -465,6 +465,9 @@ class Plan(JsonResult):
         """Return the stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
 
         A batch draws from the tiers in proportion to what they hold.
+
+        Args:
+            step_s: Seconds that a step takes without waiting.
         """
         loads = _mean_loads(self.rows)
         if loads is None:

@@ -268,20 +268,29 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         source: What to read: a source, or any map-style Dataset, see `TorchSource`.
         encoder: What to apply: an encoder, or a frozen module, which takes the field `data`, the only field,
             or the first of a tuple; see `ModuleEncoder`. None stores samples as they are.
-        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
-        dtype: Storage dtype of float fields, for all or by field name.
+        cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`.
+        name: Name of the cache, which goes to `<cache_dir>/<name>/<fingerprint>/`.
+        dtype: Storage dtype of float fields, for all or by field name; None: as encoded.
         encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
-            and records. `stoker.precompute.measure` finds a good number on a device.
+            and records. `measure_encode_batch` finds a good number on a device.
         workers: Worker processes; None: automatic; 0: read in this process, without timeouts.
         device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
             in processes of their own.
         timeouts: Seconds by stage, as `{"read": 120}`, or `Timeouts`.
-        keep: Fields of the raw sample to store next to what the encoder makes of it.
-        max_quarantined, retry_quarantined, nan, overwrite, max_error, compression, progress: See
-            `PrecomputeSettings`.
+        max_quarantined: Largest fraction of samples that may be quarantined, 0 to 1.
+        retry_quarantined: Try every quarantined sample again, also those whose error was the sample's own.
+        nan: `"reject"` quarantines a sample or record that holds NaN or infinity, `"allow"` stores it.
+        overwrite: Remove the records of this recipe first and encode all of them again.
+        max_error: Largest rounding error that `dtype` may cause, as a fraction of a record's largest value;
+            a record beyond it is quarantined. None: any.
+        compression: Lossless compression of shards: `"none"`, `"zstd"`, `"lz4"`, or `"auto"`, zstd for shards
+            that it makes smaller by a tenth.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
-            returns the whole cache.
+            returns the entire cache.
+        keep: Fields of the raw sample to store next to what the encoder makes of it.
+        progress: Where progress goes. `"auto"` or True: live on a terminal, else a line every ten seconds on
+            standard error. None or False: nowhere.
         wait: False: return while another process encodes. A `Loader` serves what is there, and its first
             epoch is in the order in which the cache is filled. With `workers=None`, on a CPU and in the main
             thread, the call encodes for half a second itself. It encodes the rest too if that takes at most
@@ -299,6 +308,14 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         StalledError: The encoder or the storage passed its timeout; what was encoded is stored.
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
+
+    Examples:
+        >>> import stoker, torch
+        >>> data = [{"x": torch.rand(8)} for _ in range(20)]
+        >>> encoder = stoker.ModuleEncoder(torch.nn.Linear(8, 2), field="x")
+        >>> cache = stoker.precompute(data, encoder, "caches", name="small", dtype="float16")
+        >>> len(cache), cache[0]["latent"].shape, cache[0]["latent"].dtype
+        (20, torch.Size([2]), torch.float16)
     """
     source = as_source(source)
     encoder = as_encoder(encoder, source)

@@ -279,7 +279,7 @@ def measure_encode_batch(
     timeout_s: float = 300.0,
     budget_s: float = BUDGET_S,
 ) -> EncodeBatch:
-    """Return how many samples a call of the encoder should have on a device; takes seconds.
+    """Return how many samples a call of the encoder should have on a device, as `samples`; takes seconds.
 
     Args:
         encoder: Left where it was. It is called on zeros, as for its schema.
@@ -294,8 +294,10 @@ def measure_encode_batch(
         ResourceError: The device's memory does not suffice for one sample.
         StalledError: A call did not come back.
 
-    >>> measure_encode_batch(encoder, source.schema(), "cuda").samples  # doctest: +SKIP
-    64
+    Examples:
+        >>> from stoker.precompute import measure_encode_batch
+        >>> measure_encode_batch(encoder, source.schema(), "cuda").samples  # doctest: +SKIP
+        64
     """
     records = encoder.schema(schema)
     fields = [*schema.values(), *records.values()]

@@ -643,7 +643,14 @@ _SMALL_SOURCE_BYTES = MIB
 
 
 def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
-    """Encode in this process, with workers of its own: the `Engine` of one machine.
+    """Encode a share in this process, with workers of its own: the `Engine` of one machine.
+
+    Args:
+        share: What to encode, and how.
+        sink: Where progress goes; None: nowhere.
+
+    Returns:
+        What was encoded, and what was set aside.
 
     Raises:
         StokerError: As `run_precompute`.

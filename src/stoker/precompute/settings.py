@@ -31,6 +31,16 @@ class Timeouts:
     """Longest time of each stage without progress, in seconds. Progress resets the clock.
 
     A worker makes progress with every sample, and while it reads bytes: that for ten timeouts at most.
+
+    Raises:
+        ConfigError: A value is not a number above 0.
+
+    Examples:
+        >>> import stoker, torch
+        >>> timeouts = stoker.Timeouts(read=120, encode=600)  # or timeouts={"read": 120, "encode": 600}
+        >>> cache = stoker.precompute([torch.ones(2)] * 4, None, "caches", name="ones", timeouts=timeouts)
+        >>> timeouts.total_s
+        960.0
     """
 
     start: float = 60.0
@@ -55,7 +65,7 @@ class Timeouts:
 
     @property
     def total_s(self) -> float:
-        """Return how long a process that encodes may show nothing: every stage within its timeout."""
+        """Seconds that a process that encodes may show nothing: every stage within its timeout."""
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 
@@ -217,10 +227,13 @@ class EncodeShare:
     """Samples to encode, and how."""
 
     source: Source
+    """Where samples are read."""
     encoder: Encoder | None
+    """What encodes them; None: they are stored as they are."""
     folder: Folder
     """Where records go; its recipe says in which groups they are encoded."""
     settings: PrecomputeSettings
+    """How to encode: dtype, workers, timeouts and so on."""
     missing: NDArray[np.int64]
     """Numbers of the samples, ascending."""
     interrupts: Interrupts
@@ -254,7 +267,9 @@ class ShareOutcome:
     workers: int = 0
     """Worker processes at the end."""
     lost_workers: int = 0
+    """Workers that died or were killed past a timeout."""
     abandoned_workers: int = 0
+    """Those of them that SIGKILL did not end in time."""
     failures: tuple[Failure, ...] = ()
     """Samples set aside meanwhile."""
 

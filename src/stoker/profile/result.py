@@ -326,20 +326,25 @@ class Profile(JsonResult):
     )  # fmt: skip
 
     loop: LoopTimes
+    """Measured times, in seconds for each batch: `wait_s`, `step_s`, `stall` (0 to 1) and others."""
     tiers: tuple[TierForecast, ...]
+    """For each tier in place of the loader: `wall_s` and `stall` predicted, `fits`, and `why`."""
     stages: tuple[SampleStage, ...] = ()
     """Stages of making a sample, in order, each timed alone."""
     bottleneck: str
     """The place where loading passes most of its time, and its part; empty: samples cannot be read alone."""
     stacks: StackSamples
+    """The lines of code in which loading passes its time."""
     gpus: str
     """GPUs whose memory would hold the data."""
     elsewhere: tuple[OtherGpu, ...] = ()
+    """The loop forecast on GPUs that this machine does not have."""
     elsewhere_note: str = ""
     """How far the times on other GPUs can be trusted."""
     price_per_hour: float | None = None
+    """As given to `profile`."""
     served_from: str = ""
-    """The tier that the loop is fed from as it is; empty: a loader of somebody else."""
+    """The tier that the loop is fed from as it is; empty: the loader is not Stoker's."""
     remarks: tuple[str, ...] = ()
     """Further findings, as samples that cannot be read."""
 
@@ -359,12 +364,16 @@ class Profile(JsonResult):
         return self.loop.batches
 
     def cost(self, wall_s: float) -> float | None:
-        """Return the cost of one epoch; None without a price."""
+        """Return the cost of one epoch; None without a price.
+
+        Args:
+            wall_s: Seconds of one step with its wait.
+        """
         return None if self.price_per_hour is None else self.price_per_hour * wall_s * self.batches / 3600
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """What was found, in one sentence."""
         loop, best = self.loop, self.best
         begin = f"{format_percent(loop.stall)} of each step is waiting for data"
         if self.served_from:

@@ -244,14 +244,26 @@ def profile(
 
     Args:
         loader: Any iterable of batches; of a `DataLoader` single samples are timed too.
-        step: Takes one batch.
+        step: Takes one batch; its result is dropped.
         steps: Batches timed of each kind: the loop's own, one at hand, a made-up one.
-        device: Where steps compute; `auto`: a GPU where there is one.
-        price_per_hour: For costs of an epoch.
+        device: Where steps compute: `cpu`, `cuda[:i]`, or `auto`, a GPU if there is one.
+        price_per_hour: Price of an hour on this machine, for costs of an epoch; None: costs are left out.
         prices: The same for other GPUs, by the beginning of a name (`H100`).
+
+    Returns:
+        Times, stall and predictions: `verdict` is one sentence, `to_json` has all figures.
 
     Raises:
         ConfigError: The loader has no more than two batches, or `steps` is below 1.
+
+    Examples:
+        >>> import stoker, torch
+        >>> dataset = torch.utils.data.TensorDataset(torch.rand(256, 8))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+        >>> model = torch.nn.Linear(8, 1)
+        >>> report = stoker.profile(loader, lambda batch: model(batch[0]), steps=5, device="cpu")
+        >>> 0 <= report.loop.stall <= 1, report.batches
+        (True, 32)
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}", hint="Expected at least 1")

@@ -17,6 +17,7 @@ import yaml
 
 from stoker.config import Config, make_config
 from stoker.config.load import holds_caches
+from stoker.config.names import all_settings
 from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, StokerError, docs_url
 from stoker.run.build import build_sources
 from stoker.run.context import Run
@@ -136,6 +137,7 @@ def look(what: str, given: Mapping[str, Any] | None = None) -> Finding:
     """
     if not given:
         return _look(what)
+    given = _by_setting(given)
     try:
         found = _look(what)
         proposed, text = found.proposed, found.what
@@ -148,6 +150,24 @@ def look(what: str, given: Mapping[str, Any] | None = None) -> Finding:
         wanted = _with_given([*wanted, *_of_grid(source.schema(), source)], given)
     found = _from_settings(what, text, wanted)
     return replace(found, proposed=tuple(_with_given(found.proposed, given)))
+
+
+def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of settings: `data.splits.train` and `.val` are one `data.splits`."""
+    known = all_settings()
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        words = name.split(".")
+        setting = next((one for i in range(1, len(words)) if (one := ".".join(words[:i])) in known), None)
+        if setting is None or not isinstance(found.get(setting, {}), dict):
+            found[name] = value
+            continue
+        at = found.setdefault(setting, {})
+        *above, last = words[setting.count(".") + 1 :]
+        for word in above:
+            at = at.setdefault(word, {})
+        at[last] = value
+    return found
 
 
 def _with_given(proposed: Sequence[ProposedSetting], given: Mapping[str, Any]) -> list[ProposedSetting]:
@@ -631,7 +651,7 @@ def _of_splits(samples: int) -> list[ProposedSetting]:
     if samples < SMALL_SET:
         shares, why = (
             {"train": 0.6, "val": 0.4},
-            f"{samples} samples are few, so validation gets more of them",
+            "the set is small, so validation gets more of it",
         )
     return [ProposedSetting(name="data.splits", value=shares, why=why)]
 

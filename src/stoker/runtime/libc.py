@@ -6,7 +6,7 @@ encoding itself. `keep_freed_memory` raises malloc's mmap and trim thresholds, a
 memory back once the run is over. Threads get arenas of their own, whose heaps end at 64 MiB: what is larger
 is mapped whatever the thresholds are, so one arena then serves all threads. They are settings of the entire
 process, and cannot be read, so they cannot be restored. Only a process that Stoker has started sets them,
-never one of a user's that calls `precompute`. Source: figures in `docs/how-to/precompute.md`.
+never one of a user's that calls `precompute`. Source: figures in `docs/explanation/precompute.md`.
 """
 
 from __future__ import annotations

@@ -503,7 +503,16 @@ class ArraySource(ContainerSource[ContainerSamples]):
 
     Raises:
         SourceError: Nothing is there; on first use: damaged, or not laid out so.
-        ConfigError: zarr is not installed.
+        ConfigError: `layout` is unknown, or zarr is not installed.
+
+    Examples:
+        >>> import h5py, numpy, stoker
+        >>> with h5py.File("paths.h5", "w") as file:
+        ...     for number, steps in enumerate((30, 20, 50)):
+        ...         file[f"path{number}/position"] = numpy.zeros((steps, 3), "float32")
+        >>> source = stoker.ArraySource("paths.h5", layout="groups")
+        >>> len(source), source.read(2)["position"].shape, source.schema()["position"].ragged
+        (3, (50, 3), True)
     """
 
     def __init__(
@@ -528,7 +537,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         self._described: tuple[tuple[ContainerSamples, ...], tuple[ArrayField, ...]] | None = None
 
     def schema(self) -> Schema:
-        """Return fields of every sample."""
+        """Return the fields of every sample."""
         return {field.name: field.field for field in self._describe()[1]}
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -562,7 +571,7 @@ class ArraySource(ContainerSource[ContainerSamples]):
         return [0, *cuts.tolist(), part.count]
 
     def keys(self) -> Sequence[str]:
-        """Container and group, or row."""
+        """Return container and group, or row, of each sample."""
         return [
             f"{one.container.key}:{one.groups[row] if one.groups else row}"
             for one in self._parts()

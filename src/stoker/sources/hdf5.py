@@ -485,6 +485,14 @@ class HDF5Source:
         ConfigError: Settings contradict each other.
         SourceError: A file is missing or empty; later, on first use, unreadable or ambiguous.
         SplitError: On first use: the split does not exist.
+
+    Examples:
+        >>> import h5py, numpy, stoker
+        >>> with h5py.File("waves.h5", "w") as file:
+        ...     file["u"] = numpy.random.rand(20, 11, 64).astype("float32")  # samples, steps, points
+        >>> source = stoker.HDF5Source("waves.h5", fields={"u": "n t x"}, subsample={"x": 2})
+        >>> len(source), source.schema()["u"].shape  # (T, H, W, C)
+        (20, (11, 1, 32, 1))
     """
 
     def __init__(  # noqa: PLR0913 - a public face with a fixed signature
@@ -562,7 +570,7 @@ class HDF5Source:
 
     @property
     def buffer_bytes(self) -> int:
-        """The most that one copy of this source (one reader) holds in decoded blocks."""
+        """The most bytes that one copy of this source, in one worker, holds in decoded blocks."""
         strides = self._options.strides
         return max(
             sum(block_bytes(*pair, strides) for pair in zip(file.layout.pieces, file.blocks, strict=True))
@@ -576,12 +584,6 @@ class HDF5Source:
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read one sample; `start:stop` cuts the time axis of fields that have one.
 
-        Args:
-            index: Position of the sample, from 0.
-            start, stop: Range of time steps; None: from the first, to the last.
-
-        Returns:
-            Fresh arrays as in `schema()`.
         Raises:
             SourceError: Damaged or changed data; names file, dataset and sample.
             IndexError: There is no such sample.

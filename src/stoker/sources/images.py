@@ -361,17 +361,17 @@ class Labels:
     """Rules by which labels become fields; a rule that a layout does not use is refused."""
 
     classes: Sequence[str] | None = None
-    """Names in the order of their numbers; None: those that the annotations name (which reads them all)."""
+    """Names of classes in the order of their numbers; None: those in the annotations, which reads all."""
     max_objects: int | None = None
-    """Objects that there is room for; None: as many as the fullest image has (which reads them all)."""
+    """Objects that there is room for; None: as many as the fullest image has, which reads all of them."""
     ragged: bool = False
     """Objects as ragged fields in place of padded ones."""
     strict: bool = False
     """A box without area inside its image sets the image aside, in place of being marked as not valid."""
     setup: Literal["s0", "s1", "s2", "s3"] = "s0"
-    """Of DexYCB: which samples are train, val and test."""
+    """Of DexYCB: which of its setups decides what is train, val and test."""
     extras: Sequence[Literal["depth", "segmentation"]] = ()
-    """Of DexYCB: maps to take along."""
+    """Of DexYCB: maps to store as further fields."""
 
     def __post_init__(self) -> None:
         """Refuse what is not a list of names, or not a number of objects."""
@@ -392,15 +392,19 @@ class ImageSource:
     Args:
         root: The folder.
         annotations: `voc`, `coco`, `dexycb`, `folder` (a folder for each class), or None: images alone.
-        size: (height, width) of stored images; with `fit="short"` the length of the shorter side.
+        size: (height, width) of stored images in pixels; with `fit="short"` the length of the shorter side.
         split: `train`, `val`, `test` or another name; None: all images.
-        splits, seed: Fractions, where the data names no splits itself, and the seed of cuts and draws.
+        splits: Fractions by name, where the data names no splits itself; None: 0.8/0.1/0.1.
+        seed: Of the cut into fractions, and of the draw of `max_samples`.
         max_samples: Draw so many images of the split, evenly; None: all.
-        fit: `stretch`, `letterbox` or `short`, see `FitRule`; labels go where their pixels go.
+        fit: `stretch` scales both axes to `size`. `letterbox` scales both alike, and what is left is black.
+            `short` scales both alike until the shorter side fits. Labels go where their pixels go.
         color: `RGB`, or `L` for gray.
         store: `pixels`, or `encoded`: the file's own bytes, decoded when they are served.
-        labels: How labels become fields, see `Labels`.
-        filter, reduced, turned: See `Rules`.
+        labels: How labels become fields: `Labels`, or its arguments by name.
+        filter: Pillow's filter for resizing, as `bilinear`.
+        reduced: Decode JPEG at 1/2, 1/4 or 1/8 where that is not smaller than the size wanted.
+        turned: Turn images as their EXIF orientation says.
 
     Samples have `image`, uint8 `(C, H, W)` (with `fit="short"` ragged `(pixels, C)` and `image_shape`;
     encoded ragged bytes), `original_size` (height, width), and the fields of the labels.
@@ -409,6 +413,17 @@ class ImageSource:
         ConfigError: A setting is unknown or contradicts another, or Pillow is not installed.
         SourceError: The folder is missing or not of this layout; later, on first use, holds no image.
         SplitError: On first use: the split does not exist.
+
+    Examples:
+        >>> import stoker
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> for name in ("cat", "dog"):
+        ...     Path("pets", name).mkdir(parents=True)
+        ...     Image.new("RGB", (64, 48)).save(f"pets/{name}/0.png")
+        >>> source = stoker.ImageSource("pets", "folder", size=(32, 32))
+        >>> source.classes, source.read(1)["image"].shape, source.read(1)["label"].item()
+        (('cat', 'dog'), (3, 32, 32), 1)
     """
 
     def __init__(  # noqa: PLR0913 - a public face with a fixed signature
@@ -479,8 +494,6 @@ class ImageSource:
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read image `index` and its labels.
 
-        Returns:
-            Fresh arrays as in `schema()`.
         Raises:
             SourceError: A file is missing or cannot be read.
             DecodeError: The image or its labels are damaged; names the file.
@@ -508,7 +521,11 @@ class ImageSource:
         return str(self._root / self._entries[index].image)
 
     def sample_files(self, index: int) -> Sequence[str]:
-        """Return the files, by their names in the identity, that decide sample `index`."""
+        """Return the files, by their names in the identity, that decide a sample.
+
+        Args:
+            index: Sample index, from 0.
+        """
         entry = self._entries[index]
         return (entry.image, *self._catalog.files(entry))
 

@@ -115,10 +115,17 @@ class MeshSource(ContainerSource[MeshContainer]):
         SourceError: Nothing is there; on first use: damaged, or not laid out so.
         ConfigError: A declaration cannot be understood, or zarr is not installed.
 
-    Example:
-        >>> source = MeshSource("heat.zarr", layout="mesh", attributes=["kappa"])  # doctest: +SKIP
-        >>> unfolded(source.read(0), source.schema())["u"].shape  # doctest: +SKIP
-        (20, 312, 1)
+    Examples:
+        >>> import h5py, numpy, stoker
+        >>> from stoker.schema import unfolded
+        >>> with h5py.File("heat.h5", "w") as file:
+        ...     for number, points in enumerate((50, 60)):
+        ...         file[f"{number}/coords"] = numpy.random.rand(points, 2)
+        ...         file[f"{number}/fields/u"] = numpy.random.rand(20, points, 1)
+        ...         file[str(number)].attrs["kappa"] = 0.1
+        >>> source = stoker.MeshSource("heat.h5", layout="mesh", attributes=["kappa"])
+        >>> unfolded(source.read(1), source.schema())["u"].shape
+        (20, 60, 1)
     """
 
     def __init__(
@@ -187,7 +194,7 @@ class MeshSource(ContainerSource[MeshContainer]):
         )
 
     def keys(self) -> Sequence[str]:
-        """Container and group."""
+        """Return container and group of each sample."""
         return [f"{one.container.key}:{group}" for one in self._parts() for group in one.groups]
 
     def identity(self) -> SourceIdentity:

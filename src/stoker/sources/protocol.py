@@ -71,7 +71,11 @@ class SplittableSource(Protocol):
     """A source that can return its other splits from what it has read already."""
 
     def for_split(self, split: str | None) -> Source:
-        """Return the same data, another split; None: all samples."""
+        """Return the same data, another split.
+
+        Args:
+            split: Name of the split; None: all samples.
+        """
         ...
 
 
@@ -90,7 +94,18 @@ class Source(Protocol):
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read sample `index`: the same index gives the same values, always.
 
-        `start:stop` cuts axis 0 of the fields that have time; other fields are complete.
+        Args:
+            index: Sample index, from 0 to `len - 1`.
+            start: First step of the fields that have time, along axis 0; None: their first. Other fields are
+                complete.
+            stop: One past the last step; None: to the end.
+
+        Returns:
+            A NumPy array for each field of `schema`, which the caller may write to.
+
+        Raises:
+            IndexError: There is no such sample.
+            SourceError: It is missing or damaged; precompute quarantines it.
         """
         ...
 
@@ -102,7 +117,7 @@ class Source(Protocol):
         ...
 
     def keys(self) -> Sequence[str]:
-        """Return one stable key per sample, for splits: equal keys are never put in different splits."""
+        """Return one stable text per sample, for splits: equal keys are never put in different splits."""
         ...
 
     def identity(self) -> SourceIdentity:
@@ -121,8 +136,13 @@ class BatchSource(Protocol):
     def read_many(self, indices: range) -> Sample | None:
         """Read samples `indices`, each field `(n, *shape)`: the very values that `read` gives for each.
 
-        None where there is no quicker way for these. Then, and where it raises, samples are read one by one,
-        so that the error names the sample.
+        Where it raises, samples are read one by one, so that the error names the sample.
+
+        Args:
+            indices: Consecutive sample indices.
+
+        Returns:
+            The samples; None where there is no quicker way for these, which are then read one by one.
         """
         ...
 
@@ -132,10 +152,15 @@ class RowSource(Protocol):
     """A source that can put a sample where it is wanted, which saves a copy."""
 
     def read_into(self, index: int, rows: Sample) -> Sample | None:
-        """Read sample `index` into `rows`: an array of each field's shape and dtype in the schema.
+        """Read sample `index` into `rows`.
+
+        Args:
+            index: Sample index, from 0.
+            rows: For each field an array of its shape and dtype in the schema, to be written to.
 
         Returns:
             None, or the sample as `read` gives it where it could not be put there; it is checked then.
+
         Raises:
             SourceError: As `read`.
         """
@@ -147,7 +172,11 @@ class LocatableSource(Protocol):
     """A source that can tell where a user finds a sample. Most can: an index alone is of little use."""
 
     def locate(self, index: int) -> str:
-        """Return the place of sample `index` for messages: its file, and the row, group or member in it."""
+        """Return the place of sample `index` for messages: its file, and the row, group or member in it.
+
+        Args:
+            index: Sample index, from 0.
+        """
         ...
 
 

@@ -316,6 +316,15 @@ class SplitOf(SourceSelection):
 
     Raises:
         SplitError: On first use: there is no such split, or nothing is left in it.
+
+    Examples:
+        >>> import numpy, stoker
+        >>> from stoker.sources.splits import SplitOf
+        >>> numpy.save("points.npy", numpy.zeros((100, 3), "float32"))
+        >>> source = stoker.ArraySource("points.npy")
+        >>> sizes = [len(SplitOf(source, split)) for split in ("train", "val", "test")]
+        >>> sum(sizes), sizes[0] > sizes[1]
+        (100, True)
     """
 
     def __init__(

@@ -162,6 +162,10 @@ def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | 
         yield ArrowField(name=name, path=path, field=field, dtype=dtype, narrowed=narrowed)
 
 
+_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"""Arrow's names of dtypes that numpy names otherwise. `to_pandas_dtype` needs pandas before pyarrow 26."""
+
+
 def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
     """Return the field of a column, what its values become, and whether they lose digits so."""
     if types.is_binary(kind) or types.is_large_binary(kind):
@@ -182,7 +186,7 @@ def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         return None
     try:
-        stored = np.dtype(kind.to_pandas_dtype())
+        stored = np.dtype(_NUMPY_NAMES.get(str(kind), str(kind)))
         # One number keeps all its digits: a time since 1970 has more than float32 holds.
         dtype = read_dtype(stored, where="") if shape or stored != np.float64 else stored
     except SourceError:
@@ -274,6 +278,14 @@ class ParquetSource(PartedSource[ParquetFile]):
     Raises:
         SourceError: On first use: a file is damaged, or a column holds no numbers.
         ConfigError: pyarrow is not installed, or `columns` is not a list of names.
+
+    Examples:
+        >>> import pyarrow, pyarrow.parquet, stoker
+        >>> table = pyarrow.table({"name": ["a", "b"], "x": [0.5, 1.5], "path": [[1, 2, 3], [4]]})
+        >>> pyarrow.parquet.write_table(table, "rows.parquet")
+        >>> source = stoker.ParquetSource("rows.parquet", columns=["x", "path"], key="name")
+        >>> source.read(1)["path"].tolist(), source.schema()["path"].ragged, source.keys()
+        ([4], True, ['a', 'b'])
     """
 
     def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
@@ -418,8 +430,14 @@ class DatasetsSource:
         columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
 
     Raises:
-        ConfigError: It is not such a dataset, or `columns` is not a list of names.
+        ConfigError: It is not such a dataset, `columns` is not a list of names, or pyarrow is not installed.
         SourceError: A column holds no numbers.
+
+    Examples:
+        >>> import datasets, stoker  # doctest: +SKIP
+        >>> rows = datasets.Dataset.from_dict({"x": [0.5, 1.5]})  # doctest: +SKIP
+        >>> len(stoker.DatasetsSource(rows))  # doctest: +SKIP
+        2
     """
 
     def __init__(self, dataset: Any, *, columns: Sequence[str] | None = None) -> None:
@@ -477,7 +495,7 @@ class DatasetsSource:
         return even_runs(len(self), RUN)
 
     def keys(self) -> Sequence[str]:
-        """Row numbers."""
+        """Return row numbers."""
         return [str(index) for index in range(len(self))]
 
     def identity(self) -> SourceIdentity:

@@ -28,8 +28,9 @@ from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count
 
 VERSION = 1
-MEMBERS = "data.tar.members"
 """Bumped by hand when the same files would give other samples."""
+MEMBERS = "data.tar.members"
+"""The setting that `fields` is on the command line."""
 BYTES = (
     "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm",
     "wav", "flac", "mp3", "mp4", "bin",
@@ -82,6 +83,21 @@ class TarSource(PartedSource[Archive]):
 
     Raises:
         SourceError: On first use: a file is damaged, cut short or compressed, or not to be trusted.
+
+    Examples:
+        >>> import io, tarfile, numpy, stoker
+        >>> def add(archive, name, data):
+        ...     member = tarfile.TarInfo(name)
+        ...     member.size = len(data)
+        ...     archive.addfile(member, io.BytesIO(data))
+        >>> with tarfile.open("train-0.tar", "w") as archive:
+        ...     for number in range(3):
+        ...         numpy.save(array := io.BytesIO(), numpy.zeros(8, "float32"))
+        ...         add(archive, f"{number:04d}.npy", array.getvalue())
+        ...         add(archive, f"{number:04d}.cls", str(number).encode())
+        >>> source = stoker.TarSource("train-0.tar")
+        >>> len(source), source.read(2)["npy"].shape, source.read(2)["cls"].item()
+        (3, (8,), 2)
     """
 
     def __init__(self, path: Paths, *, fields: Sequence[str] | None = None) -> None:
@@ -119,7 +135,7 @@ class TarSource(PartedSource[Archive]):
         self._files.close()
 
     def schema(self) -> Schema:
-        """Return fields of every sample, from a few of them."""
+        """Return the fields of every sample, from a few of them."""
         if self._schema is None:
             self._schema = self._probe()
         return dict(self._schema)

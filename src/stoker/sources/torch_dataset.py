@@ -368,6 +368,13 @@ class TorchSource:
         ConfigError: Text, a path or a dict.
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
+
+    Examples:
+        >>> import stoker, torch
+        >>> dataset = torch.utils.data.TensorDataset(torch.rand(100, 11, 16), torch.arange(100))
+        >>> source = stoker.TorchSource(dataset, time=["0"], version="2025-01")
+        >>> {name: field.shape for name, field in source.schema().items()}
+        {'0': (11, 16), '1': ()}
     """
 
     probe_timeout_s: float | None = 60.0
@@ -470,7 +477,7 @@ class TorchSource:
         return self._count
 
     def schema(self) -> Schema:
-        """Return fields as found by probing."""
+        """Return the fields of every sample, as found by probing."""
         return dict(self._probe().schema)
 
     def structure(self) -> ItemStructure:
@@ -481,8 +488,6 @@ class TorchSource:
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
         """Read item `index`, flattened; `start:stop` cuts the fields named in `time`.
 
-        Returns:
-            Fresh arrays as in `schema()`.
         Raises:
             SourceError: The item is not like the probed ones; names sample and field.
             IndexError: There is no such sample.

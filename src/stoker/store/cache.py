@@ -75,6 +75,7 @@ class BadRecord(JsonResult):
     shard: str
     """File name."""
     why: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +152,18 @@ class BackgroundFill(Protocol):
 
 
 class Cache:
-    """Handle on one fingerprint's records as one generation of the index lists them.
+    """Records of a finished encoding, opened: what `open_cache` and `precompute` return.
 
-    `len(cache)` counts stored records; `cache[number]` goes by sample number. Threads may share a handle.
+    `len(cache)` counts stored records; `cache[index]` goes by sample index. Threads may share a handle, which
+    can be pickled by its path and used in a `with` block.
+
+    Examples:
+        >>> import stoker, torch
+        >>> cache = stoker.precompute([{"x": torch.ones(2) * i} for i in range(5)], None, "caches", name="a")
+        >>> cache[-1]["x"], cache[1:3]["x"].shape, cache["x"][0]
+        (tensor([4., 4.]), torch.Size([2, 2]), tensor([0., 0.]))
+        >>> cache.complete, cache.quarantined, cache.schema["x"].dtype
+        (True, {}, 'float32')
     """
 
     def __init__(
@@ -166,6 +176,7 @@ class Cache:
         use: UsageLock | None = None,
     ) -> None:
         self.path = path
+        """The fingerprint's folder."""
         self.recipe = recipe
         self.index = index
         self.lost = lost
@@ -175,6 +186,7 @@ class Cache:
         self.filling: BackgroundFill | None = None
         """The work under way to complete it (`precompute(wait=False)`); a loader serves meanwhile."""
         self.joined: JoinedColumns | None = None
+        """Columns of a table next to the records, see `open_cache`; None: none."""
         self._use = use or UsageLock(path)
         self._storage = open_storage(path)
         self._shards = OpenShards()
@@ -191,7 +203,7 @@ class Cache:
 
     @property
     def schema(self) -> Schema:
-        """Fields of a record, as stored."""
+        """Fields of a record, as stored: name to `Field`."""
         return self.recipe.schema
 
     @property
@@ -201,7 +213,7 @@ class Cache:
 
     @property
     def quarantined(self) -> Mapping[int, Failure]:
-        """Samples that could not be encoded, by number."""
+        """Samples that could not be encoded, by index, each with its stage and error."""
         return self.index.quarantined
 
     @property
@@ -283,14 +295,22 @@ class Cache:
         return _reopened, (self.path, self.joined)
 
     def preview(self, records: int = 3) -> Table:
-        """Return the first values of the first records, a table to print or to show in a notebook."""
+        """Return the first values of the first records, a table to print or to show in a notebook.
+
+        Args:
+            records: How many records.
+        """
         return preview(self, records)
 
     def _repr_html_(self) -> str:
         return describe(self).html()
 
     def why(self, other: Cache) -> list[Difference]:
-        """Return what differs between the recipes of two caches: nothing, or they have other fingerprints."""
+        """Return what differs between the recipes of two caches; an empty list: they have one fingerprint.
+
+        Args:
+            other: The cache to compare with.
+        """
         return diff_recipes(self.recipe, other.recipe)
 
     def __repr__(self) -> str:
@@ -323,7 +343,10 @@ class Cache:
         return shard
 
     def lengths(self, field: str) -> NDArray[np.int64]:
-        """Return the steps along axis 0 of a field of each stored record, in the order of `numbers`.
+        """Return the steps along axis 0 of a field of each stored record, in the order of `indices`.
+
+        Args:
+            field: Name of the field.
 
         Raises:
             RecordError: There is no such field, or it is a scalar.
@@ -341,16 +364,19 @@ class Cache:
         return np.concatenate(pieces)
 
     def verify(self, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
-        """Read records, or a seeded sample of them, and check every sum.
+        """Return which records are damaged, after reading all of them or a seeded sample.
 
         Args:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
-            seed: Which records, below 1.
+            seed: Decides which records, below 1.
         """
         return _verify(self, subset, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the place of a sample's record: its shard in the index, and its row there.
+
+        Args:
+            index: Sample index, from 0.
 
         Raises:
             MissingRecordError: It is not stored.
@@ -392,7 +418,7 @@ class Cache:
 def open_cache(
     path: str | Path, *, require_complete: bool = True, join: Mapping[str, Any] | None = None
 ) -> Cache:
-    """Open a cache for reading.
+    """Return a cache, opened for reading.
 
     Args:
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one, by the
@@ -401,10 +427,18 @@ def open_cache(
             (docs/how-to/objects.md).
         require_complete: Refuse a cache with missing records.
         join: Columns of a table next to the records, by the arguments of `stoker.store.join_table`.
+
     Raises:
         FormatError: There is no cache, or none that you may read.
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
+
+    Examples:
+        >>> import stoker, torch
+        >>> made = stoker.precompute([{"x": torch.ones(2)}] * 5, None, "caches", name="ones")
+        >>> cache = stoker.open_cache("caches/ones")
+        >>> len(cache), cache.fingerprint == made.fingerprint
+        (5, True)
     """
     cache = peek_cache(path, require_complete=require_complete)
     note_use(cache.path)
@@ -694,9 +728,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
 class GrowingCache:
     """Records in a folder while a process fills it, read from the shards themselves.
 
-    Args:
-        path, recipe: The folder.
-        again: Quarantined samples that are being tried again: no more settled than missing ones.
+    Quarantined samples that are tried `again` are no more settled than missing ones.
     """
 
     def __init__(self, path: Path, recipe: Recipe, again: Mapping[int, Failure]) -> None:
@@ -752,12 +784,8 @@ class FilledCache:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Several caches of one schema as one, without copying a byte: their records are numbered one after
-# another.
-#
-# Code that serves a cache serves a joint one: shards stay where they are and are opened by the cache that
-# they belong to. It is a `Cache` because that is what loaders take; it differs only in whose shards it
-# opens.
+# Several caches of one schema as one: their records are numbered one after another. Shards stay where they
+# are and are opened by the cache that they belong to, so code that serves a cache serves a joint one.
 
 
 class JointCache(Cache):

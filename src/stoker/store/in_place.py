@@ -51,13 +51,25 @@ def index_in_place(
     Args:
         source: An `HDF5Source` or `ArraySource` over contiguous, uncompressed HDF5 or `.npy` files, or a
             `SplitOf` one.
-        cache_dir, name: The index is made in `<cache_dir>/<name>/<fingerprint>`.
-        identity: How large files are digested for the fingerprint; see `stoker.precompute`.
+        cache_dir: Local folder of caches.
+        name: Name of the cache: the index is made in `<cache_dir>/<name>/<fingerprint>`.
+        identity: How files are digested for the fingerprint. `"auto"`: the first 4 GiB in full, of further
+            files a sample. `"full"`: all bytes.
+
+    Returns:
+        A complete cache, whose records are as the files hold them.
 
     Raises:
         SourceError: The files cannot be served from where they are; says why, and what to do instead.
         ConfigError: The source has no files of its own.
         StalledError: A file could not be read in time, or another process indexes it and makes no progress.
+
+    Examples:
+        >>> import numpy, stoker
+        >>> numpy.save("points.npy", numpy.arange(12, dtype="float32").reshape(4, 3))
+        >>> cache = stoker.index_in_place(stoker.ArraySource("points.npy"), "caches", name="points")
+        >>> cache[1]["data"]
+        tensor([3., 4., 5.])
     """
     places = _places_of(source)
     folder = open_folder(Path(cache_dir), name, _recipe(source, places, Digests(Path(cache_dir), identity)))

@@ -41,10 +41,15 @@ class CacheSource(PartedSource[_Records]):
         FormatError: On first use: there is no cache.
         SourceError: On first use: the caches have different fields, or fields of particles or meshes.
 
-    >>> import stoker, torch
-    >>> made = stoker.precompute([{"x": torch.ones(3)}] * 4, None, cache_dir=getfixture("tmp_path"), name="a")
-    >>> len(stoker.CacheSource(made)), stoker.CacheSource(made).read(0)["x"].tolist()
-    (4, [1.0, 1.0, 1.0])
+    Examples:
+        >>> import stoker, torch
+        >>> raw = stoker.precompute([{"x": torch.ones(3)}] * 4, None, "caches", name="raw")
+        >>> source = stoker.CacheSource("caches/raw")
+        >>> len(source), source.read(0)["x"].tolist()
+        (4, [1.0, 1.0, 1.0])
+        >>> encoder = stoker.ModuleEncoder(torch.nn.Linear(3, 2), field="x")
+        >>> stoker.precompute(source, encoder, "caches", name="small")[0]["latent"].shape
+        torch.Size([2])
     """
 
     def __init__(

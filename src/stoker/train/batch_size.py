@@ -140,10 +140,11 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
         model: Put back as it was: weights, buffers, gradients, training mode.
         batches: A `Loader` or anything that gives batches: its first one is repeated or cut to size, along
             axis 0 of every tensor in it. Or a function that makes a batch of so many examples.
-        step: One whole step of training, with `backward()` and `optimizer.step()`; its result is dropped.
+        step: One entire step of training, with `backward()` and `optimizer.step()`; its result is dropped.
         optimizer: What the step changes in addition to the model: an optimizer, or several things with
             `state_dict` and `load_state_dict` (a schedule, a scaler). They are put back as they were too.
-        initial, maximum: The first number that is tried, and the largest.
+        initial: The first number that is tried.
+        maximum: The largest number that is tried.
         precision: Bisection ends when the answer is known within this part of itself; 0: to the example.
         steps: Steps of each trial: in the first an optimizer makes its state, the second runs with it.
 
@@ -153,7 +154,18 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
     Raises:
         ConfigError: A number is out of range, or `batches` has no tensor.
         ResourceError: Not even one example fits.
-        Exception: Whatever `step` raises that is no shortage of memory, at once.
+        Exception: Whatever `step` raises that is not a shortage of memory, at once.
+
+    Examples:
+        >>> import stoker, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(model, batch):
+        ...     model(batch).square().mean().backward()
+        ...     optimizer.step()
+        >>> make = lambda count: torch.ones(count, 8)
+        >>> stoker.find_batch_size(model, make, step, optimizer=optimizer, maximum=64)  # all fit
+        64
     """
     if not 1 <= initial <= maximum or steps < 1 or not 0 <= precision < 1:
         raise ConfigError(

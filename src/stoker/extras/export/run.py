@@ -228,6 +228,11 @@ class ExportSettings:
 
     Raises:
         ConfigError: A value is not one of those that are known.
+
+    Examples:
+        >>> from stoker.export import ExportSettings
+        >>> ExportSettings(to="safetensors", fields=["latent"], records=(0, 1000)).packed
+        'float32'
     """
 
     to: str
@@ -235,7 +240,7 @@ class ExportSettings:
     fields: Sequence[str] | None = None
     """Fields of the records; None: all."""
     records: tuple[int, int] | None = None
-    """Sample numbers from the first on and below the second; None: all."""
+    """Sample indices from the first on and below the second; None: all."""
     ragged: RaggedAs | None = None
     """Fields of varying length: `nested` puts the records' steps one after another, with `<field>.offsets`;
     `pad` fills up with zeros to the longest, with `<field>.lengths`. Needed where there is such a field."""
@@ -267,11 +272,15 @@ class ExportTensor:
     """One tensor of an export, over some of its records."""
 
     name: str
+    """Its name in the file."""
     field: str
+    """Field of the records; empty for `index`."""
     part: Part
-    """What of the field it holds; `index`: sample numbers, of no field."""
+    """What of the field it holds: `values`, `offsets`, `lengths`; or `index`, the sample indices."""
     dtype: str
+    """Name of its dtype, as `float32`."""
     shape: tuple[int, ...]
+    """Shape over all its records; axis 0 is records, or steps of all records."""
     padded: bool = False
     """Records of varying length are filled up to the length of axis 1."""
 
@@ -343,13 +352,25 @@ def tensors_of(
     lengths: Mapping[str, NDArray[np.int64]],
     longest: Mapping[str, int],
 ) -> list[ExportTensor]:
-    """Return the tensors over `count` records.
+    """Return the tensors over `count` records, for the `tensors` of an `Exporter`.
 
     Args:
-        fields, settings: What to export.
+        fields: What to export, by name.
+        settings: In which form.
         count: How many records.
-        lengths: Of these records, per ragged field.
+        lengths: Steps of each of these records, by ragged field.
         longest: Steps that each ragged field is padded to.
+
+    Returns:
+        The sample indices, then one tensor for each field, two for a ragged one.
+
+    Examples:
+        >>> from stoker.export import ExportSettings, tensors_of
+        >>> from stoker.schema import Field
+        >>> fields = {"x": Field(shape=(3,), dtype="float32")}
+        >>> found = tensors_of(fields, ExportSettings(to="safetensors"), 10, {}, {})
+        >>> [(tensor.name, tensor.dtype, tensor.shape) for tensor in found]
+        [('index', 'int64', (10,)), ('x', 'float32', (10, 3))]
     """
     found = [ExportTensor(name=INDEX, field="", part="index", dtype="int64", shape=(count,))]
     for name, f in fields.items():
@@ -415,27 +436,35 @@ class ExportedFile(JsonResult):
     file: str
     """Name in the folder."""
     bytes: int
+    """Its size."""
     sha256: str
     """Of all of it, 64 hex digits."""
     records: int
+    """Records in it."""
     first: int
-    """Sample number of the first record in it."""
+    """Sample index of the first record in it."""
     last: int
-    """Sample number of the last."""
+    """Sample index of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportWriter:
-    """Writes the files of an export; a plugin's `write` gets one."""
+    """Writes the files of an export; the `write` of an `Exporter` gets one."""
 
     folder: Path
     """The temporary folder, which gets its name at the end."""
     records: Records
+    """The records to export: `records.count` is their number, and places go from 0 to it."""
     on_write: Callable[[int], None]
     """Called with the number of bytes of each write."""
 
     def file(self, name: str, between: tuple[int, int], pieces: Iterator[Any]) -> ExportedFile:
-        """Write one file from pieces of bytes; `between`: the places of its first record and after its last.
+        """Write one file, and return its name, size and digest.
+
+        Args:
+            name: Name of the file.
+            between: Places of its first record, and one past its last.
+            pieces: Its bytes, piece by piece.
 
         Raises:
             ResourceError: No space left.
@@ -463,7 +492,13 @@ class ExportWriter:
     def values(
         self, tensor: ExportTensor, between: tuple[int, int], lengths: NDArray[np.int64] | None
     ) -> Iterator[Any]:
-        """Yield the bytes of a tensor over the records at places `between`; `lengths` if it is ragged."""
+        """Yield the verified bytes of a tensor over some records, piece by piece.
+
+        Args:
+            tensor: As `Exporter.tensors` returned it.
+            between: Places of the first record, and one past the last.
+            lengths: Steps of each of these records, for a ragged field; else None.
+        """
         if tensor.part == "index":
             yield self.records.numbers(*between).astype("<i8").data
         elif tensor.part == "values":
@@ -480,20 +515,27 @@ Lengths: TypeAlias = Mapping[str, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporter:
-    """A layout of files, as a plugin of the group `stoker.exporters` names it."""
+    """A layout of files, as a plugin of the group `stoker.exporters` names it.
+
+    Examples:
+        >>> from stoker.export import Exporter, tensors_of
+        >>> def tensors(fields, settings, count, lengths):
+        ...     return tensors_of(fields, settings, count, {}, {})
+        >>> def write(writer, fields, settings, lengths):
+        ...     every = (0, writer.records.count)
+        ...     return [
+        ...         writer.file(f"{tensor.name}.raw", every, writer.values(tensor, every, None))
+        ...         for tensor in tensors(fields, settings, writer.records.count, lengths)
+        ...     ]
+        >>> RAW = Exporter(tensors=tensors, write=write)  # the object that an entry point names
+    """
 
     tensors: Callable[[Schema, ExportSettings, int, Lengths], list[ExportTensor]]
-    """The tensors of so many records, for the disk space that they need.
-
-    Raises:
-        ConfigError: The layout cannot hold a field.
-    """
+    """Takes fields, settings, the number of records and the lengths of ragged fields. Returns the tensors of
+    the export, for the disk space that they need. Raises `ConfigError` where it cannot hold a field."""
     write: Callable[[ExportWriter, Schema, ExportSettings, Lengths], list[ExportedFile]]
-    """Write all files with `ExportWriter.file`; the manifest is added.
-
-    Raises:
-        StokerError: As `Records.pieces`; or the disk has no room.
-    """
+    """Takes an `ExportWriter`, fields, settings and lengths. Writes all files with `ExportWriter.file`, and
+    returns what it returned; the manifest is added."""
 
 
 MANIFEST = "manifest.json"
@@ -509,19 +551,27 @@ class ExportReport:
     """Result of an export."""
 
     path: str
+    """Folder of the export."""
     to: str
+    """Name of the exporter."""
     cache: str
     """Folder of the cache."""
     fingerprint: str
+    """That of the cache, 16 hex digits."""
     generation: int
+    """Of the cache's index."""
     records: int
+    """Records written."""
     bytes: int
+    """Size of all files."""
     fields: Mapping[str, Mapping[str, Json]]
     """By field: dtype and shape of a record as stored, dtype as exported, and `ragged` as written."""
     files: tuple[ExportedFile, ...]
+    """All but the manifest."""
     quarantined: tuple[Mapping[str, Json], ...]
     """Samples in the range that are not in it: number, stage and error."""
     seconds: float
+    """Wall time of the call."""
 
     def to_json(self) -> dict[str, Json]:
         """Return the keys that scripts rely on."""
@@ -563,6 +613,10 @@ def export_cache(
         out: A folder that does not exist yet, or is empty.
         settings: What to export, and as what.
         progress: Called with the bytes written so far, and in all.
+
+    Returns:
+        What was written, as in the manifest, and how long it took.
+
     Raises:
         ConfigError: `settings` do not fit the cache; or `out` is a URL, a file, not empty, or inside a cache.
         ReadOnlyError: `out` cannot be made.
@@ -571,6 +625,15 @@ def export_cache(
         RecordError: A packed value is beyond what its new dtype holds.
         ResourceError: The disk has no room.
         StalledError: Another process exports to the same folder, or storage does not answer.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from safetensors.torch import load_file
+        >>> from stoker.export import ExportSettings, export_cache
+        >>> cache = stoker.precompute([{"x": torch.ones(3)}] * 10, None, "caches", name="ones")
+        >>> report = export_cache(cache, "exported", ExportSettings(to="safetensors"))
+        >>> load_file(f"exported/{report.files[0].file}")["x"].shape
+        torch.Size([10, 3])
     """
     begun, out = time.monotonic(), local_path(out, "export: the folder to write to")
     _check_place(out)

@@ -100,7 +100,7 @@ def find_folder(told: dict[str, Any], node: str) -> Path:
             raise ConfigError(
                 f"node {node} does not find {told['mark']} in {told['url'] or told['cache_dir']}, where "
                 f"{told['driver']} has just put it",
-                hint="Set training.latent_cache_dir (--cache-dir) to one place that all nodes see. That is a "
+                hint="Set training.latent_cache_dir to one place that all nodes see. That is a "
                 "folder on shared storage, at the same path, or a URL (s3://, gs://, file://). For a URL, "
                 "every node needs its variables (AWS_ENDPOINT_URL, credentials) in Ray's environment",
             )

@@ -626,11 +626,11 @@ class QueryTimeouts:
     """Timeouts of a database in seconds, and the number of attempts."""
 
     connect_s: float = 10.0
-    """To be connected."""
+    """Until it is connected."""
     statement_s: float = 300.0
-    """For one statement; the ordered read of the whole table is one."""
+    """For one statement; the ordered read of the entire table is one."""
     lock_s: float = 30.0
-    """For others who hold a lock; in SQLite for a writer."""
+    """For others that hold a lock; in SQLite for a writer."""
     attempts: int = 4
     """Tries in all, when there is no connection or it is lost; each begins with a new snapshot."""
     backoff_s: float = 0.5

@@ -249,7 +249,8 @@ class SQLSource:
 
     Args:
         url: A SQLite file, `sqlite:///FILE` or `postgresql://[user[:password]@]host[:port]/database`.
-        table, query: What to read, one of them; a table may be `schema.table`.
+        table: Table to read, as `measurements` or `schema.table`. Give it or `query`.
+        query: Query to read, in SQL.
         key: Column that tells rows apart, or several; it orders the samples and decides the splits.
         columns: Fields and their rules (docs/how-to/sql.md), or names of columns that hold numbers.
         where: Condition on the rows, in SQL.
@@ -258,13 +259,24 @@ class SQLSource:
         seed: Seed of the cut.
         version_query: Gives one row that changes whenever the rows do; then it names the content, and an
             unchanged table is not read again.
-        timeouts: How long the database is waited for.
+        timeouts: Seconds that the database is waited for; None: the defaults of `QueryTimeouts`.
         spill_dir: Folder for the rows while they are in use; None: the system's for temporary files.
 
     Raises:
         ConfigError: A setting or rule is malformed, or PostgreSQL's driver is not installed.
         SourceError: Later, on first use: no such table or column, a key that is NULL or comes twice, no rows.
         StalledError: Later, on first use: the database does not answer in time, is locked, or is lost.
+
+    Examples:
+        >>> import sqlite3, stoker
+        >>> with sqlite3.connect("lab.db") as database:
+        ...     _ = database.execute("CREATE TABLE runs (id INTEGER PRIMARY KEY, x REAL, y REAL)")
+        ...     rows = [(i, i / 2, 1) for i in range(9)]
+        ...     _ = database.executemany("INSERT INTO runs VALUES (?, ?, ?)", rows)
+        >>> database.close()
+        >>> source = stoker.SQLSource("lab.db", table="runs", key="id", columns=["x", "y"], where="x > 1")
+        >>> len(source), source.read(0)["x"].item(), source.dropped
+        (6, 1.5, 3)
     """
 
     def __init__(  # noqa: PLR0913 - a public face; every setting is named by the caller
@@ -344,7 +356,11 @@ class SQLSource:
         return to_json(self._standards())
 
     def for_split(self, split: str | None) -> SQLSource:
-        """Return another split of the rows already read: a second read may see a changed table."""
+        """Return another split of the rows already read: a second read may see a changed table.
+
+        Args:
+            split: Name of the split; None: all rows.
+        """
         other = SQLSource.__new__(SQLSource)
         other.__dict__.update(self.__dict__)
         other._set_split(split)
@@ -353,7 +369,7 @@ class SQLSource:
         return other
 
     def schema(self) -> Schema:
-        """Return fields of every sample."""
+        """Return the fields of every sample."""
         return dict(self._shared.schema)
 
     def read(self, index: int, start: int | None = None, stop: int | None = None) -> Sample:
@@ -429,7 +445,7 @@ class SQLSource:
         return SourceIdentity(kind=f"sql/{VERSION}", parts=(part,), settings=settings)
 
     def close(self) -> None:
-        """Give the rows back; they are read again when they are needed."""
+        """Release the rows; they are read again when they are needed."""
         self._shared.close()
         self._numbers = self._kept = None
         self._digests.clear()
