@@ -1,13 +1,13 @@
 """Question: do ranks, a kill and a resume change what a model is trained on, or how its loss falls?
 
-A latent operator is trained with DistributedDataParallel on windows of Burgers trajectories, on CPUs with gloo, one thread a
-rank, equal global batches. Runs: 1, 2 and 4 ranks; one rank that SIGKILL ends in the middle and that continues from its
-last checkpoint; two ranks, killed, that continue as four. Every step notes the loss of the global batch (float64 mean over
-ranks) and a digest of it: the bytes and indices of all examples, by index.
+A latent operator is trained with DistributedDataParallel on windows of Burgers trajectories. Everything runs on CPUs
+with gloo, one thread a rank, equal global batches. Runs: 1, 2 and 4 ranks; one rank that SIGKILL ends in the middle
+and that continues from its last checkpoint; two ranks, killed, that continue as four. Every step notes the loss of the
+global batch (mean over ranks in float64) and a digest of the bytes and indices of its examples, sorted by index.
 
-Every run is compared with one rank, step by step. What is promised is equal `batches`. Losses of other numbers of ranks
-differ, because gradients are added in another order: `largest_difference` says how far, relative to the loss of one rank.
-Ends with an error if a batch differs, or if a run with one rank differs in any bit of a loss.
+Every run is compared with one rank, step by step. What is promised is equal batches. Losses of other numbers of ranks
+differ, because gradients are added in another order. `largest_difference` says how far, relative to the loss of one
+rank. Ends with an error if a batch differs, or if a run with one rank differs in any bit of a loss.
 
     python benchmarks/determinism.py [--save] [--quick]
 

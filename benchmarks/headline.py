@@ -1,25 +1,26 @@
 """Question: how long does one epoch of training take with a DataLoader, with the best other loader, with Stoker?
 
 Three workloads (`headline_work.py`), on a GPU where there is one. All contenders train the same model on the same
-examples, batches shuffled, float32. An epoch counts everything: waiting, encoding, steps.
+examples, in shuffled batches of float32. An epoch counts everything: waiting, encoding, steps.
 
-- `dataloader`: DataLoader over the raw files. Where there is a frozen encoder, it runs in the training step.
-  Workers: the best of 0, 1, 2 and 4, persistent, page-locked memory where there is a GPU. torch threads: one, or one for
-  each core where that is faster (tried without workers and with the best number); then the same for all contenders.
+- `dataloader`: DataLoader over the raw files. A frozen encoder runs in the training step. Best of 0, 1, 2 and 4
+  persistent workers; page-locked memory where there is a GPU.
 - `by_hand`: each example encoded once into a `.pt` file, then a DataLoader with the best of 0 and 2 workers.
-- `other`: the fastest other loader that is installed (`rivals.py`), in its later epochs, at the best of its settings.
-  It stores encoded examples too, as a careful user would by hand.
+- `other`: the installed loader (`rivals.py`) whose later epochs are the fastest, at the best of its settings. It
+  stores encoded examples too, as a careful user would do by hand. One without windows stores both states of a pair.
 - `tensor`: everything encoded once into one tensor in memory, then `index_select`. Not a loader: the limit.
 - `stoker`: `stoker.cached` or `stoker.Loader` as in the README, default settings.
 
-What stores encodes once with a plain loop: DataLoader with the best number of workers, encoder on batches. Stoker uses
-its own pipeline. Each run is a new process with an empty folder, and imports are done before its clock starts.
-`first_epoch_s` begins with nothing stored and ends after one epoch of training. `later_epoch_s` is the mean of the epochs
-after it. `stall` is the fraction of these in which the step waits for its batch, encoding included. Medians of five
-interleaved runs, with the lowest and highest. Rows with the role `tried` are single runs that chose settings and `other`.
+Torch uses one thread, or one for each core if that makes the DataLoader faster, the same number for all. What stores
+encodes with a plain loop: DataLoader with the best number of workers, encoder on batches. Stoker uses its own pipeline.
+Each run is a new process with an empty folder. Imports are done before its clock starts.
 
-Every run ends with an error if its loss does not fall, if an epoch has another number of examples, or if its loss after
-three epochs is off from that of the DataLoader by more than a fifth.
+`first_epoch_s` begins with nothing stored and ends after one epoch of training. `later_epoch_s` is the mean of the
+epochs after it. `stall` is the fraction of these in which the step waits for its batch, encoding included. Medians of
+five interleaved runs, with the lowest and highest. Rows with the role `tried` are single runs that chose settings.
+
+A run fails if its loss does not fall, or if an epoch has another number of examples. It also fails if its loss
+after three epochs is off from that of the DataLoader by more than a fifth.
 
     python benchmarks/headline.py [--save] [--quick] [--only images]
 
@@ -88,7 +89,7 @@ class Run:
     encoded: Path | None = None
     """Examples that are encoded already: for choosing settings."""
     epochs: int = EPOCHS
-    later_s: float = 1.0
+    later_s: float = 0.5
     """More epochs follow while later ones have taken less."""
 
     @property
@@ -298,7 +299,7 @@ def save_encoded(run: Run, path: Path) -> dict[str, Any]:
 
 
 def in_child(work: Callable[[], Any], log: Path) -> Any:
-    """The result of `work` in a process forked from this one, which has imported torch and run nothing.
+    """The result of `work` in a process forked from this one, which has imported torch and computed nothing.
 
     Raises:
         RuntimeError: It failed, with the end of its output; or took longer than the timeout.

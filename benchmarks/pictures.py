@@ -53,7 +53,7 @@ def draw_picture(
     path.parent.mkdir(parents=True, exist_ok=True)
     for theme, place in ((LIGHT, path), (DARK, path.with_stem(f"{path.stem}-dark"))):
         colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.text)
-        style = {
+        style: dict[Any, Any] = {
             **colors,
             "axes.edgecolor": theme.muted,
             "axes.facecolor": theme.background,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,13 @@ def page_of(folder: Path, text: str) -> Path:
 
 def test_a_page_that_shows_what_its_code_prints_passes(tmp_path: Path) -> None:
     done = run(page_of(tmp_path, SUM.format(shown="7 MB", printed="from a file\n/x")))
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_block_that_continues_a_file_adds_to_it(tmp_path: Path) -> None:
+    blocks = '```python title="a.py"\nx = 1\n```\n```python title="a.py, continued"\nprint(x)\n```\n'
+    done = run(page_of(tmp_path, blocks + "```console\n$ python a.py\n1\n```\n"))
 
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -149,3 +157,23 @@ def test_comments_of_a_page_are_not_counted_as_sentences() -> None:
     page = "<!-- run: hidden\nbeside = 1\n\nprint(beside)\n-->\nThis is shown.\n"
 
     assert list(words.markdown_paragraphs(page)) == [(6, "This is shown.")]
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_without_a_server_or_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    playwright = pytest.importorskip("playwright.sync_api")
+    assert site.build(tmp_path) == 0
+
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"file://{tmp_path}/how-to/sql.html")
+        page.locator(".md-search__input").fill("quarantine", timeout=60_000)
+        page.locator(".md-search-result__link").first.wait_for(timeout=60_000)
+        browser.close()
+
+    elsewhere = {url for url in asked if not url.startswith(("file:", "https://api.github.com/repos/"))}
+    assert not elsewhere  # the theme asks GitHub how many stars the repository has

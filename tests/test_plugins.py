@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,24 +124,6 @@ def test_the_example_keeps_the_promises_of_a_source(
     assert 0 < len(source) < 12
     with pytest.raises(ConfigError, match="Expected a delimiter"):
         made(load_config(waves / "c.yaml", ["data.options={separator: x}"]).data, "waves", "train")
-
-
-def test_the_code_in_the_documentation_works(
-    waves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each Python block of docs/how-to/plugins.md is a part of one module, with a plugin of each kind."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/plugins.md").read_text(), re.DOTALL)
-    code = "\n\n".join(block for block in blocks if "from stoker_csv" not in block)
-    (tmp_path / "code_of_docs.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = import_module("code_of_docs")
-    check_source(module.CsvSource(waves / "data", delimiter=";"))
-    tracker = module.JsonLines()
-    tracker.start(SimpleNamespace(folder=tmp_path))
-    tracker.log(1, {"loss": 0.5})
-    tracker.end("completed")
-    assert json.loads((tmp_path / "figures.jsonl").read_text()) == {"step": 1, "loss": 0.5}
-    assert {"make_source", "make_engine", "RAW", "csv_info"} <= vars(module).keys()
 
 
 def test_a_plugin_that_cannot_be_imported_is_an_error_of_its_name_alone(tmp_path: Path) -> None:

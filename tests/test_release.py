@@ -79,6 +79,15 @@ def test_an_sdist_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
         release.check_sdist(path)
 
 
+def test_the_example_of_the_readme_is_found_with_its_output() -> None:
+    code, output = release.readme_example((ROOT / "README.md").read_text())
+
+    assert "stoker.cached(" in code
+    assert output
+    with pytest.raises(release.StepError):
+        release.readme_example("```python\nstoker.cached(x)\n```\nNo output.")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_packages_are_built_installed_into_an_empty_environment_and_used(tmp_path: Path) -> None:

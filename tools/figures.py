@@ -8,10 +8,14 @@ A figure on a page stands between two comments, which readers do not see:
 
     <!--fig headline images,stoker later_epoch_s .2f-->0.21<!--/fig--> s
 
-The words are: the file in benchmarks/results/ without `.jsonl`; values that pick one row, separated by commas
-(`head` is the first line, with commit and hardware); the key of the number; a format of Python, which may be
-left out. A value is written without commas, and with `_` for spaces. Two rows give a ratio:
-`images,dataloader/images,stoker`. A figure whose file is not there reads `(not measured)`.
+The words are, in order:
+- the file in benchmarks/results/, without `.jsonl`;
+- values that pick one row, separated by commas, with `_` for spaces and without commas of their own. `head`
+  is the first line, with commit and hardware. Two rows give a ratio: `images,dataloader/images,stoker`;
+- the key of the number;
+- a format of Python, which may be left out.
+
+A figure whose file is not there reads `(not measured)`.
 """
 
 from __future__ import annotations
@@ -81,7 +85,8 @@ def figure_text(words: str, root: Path = ROOT) -> str:
         numbers.append(row[key])
     if len(numbers) > 2:
         raise FigureError("a ratio has two rows")
-    return format(numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0], form)
+    number = numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0]
+    return "none" if number is None else format(number, form)
 
 
 def pages(root: Path) -> list[Path]:

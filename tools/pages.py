@@ -6,7 +6,8 @@
 Each page runs in a folder of its own that is empty at first. Its blocks run in their order:
 
 ```python                a part of the page's script: names are shared, as in a notebook
-```python title="a.py"   written to the file a.py, not run; the same for ```yaml title="..." and others
+```python title="a.py"   written to the file a.py, not run; the same for ```yaml title="..." and others.
+                         `title="a.py, continued"` adds to the file
 ```console               `$ command` lines run in a shell; the lines below each are its output
 ```bash                  commands whose output is not shown
 ```text title="Output"   what the Python block above prints
@@ -53,6 +54,7 @@ MARK = "\x1e"
 DRIVER = "from pages import begin_block as __begin, end_block as __end, run_console as __console; "
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[ \t]*(?P<more>.*)$")
+CONTINUED = ", continued"
 TITLE = re.compile(r"title=\"(?P<title>[^\"]+)\"")
 STEERING = re.compile(r"^<!-- run: (?P<word>\w+) ?(?P<more>.*?)(?P<closed> ?-->)?$")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<target>[^)#\s]+)")
@@ -375,8 +377,10 @@ def run_page(page: Page, *, write: bool) -> list[str]:
             path.mkdir()
         for block in page.blocks:
             if block.title and not block.is_output and block.steering != "skip":
-                (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
-                (folder / block.title).write_text("\n".join(block.lines) + "\n")
+                path = folder / block.title.removesuffix(CONTINUED)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                before = path.read_text() + "\n" if block.title.endswith(CONTINUED) else ""
+                path.write_text(before + "\n".join(block.lines) + "\n")
         script = folder / f"{page.path.stem.replace('-', '_')}_page.py"
         script.write_text(script_of(page))
         said = run_script(script, outputs, home, page)

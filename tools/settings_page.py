@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from stoker.config.earlier import IGNORED, RENAMED, SWITCHES
 from stoker.config.names import Setting, SettingGroup, every_node, shown
 
@@ -45,8 +47,13 @@ def describe_settings() -> str:
 
 
 def _row(setting: Setting) -> str:
-    text = " ".join(setting.text.split())
+    text = re.sub(r"\bdocs/([\w/-]+)\.md", _link, " ".join(setting.text.split()))
     return f"| `{setting.name}` | {setting.expects} | `{shown(setting.default)}` | {text} |\n"
+
+
+def _link(page: re.Match[str]) -> str:
+    folder, _, name = page[1].partition("/")
+    return f"[{name.replace('-', ' ')}]({'' if folder == 'reference' else f'../{folder}/'}{name}.md)"
 
 
 def _earlier() -> list[tuple[str, str]]:

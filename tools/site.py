@@ -97,6 +97,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return relinked(markdown, made.get(place, f"docs/{place}"))
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Return a page that asks no other host for its search (a hook of mkdocs)."""
+    ours = os.path.relpath("javascripts/worker.js", Path(page.url).parent)
+    return output.replace("https://unpkg.com/iframe-worker/shim", ours)
+
+
 def build(folder: Path) -> int:
     """Build the site into `folder`; return 1, with lines that say why, if a link or a name leads nowhere."""
     from mkdocs.commands import build as command
