@@ -540,12 +540,12 @@ class ModuleEncoder:
             return self.encode(zeros)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
-            evolves = all(sample_schema[name].evolves for name in self._fields)
-            steps = f"single time steps with {_argument('time', 'steps')}, " if evolves else ""
+            steps = ""
+            if self._time != "steps" and all(sample_schema[name].evolves for name in self._fields):
+                steps = f"single time steps with {_argument('time', 'steps')}, "
             raise EncoderError(
                 f"the module failed on one sample of zeros {shapes}: {error}",
-                hint=f"Give it what it takes: {steps if self._time != 'steps' else ''}another field, or "
-                "other shapes in the source",
+                hint=f"Give it what it takes: {steps}another field, or other shapes in the source",
             ) from error
 
     def _field_of(self, tensor: Tensor, longer: Tensor) -> Field:

@@ -214,7 +214,7 @@ def load_checkpoint(module: nn.Module, path: str | Path, *, key: str | None = No
     problems: list[str] = []
     if missing := [name for name in own if name not in weights]:
         problems.append(f"{len(missing)} missing ({_few(missing)})")
-    if unexpected := [name for name in weights if name not in own]:
+    if unexpected := sorted(name for name in weights if name not in own):
         problems.append(f"{len(unexpected)} unexpected ({_few(unexpected)})")
     shapes = [
         f"{name} is {tuple(weights[name].shape)}, the module has {tuple(tensor.shape)}"
