@@ -90,7 +90,7 @@ def read_results(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 LABELS = {
     "dataloader": "DataLoader",
     "by_hand": "DataLoader, .pt cache",
-    "other": "best other: {}",
+    "other": "Best other: {}",
     "stoker": "Stoker",
 }
 """Roles in the picture, from the top."""
@@ -102,26 +102,27 @@ def draw_headline(path: Path = PICTURES / "headline.svg") -> None:
     titles = {one.name: one.title for one in WORKLOADS}
     shown = [row for row in rows if row.get("role") in LABELS]
     groups = [[row for row in shown if row["workload"] == name][::-1] for name in titles]
-    heights = [0.27 * len(group) + 0.62 for group in groups]
-    heights[-1] += 0.2
+    heights = [0.27 * len(group) for group in groups]
+    size = (8.33, sum(heights) + 0.54 * len(groups) + 0.7)
     runs = max(row["runs"] for row in shown)
-    keys = {
-        "first_epoch": "first epoch, nothing stored yet (s)",
-        "later_epoch": "each later epoch (s)",
-    }
+    keys = {"first_epoch": "First epoch, empty cache (s)", "later_epoch": "Each later epoch (s)"}
 
     def paint(figure: Any, theme: Theme) -> None:
-        *parts, foot = figure.subfigures(len(groups) + 1, 1, height_ratios=[*heights, 0.3])
-        for part, title, group in zip(parts, titles.values(), groups, strict=True):
-            part.suptitle(title, x=0.006, ha="left", fontsize=10.5, fontweight="bold")
-            panels = part.subplots(1, 2, sharex=True, sharey=True)
-            reach = max(row[f"{key}_range"][1] for row in group for key in keys)
-            panels[0].set_xlim(0, 1.6 * reach)
-            for panel, (key, text) in zip(panels, keys.items(), strict=True):
+        figure.set_layout_engine(None)
+        grid = figure.subplots(len(groups), 2, sharex="row", sharey="row", height_ratios=heights)
+        figure.subplots_adjust(left=0.245, right=0.985, top=1 - 0.62 / size[1], bottom=0.55 / size[1])
+        figure.subplots_adjust(hspace=0.66 * len(groups) / sum(heights), wspace=0.04)
+        for panels, title, group in zip(grid, titles.values(), groups, strict=True):
+            top = panels[0].get_position().y1 + 0.06 / size[1]
+            figure.text(0.006, top, title, fontsize=10.5, fontweight="bold")
+            panels[0].set_xlim(0, 1.9 * max(row[f"{key}_range"][1] for row in group for key in keys))
+            for panel, key in zip(panels, keys, strict=True):
                 draw_bars(panel, theme, group, key)
-                panel.set_xlabel(text if group is groups[-1] else "", fontsize=9)
-        text = f"{machine(head)}. Medians of {runs} runs, lines from lowest to highest. Ratios: to the DataLoader."
-        foot.text(0.5, 0.5, text, ha="center", va="center", fontsize=8.5)
+        for panel, text in zip(grid[0], keys.values(), strict=True):
+            left = panel.get_position().x0
+            figure.text(left, 1 - 0.08 / size[1], text, va="top", fontsize=10.5, color=theme.accent)
+        text = f"{machine(head)}. Medians of {runs} runs, lines from lowest to highest. Factors: against the DataLoader."
+        figure.text(0.5, 0.1 / size[1], text, ha="center", fontsize=8.5)
 
     told = "; ".join(
         f"{row['workload']}, {LABELS[row['role']].format(row['contender'])}: "
@@ -130,7 +131,7 @@ def draw_headline(path: Path = PICTURES / "headline.svg") -> None:
     )
     draw_picture(
         path,
-        (8.33, sum(heights) + 0.3),
+        size,
         paint,
         title="Seconds per epoch of training: DataLoader, the best other loader, Stoker",
         description=f"First epoch and later epochs. {told}. {machine(head)}.",
@@ -150,7 +151,7 @@ def draw_bars(panel: Any, theme: Theme, group: list[dict[str, Any]], key: str) -
     panel.barh(range(len(group)), values, height=0.68, color=colors, xerr=errors, error_kw=caps)
     base = next(row[f"{key}_s"] for row in group if row["role"] == "dataloader")
     for place, (row, value, high) in enumerate(zip(group, values, highs, strict=True)):
-        text, weight = f"{value:.3g} s", "normal"
+        text, weight = f"{value:.{2 if value >= 1 else 3}f} s", "normal"
         if row["role"] == "stoker":
             text, weight = f"{text}{compared(base / value)}", "bold"
         options = {"fontsize": 9.5, "fontweight": weight, "color": theme.text}
@@ -158,6 +159,8 @@ def draw_bars(panel: Any, theme: Theme, group: list[dict[str, Any]], key: str) -
     names = [LABELS[row["role"]].format(row["contender"]) for row in group]
     panel.set_yticks(range(len(group)), names, fontsize=9.5)
     panel.tick_params(axis="y", length=0)
+    panel.locator_params(axis="x", nbins=5, integer=True)
+    panel.tick_params(axis="x", labelsize=9)
 
 
 def compared(ratio: float) -> str:
@@ -176,15 +179,17 @@ WIDTHS = (9.0, 6.4, 4.2, 2.2, 1.0)
 
 
 def draw_determinism(path: Path = PICTURES / "determinism.svg") -> None:
-    """All loss curves on top of each other, with how far each is from the first."""
+    """All loss curves on top of each other; below, how far each is from the first."""
     head, rows = read_results("determinism")
     texts = [f"{row['run']}{'' if row is rows[0] else chr(10) + apart(row)}" for row in rows]
 
     def paint(figure: Any, theme: Theme) -> None:
-        panel = figure.subplots()
+        panel, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
         for row, text, width, color in zip(rows, texts, WIDTHS, (*theme.lines, theme.text), strict=False):
             steps = range(1, len(row["losses"]) + 1)
             panel.plot(steps, row["losses"], linewidth=width, color=color, label=text, solid_capstyle="round")
+            pairs = zip(row["losses"], rows[0]["losses"], strict=True)
+            below.plot(steps, [abs(loss / base - 1) for loss, base in pairs], linewidth=1.5, color=color)
         for row in rows:
             if (step := row["killed_after"]) is not None and row["ranks"] == 1:
                 panel.annotate(
@@ -197,17 +202,22 @@ def draw_determinism(path: Path = PICTURES / "determinism.svg") -> None:
                     arrowprops={"arrowstyle": "->", "color": theme.text, "shrinkB": 6},
                 )
         panel.set_yscale("log")
-        panel.set_xlabel("training step", fontsize=9.5)
-        panel.set_ylabel("loss of the global batch", fontsize=9.5)
+        below.set_xlabel("training step", fontsize=9.5)
+        below.set_ylabel("difference\nfrom 1 rank", fontsize=9.5)
+        below.set_ylim(bottom=-1e-8)
+        panel.set_ylabel("loss", fontsize=9.5)
         panel.set_xlim(0, len(rows[0]["losses"]) + 1)
         figure.legend(
             loc="outside right upper", frameon=False, fontsize=9.5, labelspacing=0.9, handlelength=2.5
         )
-        figure.supxlabel(f"{machine(head)}. The batches of all runs are equal, bit for bit.", fontsize=8.5)
+        figure.supxlabel(
+            f"{machine(head)}. All runs have the same batches, bit for bit. Differences are relative.",
+            fontsize=8.5,
+        )
 
     draw_picture(
         path,
-        (8.33, 3.4),
+        (8.33, 4.2),
         paint,
         title="Training losses with 1, 2 and 4 ranks, and after a kill",
         description=f"The curves lie on top of each other. {'; '.join(texts)}.".replace("\n", ": "),
@@ -217,8 +227,8 @@ def draw_determinism(path: Path = PICTURES / "determinism.svg") -> None:
 def apart(row: dict[str, Any]) -> str:
     """How far a run is from the first."""
     if row["equal_losses"] == len(row["losses"]):
-        return "every bit is the same"
-    return f"differs by {row['largest_difference']:.1e} at most"
+        return "the same loss, bit for bit"
+    return f"loss differs by {row['largest_difference']:.1e} at most"
 
 
 if __name__ == "__main__":
