@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = (
     "stoker init burgers.hdf5",
-    "stoker train stoker.yaml training.epochs=3",
-    "stoker train stoker.yaml training.epochs=3   # again: nothing is encoded",
+    "stoker train stoker.yaml training.epochs=2",
+    "stoker train stoker.yaml training.epochs=2 training.lr=3e-4 training.run_dir=runs/lr  # other settings",
 )
 COLUMNS, ROWS = 104, 30
 LONGEST_PAUSE_S, FRAME_S, KEY_S, END_S, TIMEOUT_S = 1.0, 0.1, 0.03, 5.0, 180.0

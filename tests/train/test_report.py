@@ -33,7 +33,7 @@ def test_each_error_stands_beside_its_own_persistence(tmp_path: Path) -> None:
 def test_a_step_stands_beside_one_that_never_waits(tmp_path: Path) -> None:
     text = page(tmp_path, [], report(ceiling_step_s=0.0111))
 
-    assert "12.3 ms <small>11.1 ms with its batch at hand</small>" in text
+    assert "12.3 ms <small>11.1 ms without loading</small>" in text
 
 
 def test_epochs_settings_and_how_it_was_computed_are_on_the_page(tmp_path: Path) -> None:

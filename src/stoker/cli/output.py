@@ -290,11 +290,12 @@ def _waited(result: TrainResult) -> list[str]:
     """Return what a run waited for, and its step next to one that never waits; nothing if unknown."""
     report = result.report
     said: list[str] = []
-    if report.ceiling_step_s is not None and report.step_s is not None:
-        alone = format_seconds(report.ceiling_step_s)
-        said.append(f"step {format_seconds(report.step_s)}, {alone} with its batch at hand")
+    if report.step_s is not None:
+        said.append(f"step {format_seconds(report.step_s)}")
+        if report.ceiling_step_s is not None and report.ceiling_step_s < report.step_s:
+            said[0] += f" ({format_seconds(report.ceiling_step_s)} without loading)"
     waits = [f"{part} {format_seconds(spent)}" for part, spent in report.parts.items() if spent >= 0.0005]
-    said += [f"waited: {', '.join(waits)}"] if waits else []
+    said += [f"waited in all: {', '.join(waits)}"] if waits else []
     return [" · ".join(said)] if said else []
 
 
@@ -675,7 +676,7 @@ def draw(screen: TrainScreen) -> Group:
     figures += [] if screen.error is None else [f"NRMSE {screen.error:.3g}"]
     lost = screen.last.get("lost")
     figures += [] if lost is None else [f"{format_percent(lost)} below its compute-only ceiling"]
-    return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen), _reason(screen))
+    return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen), _placed(screen))
 
 
 def _waits(screen: TrainScreen) -> RenderableType:
@@ -707,8 +708,10 @@ def _tiers(screen: TrainScreen) -> Table:
     return table
 
 
-def _reason(screen: TrainScreen) -> RenderableType:
-    return Padding(Text(screen.reason, style="dim"), (0, 0, 0, 2)) if screen.reason else Text("")
+def _placed(screen: TrainScreen) -> RenderableType:
+    """Return what the plan put where. `stoker plan` and the report have the rest of its reason."""
+    placed = screen.reason.partition(";")[0]
+    return Padding(Text(placed, style="dim"), (0, 0, 0, 2)) if placed else Text("")
 
 
 def _bar(fraction: float, style: str) -> ProgressBar:

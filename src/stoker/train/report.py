@@ -388,7 +388,7 @@ def _physical(report: TrainReport) -> dict[str, str]:
 
 def _alone(ceiling_s: float) -> str:
     """Return the time of a step that never waits, next to that of the run's steps."""
-    return f" <small>{format_seconds(ceiling_s)} with its batch at hand</small>"
+    return f" <small>{format_seconds(ceiling_s)} without loading</small>"
 
 
 def _error(error: float | None, persistence: float | None) -> str:
