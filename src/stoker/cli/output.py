@@ -470,7 +470,8 @@ def compact(result: CompactReport, console: Console) -> None:
         console.print(f"nothing to merge: {format_count(result.shards_after, 'shard')}")
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
-        console.print(f"{size} of superseded shards stay for open workers; {_cleaner(result)} removes them")
+        stay = f"{size} of superseded shards stay for processes that have them open"
+        console.print(f"{stay}; {_cleaner(result)} removes them")
     left = [f"  {one.shard}: {_fact(one.shard, one.why)}" for one in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:
