@@ -247,7 +247,11 @@ def _words(command: str) -> list[str]:
     if re.search(r"[|;&<>$`*?(){}\[\]#!~\n]", command.replace("\\\n", " ")):
         return []
     words = shlex.split(command.replace("\\\n", " "))
-    programs = {"stoker": ["-m", "stoker.cli.process"], "python": []}
+    programs = {
+        "stoker": ["-m", "stoker.cli.process"],
+        "torchrun": ["-m", "torch.distributed.run"],
+        "python": [],
+    }
     return [sys.executable, *programs[words[0]], *words[1:]] if words and words[0] in programs else []
 
 
