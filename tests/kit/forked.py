@@ -41,7 +41,7 @@ MODULES = (
     *TORCH,
     *("stoker.cli.main", "stoker.config", "stoker.encoders", "stoker.loader", "stoker.run"),
     *("stoker.plan", "stoker.precompute", "stoker.sources", "stoker.store", "stoker.train"),
-    *("omegaconf", "pydantic", "safetensors.torch", "torch.nn", "torch.optim"),
+    *("omegaconf", "pydantic", "safetensors.torch", "torch.nn", "torch.optim", "torch._dynamo"),
 )
 IGNORE_WARNINGS = ["-W", "ignore"]
 AT_START = read_at_start(dict(os.environ))
