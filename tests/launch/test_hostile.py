@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import shutil
 import subprocess
 import threading
@@ -63,6 +64,21 @@ def hostile_round(box: Box, draw: random.Random, script_path: Path) -> None:
     assert not (box.root / "evil").exists()
     assert not list(workdir.rglob("evil"))
     shutil.rmtree(workdir)
+
+
+def test_a_hostile_command_is_run_as_it_stands(box: Box) -> None:
+    draw, one = random.Random(11), model(box, target="box")
+    for number in range(20):
+        text = hostile(draw)
+        command = f"printf %s {shlex.quote(text)} >../said{number}"
+
+        code, output = box.run(
+            one.model_copy(update={"command": command, "overrides": (f"a={number}",)}).render()
+        )
+
+        assert code == 0, output
+        assert (box.workdir / f"said{number}").read_bytes().decode() == text
+    assert not list(box.root.rglob("evil"))
 
 
 def hostile_names(box: Box, count: int, seed: int) -> None:

@@ -51,6 +51,30 @@ def test_a_notice_lets_the_run_seal_and_then_uploads_and_stops(box: Box) -> None
     assert box.stopped()
 
 
+def test_a_notice_reaches_a_command_and_what_it_made_goes_up(box: Box) -> None:
+    body = 'trap "touch $BOX/saved; exit 130" TERM; touch $BOX/begun; while :; do sleep 0.05; done'
+    command = f"mkdir -p data/cache runs/a && bash -c '{body}' && echo never"
+    one = model(box, command=command, target="box")
+    process = box.start(one.render())
+    wait_for((box.root / "begun").exists)
+
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130, output
+    assert (box.root / "saved").exists()
+    assert "signal in step command" in output
+    sent = [call[-1] for call in box.calls() if call[0] == "rclone"][-3:]
+    assert sent == [f"far:{box.root}/{place}" for place in ("up/run", "up/run/run", "cache")]
+
+
+def test_a_command_without_a_line_is_a_stall(box: Box) -> None:
+    code, output = box.run(model(box, command="sleep 300", stall_minutes=0.06).render())
+
+    assert code == 5, output
+    assert "stoker-launch: stall in step command" in output
+
+
 def test_neither_a_deaf_run_nor_a_hanging_upload_outlives_the_grace(box: Box) -> None:
     fail = busy(box, "deaf", 'trap "" TERM\necho $$ >$BOX/pid') + " copy?-q:exec${IFS}sleep${IFS}300"
     process = box.start(model(box, grace=4).render(), fail=fail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,30 @@ def test_what_is_not_pinned_is_refused(project: Path) -> None:
     assert (
         "PIP=(-c pins.txt stoker)" in run(*words, "launch.install=stoker", "launch.constraints=pins.txt")[0]
     )
+
+
+def test_a_command_is_in_the_script_once_and_quoted(project: Path) -> None:
+    command = "python other.py --name 'a b' $HOME"
+    found = run_json("launch", "vast", "configs/c.yaml", f"launch.command={command}", "--dry-run")
+
+    script = found["onstart"]
+    assert f"\nC={shlex.quote(command)}\n" in script
+    assert "validate" not in script
+    assert script.count("$HOME") == 2, "in C, and in the settings given on the command line"
+    for empty in ("launch.command=", "launch.command=''"):
+        assert "ranks train" in run_json("launch", "vast", "configs/c.yaml", empty, "--dry-run")["onstart"]
+
+
+def test_a_file_of_the_command_that_is_not_committed_is_told(project: Path) -> None:
+    (project / "train.py").write_text("1\n")
+    words = ["launch", "script", "configs/c.yaml"]
+
+    _, notes = run(*words, "launch.command=python other.py -x /etc/passwd && python train.py")
+    _, silent = run(*words, "launch.command=python other.py nothing.py")
+
+    assert "1 files differ from commit" in notes
+    assert "as train.py" in notes
+    assert "differ" not in silent
 
 
 def test_a_script_for_other_machines(project: Path, vast: Vast) -> None:

@@ -153,6 +153,57 @@ def test_ranks_are_as_many_as_gpus(box: Box, gpus: int) -> None:
     assert [run[:5] for run in runs] == [[*start, "precompute"], [*start, "train"]]
 
 
+def test_a_command_runs_in_place_of_the_steps_of_stoker(box: Box) -> None:
+    command = """echo "at $PWD: $(python -V) '$PYTHONUNBUFFERED'" && touch 'a b'"""
+
+    code, output = box.run(model(box, command=command, gpus=2).render())
+
+    assert code == 0, output
+    assert box.commands() == ["fetch"]
+    steps = [line.split()[-1] for line in output.splitlines() if line.startswith("stoker-launch: step")]
+    assert list(dict.fromkeys(steps)) == [
+        "environment", "code", "dependencies", "fetch", "cache", "resume", "command",
+    ]  # fmt: skip
+    assert f"at {box.workdir}/code:  '1'" in output, "in the code's folder, and no buffer hides its lines"
+    assert ["python", "-V"] in box.calls(), "python is that of the virtual environment"
+    assert (box.workdir / "code" / "a b").exists()
+    assert box.stopped()
+
+
+def test_a_command_that_fails_gives_its_exit_code_and_its_cache_is_sent(box: Box) -> None:
+    one = model(box, command="mkdir -p data/cache runs/a; exit 7")
+
+    code, output = box.run(one.render())
+
+    assert code == 7, output
+    assert "stoker-launch: step command failed with exit code 7" in output
+    pushed = [call[1:] for call in box.calls() if call[0] == "rclone"][-3:]
+    assert [call[0] for call in pushed] == ["copy", "sync", "copy"]
+    assert pushed[-1][-3:] == ["--", "./data/cache", f"far:{box.root}/cache"]
+    assert {"-u", ".{staged/**,tmp-*}"} <= set(pushed[-1])
+    assert box.stopped()
+
+
+def test_the_cache_of_a_command_is_sent_without_a_place_for_uploads(box: Box) -> None:
+    one = model(box, command="mkdir -p data/cache; sleep 3", upload=None, upload_minutes=0.01)
+
+    code, output = box.run(one.render())
+
+    assert code == 0, output
+    sent = [call for call in box.calls() if call[:2] == ["rclone", "copy"] and call[-1].endswith("/cache")]
+    assert len(sent) > 1, "while it runs, and at the end"
+    assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]
+
+
+def test_no_cache_is_sent_before_it_was_pulled(box: Box) -> None:
+    one = model(box, command="exit 0")
+    (box.workdir / "code/data/cache").mkdir(parents=True)
+
+    box.run(one.render(), fail="stoker?data?fetch:exit${IFS}3")
+
+    assert not [call for call in box.calls() if call[-1].endswith("/cache")]
+
+
 def test_variables_of_the_first_process_reach_the_steps(box: Box) -> None:
     script = model(box, secrets=("PLANTED", "RCLONE_CONFIG_B2_TYPE")).render()
     evil = "$(touch evil)`touch evil`'\"\n;x"
@@ -194,7 +245,7 @@ def test_a_script_that_the_provider_would_cut_is_refused(box: Box) -> None:
         {"repo": "a\0b"}, {"config": "\udcff"}, {"commit": "main"}, {"commit": "$(x)" + "a" * 36},
         {"name": "a b"}, {"name": "../x"}, {"secrets": ("A;B",)}, {"secrets": ("A B",)}, {"workdir": "here"},
         {"gpus": 0}, {"gpus": "2; x"}, {"stall_minutes": float("nan")}, {"install": ("-e", ".")},
-        {"target": "other"}, {"secrets": ("A*",)}, {"upload_minutes": 0.0},
+        {"target": "other"}, {"secrets": ("A*",)}, {"upload_minutes": 0.0}, {"command": "a\0b"},
     ],
 )  # fmt: skip
 def test_what_no_command_should_get_is_refused(box: Box, wrong: dict[str, Any]) -> None:

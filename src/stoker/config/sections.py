@@ -345,6 +345,8 @@ class LaunchConfig(SettingsSection):
     """Requirements for pip there: `.` (the code itself), or names with versions, as `stoker==0.1.0`."""
     constraints: Place | None = None
     """A file of the repository with pinned versions, for pip's `-c`."""
+    command: str | None = None
+    """Your own command, run by bash in place of `validate`, `precompute` and `train`; null: these."""
     secrets: tuple[str, ...] = ()
     """Names of variables that the machine gets from here; values are in no script, command or log."""
     upload: str | None = None
@@ -366,7 +368,7 @@ class LaunchConfig(SettingsSection):
     gpu: str | None = None
     """Name of the GPU, as `RTX_4090`; null: any."""
     gpus: PositiveInt = 1
-    """GPUs of one machine; as many ranks encode and train, under torchrun."""
+    """GPUs of one machine; as many ranks encode and train, under torchrun. `command` runs once, as it is."""
     gpu_memory: CountInt = 0
     """Least memory of one GPU, in GiB."""
     disk: PositiveInt = 64

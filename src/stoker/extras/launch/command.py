@@ -120,7 +120,7 @@ def planned(
     plan = plan_launch(config, overrides, environment, target=target, auto_shutdown=auto_shutdown, api=api)
     for note in plan.config.notes:
         out.note(note)
-    changed = changed_files(Path.cwd())
+    changed = changed_files(Path.cwd(), plan.config.launch.command)
     if changed:
         out.note(
             f"{len(changed)} files differ from commit {plan.code.commit[:12]}, as {changed[0]}: the machine "

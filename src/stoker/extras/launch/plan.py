@@ -81,10 +81,20 @@ def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> LaunchCod
     )
 
 
-def changed_files(where: Path) -> list[str]:
-    """Return files of the repository that differ from the commit; the machine will not have these changes."""
+def changed_files(where: Path, command: str | None = None) -> list[str]:
+    """Return files that differ from the commit; the machine will not have these changes.
+
+    Args:
+        where: A folder of the repository.
+        command: Files that it names and that git does not know are among them.
+    """
     lines = _git(where, "status", "--porcelain", "--untracked-files=no").splitlines()
-    return [line[3:] for line in lines if line.strip()]
+    words = [
+        word for word in re.split(r"[\s;&|<>()'\"]+", command or "") if not word.startswith(("/", "..", "-"))
+    ]
+    named = [word for word in words if word and (where / word).is_file()]
+    unknown = _git(where, "ls-files", "--others", "--", *named).splitlines() if named else []
+    return [line[3:] for line in lines if line.strip()] + unknown
 
 
 def is_checked_out(where: Path, branch: str) -> bool:
@@ -380,7 +390,7 @@ def _code(config: Config, path: Path) -> CheckRow:
     check = "launch code"
     try:
         code = find_code(path, config.launch.repo, need_pushed=config.launch.repo is None)
-        changed = changed_files(Path.cwd())
+        changed = changed_files(Path.cwd(), config.launch.command)
     except StokerError as error:
         return failed(check, error, ConfigError.exit_code)
     where = f"commit {code.commit[:12]} of {code.repo}"

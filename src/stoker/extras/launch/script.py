@@ -71,6 +71,8 @@ class StartScript(BaseModel):
     overrides: tuple[Setting, ...] = ()
     install: tuple[Word, ...] = (".",)
     constraints: Word | None = None
+    command: Annotated[str, Field(max_length=2000), AfterValidator(_plain)] | None = None
+    """In place of validate, precompute and train; None or empty: these."""
     secrets: tuple[Variable, ...] = ()
     workdir: Annotated[Text, AfterValidator(_absolute)]
     gpus: Annotated[int, Field(ge=1, le=64)] = 1
@@ -97,12 +99,15 @@ class StartScript(BaseModel):
         before = [HEAD, self._slurm() if self.target == "slurm" else "", TRAP]
         after = [
             self._stop(),
-            UPLOAD if self.upload else UPLOAD_NOTHING,
+            self._upload(),
             ENVIRONMENT,
             CODE_TOKEN if self._asks() else CODE,
             END,
             self._environ() if self.target == "vast" else "",
-            STEPS,
+            STEP,
+            RUN if self.fetch or not self.command else "",
+            "" if self.command else RANKS,
+            PULL if self.cache or self.upload else "",
             BEGIN,
             self._steps(),
         ]
@@ -136,13 +141,17 @@ class StartScript(BaseModel):
             values |= {"FAR": self.cache, "CACHE": self._place(self.cache_dir)}
         if self.upload:
             values["UP"] = f"{self.upload}/{self.name}"
+        if self._uploads():
             values["EVERY"] = f"{self.upload_minutes * 60:g}"
+        if self.command:
+            values["C"] = self.command
         if self.target == "vast":
             values["API"] = self.api
         lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
         stall = f"{self.stall_minutes:g}"
         lines.append(f"GRACE={self.grace} STALL={stall} LOOK={self._look():g}")
-        lines.append(f"N=({self.gpus} {self._patience()})")
+        if not self.command:
+            lines.append(f"N=({self.gpus} {self._patience()})")
         lines.append(f"A=({_words((self.config, *self.overrides))})")
         constraints = ("-c", self.constraints) if self.constraints else ()
         lines.append(f"PIP=({_words((*constraints, *self.install))})")
@@ -180,6 +189,22 @@ class StartScript(BaseModel):
             return STOP_SLURM
         return STOP_VAST if self.target == "vast" and self.auto_shutdown else STOP_NOTHING
 
+    def _uploads(self) -> bool:
+        """Return True if there is something to send while the steps run."""
+        return bool(self.upload or (self.cache and self.command))
+
+    def _upload(self) -> str:
+        """Return the functions of the uploads.
+
+        Stoker's own `precompute` is a step after which the cache goes up. Nothing tells when a command has
+        filled it, so there the cache goes up with each upload.
+        """
+        log = [UPLOAD_LOG, UPLOAD_RUN] if self.upload else []
+        cache = [UPLOAD_CACHE] if self.cache and self.command else []
+        if not self._uploads():
+            return UPLOAD_NOTHING
+        return UPLOAD.replace("PARTS", " || return 1\n  ".join([*log, *cache]))
+
     def _steps(self) -> str:
         lines = [
             "step environment bash -c environment",
@@ -194,11 +219,18 @@ class StartScript(BaseModel):
         if self.cache:
             lines.append('pull cache "$FAR" "$CACHE"')
         if self.upload:
-            lines += ['pull resume "$UP/run" "$RUN"', "R=1", "setsid bash -c uploads & U=$!; disown"]
-        lines += ["run validate validate", "ranks precompute"]
-        if self.cache:
-            lines.append('step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"')
-        lines += ["ranks train", 'echo "$K" >"$W/finished"', "exit 0"]
+            lines.append('pull resume "$UP/run" "$RUN"')
+        if self._uploads():
+            lines += ["R=1", "setsid bash -c uploads & U=$!; disown"]
+        if self.command:
+            # A line that waits in a buffer of Python is none for the stall watch.
+            lines += ['export PYTHONUNBUFFERED=1 PATH="$W/venv/bin:$PATH"', 'step command bash -c "$C"']
+        else:
+            lines += ["run validate validate", "ranks precompute"]
+            if self.cache:
+                lines.append('step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"')
+            lines.append("ranks train")
+        lines += ['echo "$K" >"$W/finished"', "exit 0"]
         return "\n".join(lines) + "\n"
 
     def _patience(self) -> int:
@@ -260,7 +292,7 @@ trap 'quit 5 stall' USR1
 """
 """Set before anything that can fail. A quarter of the grace is for the last upload and the stop."""
 
-STEPS = """\
+STEP = """\
 step() {
   S=$1; shift
   say "step $S"
@@ -268,8 +300,14 @@ step() {
   wait $P; rc=$?; P=
   [ $rc = 0 ] || exit $rc
 }
+"""
+RUN = """\
 run() { step "$1" "$PY" -m stoker "${@:2}" "${A[@]}"; }
+"""
+RANKS = """\
 ranks() { step "$1" "$PY" -m stoker.extras.launch.ranks "${N[@]}" "$1" "${A[@]}"; }
+"""
+PULL = """\
 pull() { step "$1" rclone mkdir -- "$2"; step "$1" rclone copy -uv -- "$2" "$3"; }
 """
 
@@ -355,12 +393,18 @@ UPLOAD_NOTHING = """\
 upload() { :; }
 """
 
+UPLOAD_LOG = 'far copy "$LOG" "$UP"'
+UPLOAD_RUN = '{ [ -z "$R" ] || [ ! -d "$RUN" ] || far sync "$RUN" "$UP/run"; }'
+UPLOAD_CACHE = """\
+{ [ -z "$R" ] || [ ! -d "$CACHE" ] ||
+    far copy "$CACHE" "$FAR" -u --exclude '.{staged/**,tmp-*}'; }"""
 UPLOAD = """\
-far() { timeout $((E > SECONDS ? E - SECONDS : 1)) rclone "$1" -q --local-no-check-updated -- "$2" "$3"; }
+far() {
+  timeout $((E > SECONDS ? E - SECONDS : 1)) rclone "$1" -q --local-no-check-updated "${@:4}" -- "$2" "$3"
+}
 upload() {
   [ -f "$LOG" ] || return 0
-  far copy "$LOG" "$UP" || return 1
-  [ -z "$R" ] || [ ! -d "$RUN" ] || far sync "$RUN" "$UP/run"
+  PARTS
 }
 uploads() {
   while sleep "$EVERY" && kill -0 $PPID; do
@@ -370,6 +414,7 @@ uploads() {
 }
 """
 """The run's folder goes up only once what was there had come down, so that `sync` removes nothing unseen.
+The cache is last: what it costs to make again is only time.
 
 During the run only the first failure is reported: a stall is detected by a log without new lines.
 """
