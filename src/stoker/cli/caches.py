@@ -69,7 +69,7 @@ def _folder_of_caches() -> str:
         if holds_caches(Path(folder)):
             return folder
     raise FormatError(
-        f"no caches found: none of {', '.join(CACHE_FOLDERS)} is here",
+        f"no caches found in {' or '.join(CACHE_FOLDERS)}",
         hint="Name the folder, as in `stoker cache ls FOLDER`, or make a cache with `stoker demo`",
     )
 

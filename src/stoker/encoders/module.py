@@ -616,9 +616,7 @@ def _in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
 def _freeze(module: nn.Module) -> None:
     """Put in evaluation mode, without gradients; refuse what would still differ from call to call."""
     weights = module_weights(module)
-    if any(part.training for part in module.modules()) or any(
-        parameter.requires_grad for parameter in module.parameters()
-    ):
+    if any(parameter.requires_grad for parameter in module.parameters()):
         _log.warning(
             "%s (%s) is frozen in place: eval(), and its parameters no longer require gradients. To "
             "train it as well, give a copy: copy.deepcopy(module)",

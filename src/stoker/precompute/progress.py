@@ -178,26 +178,37 @@ def line(snapshot: Snapshot) -> str:
     left = "" if snapshot.left_s is None else f" · {clock(snapshot.left_s)} left"
     stages = ", ".join(describe(view) for view in snapshot.workers)
     aside = f" · {format_count(snapshot.quarantined)} quarantined" if snapshot.quarantined else ""
+    busy = f" · encoder busy {format_percent(snapshot.busy)}" if snapshot.call_s else ""
     return (
         f"{snapshot.name}  {format_count(snapshot.done)}/{format_count(snapshot.total)} · "
-        f"{format_count(snapshot.rate)}/s · {format_bytes(snapshot.written_bytes)}{left} · "
-        f"encoder busy {format_percent(snapshot.busy)}{aside}" + (f" · {stages}" if stages else "")
+        f"{format_count(snapshot.rate)}/s · {format_bytes(snapshot.written_bytes)}{left}"
+        f"{busy}{aside}" + (f" · {stages}" if stages else "")
     )
+
+
+_DOING = {
+    "start": "starting",
+    "open": "opening",
+    "read": "reading",
+    "wait": "waiting",
+    "encode": "encoding",
+}
 
 
 def describe(view: WorkerView) -> str:
     """Return one worker in a few words.
 
     >>> describe(WorkerView(number=2, stage="read", sample=7428, seconds=0.42))
-    'worker 2 read sample 7,428 0.4 s'
+    'worker 2 reading sample 7,428 0.4 s'
     """
+    doing = _DOING.get(view.stage, view.stage)
     if view.name:
-        return f"{view.name} {view.stage}"
+        return f"{view.name} {doing}"
     who = f"worker {view.number}" if view.number else "this process"
     what = (
         f" sample {format_count(view.sample)}" if view.sample >= 0 and view.stage in ("open", "read") else ""
     )
-    return f"{who} {view.stage}{what}" + (f" {view.seconds:.1f} s" if view.number else "")
+    return f"{who} {doing}{what}" + (f" {view.seconds:.1f} s" if view.number else "")
 
 
 def clock(seconds: float) -> str:

@@ -152,9 +152,9 @@ class StageBuilder:
             nan=settings.nan,
         )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        self.queue = WorkQueue(spans, recipe.encode_batch.samples, missing, bad=self.ledger.is_bad)
+        size = self._samples_at_once()
+        self.queue = WorkQueue(spans, size, missing, bad=self.ledger.is_bad)
         self._reading = ChangeGuard(source, digested_files(recipe.refs, recipe.files), self._parts.offsets)
-        size = recipe.encode_batch.samples
         group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
         self.queue.follow_runs(source.runs(), group_bytes)
         if settings.by_blocks:
@@ -167,6 +167,18 @@ class StageBuilder:
         """Modules of the processes that children are forked from, once these are started."""
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
+
+    def _samples_at_once(self) -> int:
+        """Return how many samples are handed out at a time: an encode batch, or less if one is slow to read.
+
+        Without an encoder, no bit depends on it. With small parts a kill loses little, progress is seen,
+        and more workers share a small set. Blocks of the filling order still end where parts do.
+        """
+        size, source = self.folder.recipe.encode_batch.samples, whole_source(self._source)
+        if self._encoder is not None or not isinstance(source, TorchSource):
+            return size
+        most = min(size, _LONGEST_READ_S / max(source.seconds_per_item, 1e-9))
+        return next(n for n in range(max(1, int(most)), 0, -1) if size % n == 0)
 
     def _kinds_noted(self, *, rehearsal: bool) -> tuple[str, ...]:
         """Return the kinds of failures that are quarantined, without those that another process retries."""
@@ -638,6 +650,8 @@ def _part_names(recipe: Recipe, source: Source) -> PartNames:
 
 _WORKERS_A_CORE = 2
 """At most: a worker that waits for storage needs no core. `WorkerPacing` parks those that do not help."""
+_LONGEST_READ_S = 2.0
+"""Seconds that a worker should read before it hands over what it has."""
 _SMALL_SOURCE_BYTES = MIB
 """Less than that in a source does not count: the interpreter that reads it takes far more."""
 

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import select
@@ -110,6 +111,8 @@ class DatasetProber:
         freeze: bool,
     ) -> None:
         self._dataset, self._name, self._read, self._freeze = dataset, name, read, freeze
+        self.read_s = math.inf
+        """Seconds of the fastest read."""
 
     def items(self, count: int, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:
         """Return some items by index; fields that are drawn; fields that another reading draws differently.
@@ -148,8 +151,11 @@ class DatasetProber:
         The error is put into `failed`, or logged where `failed` is None.
         """
         begin(index)
+        started = time.perf_counter()
         try:
-            return self._read(index, seeded and self._freeze)
+            item = self._read(index, seeded and self._freeze)
+            self.read_s = min(self.read_s, time.perf_counter() - started)
+            return item
         except Exception as error:  # a Dataset is foreign code and may raise anything
             if isinstance(error, SourceError) and not isinstance(error, DecodeError):
                 raise
@@ -428,6 +434,7 @@ class TorchSource:
         self._narrowed: set[str] = set()
         self._structure: ItemStructure = None
         self._live: MapDataset | None = None
+        self._read_s = 0.0
         self._last: tuple[int, Sample] | None = None
         self._holds = False
         self._held: Any = None
@@ -603,6 +610,11 @@ class TorchSource:
         """Return the indices of probed samples, or of those to be probed first in this process."""
         return probe_indices(self._count) if self._ahead else list(self._probe().digests)
 
+    @property
+    def seconds_per_item(self) -> float:
+        """Seconds that the fastest probe took; 0 before any was read."""
+        return self._read_s
+
     def probe_again(self, index: int) -> dict[str, str]:
         """Return digests by field of a probed sample, of fields that are the same at every read."""
         changing = () if self._ahead else self._probe().changing
@@ -720,7 +732,9 @@ class TorchSource:
             freeze=self._freeze,
         )
         try:
-            return prober.items(self._count, begin)
+            found = prober.items(self._count, begin)
+            self._read_s = prober.read_s
+            return found
         finally:
             self._live = None  # what it opened may work in this thread alone
 
