@@ -219,7 +219,7 @@ def draw_determinism(path: Path = PICTURES / "determinism.svg") -> None:
         path,
         (8.33, 4.2),
         paint,
-        title="Training losses with 1, 2 and 4 ranks, and after a kill",
+        title="Training losses with 1, 2 and 4 ranks, and after kills",
         description=f"The curves lie on top of each other. {'; '.join(texts)}.".replace("\n", ": "),
     )
 

@@ -55,7 +55,6 @@ def test_one_screen_has_everything_a_person_asks_for() -> None:
         "3,200 samples/s", "loss 0.0123", "NRMSE 0.045", "31 % below its compute-only ceiling",
         "25 %", "read 20 % · gather 5.0 %",
         "host", "75 % of batches", "900 records", "disk", "100 records",
-        "900 on the host tier: 3.1 GiB of 4 GiB",
         "14 min 40 s left",  # 100 steps took 100 s, 880 are to go
     ):  # fmt: skip
         assert what in last, what

@@ -190,9 +190,18 @@ def test_the_cache_of_a_command_is_sent_without_a_place_for_uploads(box: Box) ->
     code, output = box.run(one.render())
 
     assert code == 0, output
-    sent = [call for call in box.calls() if call[:2] == ["rclone", "copy"] and call[-1].endswith("/cache")]
+    sent = [call for call in box.calls() if call[:2] == ["rclone", "copy"] and call[-1].startswith("far:")]
     assert len(sent) > 1, "while it runs, and at the end"
     assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]
+
+
+def test_a_command_sees_no_variables_of_the_script(box: Box) -> None:
+    one = model(box, command='echo "seen: $API $CACHE $DIR $RUN."')
+
+    code, output = box.run(one.render())
+
+    assert code == 0, output
+    assert "seen:    ." in output
 
 
 def test_no_cache_is_sent_before_it_was_pulled(box: Box) -> None:

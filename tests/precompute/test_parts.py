@@ -247,7 +247,7 @@ def test_lines_say_where_the_run_stands():
 
     assert out.getvalue() == (
         "burgers1d_train  7,412/10,000 · 1,830/s · 1.4 GiB · 0:00:01 left · encoder busy 93 % · "
-        "1 quarantined · worker 1 reading sample 7,430 0.2 s\n"
+        "1 quarantined · worker 1 reading sample 7,430 for 0.2 s\n"
     )
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -295,7 +294,7 @@ def _waited(result: TrainResult) -> list[str]:
         if report.ceiling_step_s is not None and report.ceiling_step_s < report.step_s:
             said[0] += f" ({format_seconds(report.ceiling_step_s)} without loading)"
     waits = [f"{part} {format_seconds(spent)}" for part, spent in report.parts.items() if spent >= 0.0005]
-    said += [f"waited in all: {', '.join(waits)}"] if waits else []
+    said += [f"waited in total: {', '.join(waits)}"] if waits else []
     return [" · ".join(said)] if said else []
 
 
@@ -619,8 +618,6 @@ class TrainScreen:
     name: str = ""
     tiers: dict[str, int] = field(default_factory=dict[str, int])
     """Records per tier, as planned."""
-    reason: str = ""
-    """Why."""
     step: int = 0
     total: int = 0
     epoch: int = 0
@@ -636,7 +633,7 @@ class TrainScreen:
         """Take in one event; `done` steps were done by this process in `elapsed_s`."""
         known = cast("Mapping[str, Any]", facts)
         if kind == "serve":
-            self.tiers, self.reason, self.name = known["tiers"], known["reason"], known["name"]
+            self.tiers, self.name = known["tiers"], known["name"]
         elif kind in ("start", "stage"):
             self.step, self.total = known["step"], known["total"]
         elif kind == "step":
@@ -677,7 +674,7 @@ def draw(screen: TrainScreen) -> Group:
     figures += [] if screen.error is None else [f"NRMSE {screen.error:.3g}"]
     lost = screen.last.get("lost")
     figures += [] if lost is None else [f"{format_percent(lost)} below its compute-only ceiling"]
-    return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen), _placed(screen))
+    return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen))
 
 
 def _waits(screen: TrainScreen) -> RenderableType:
@@ -707,12 +704,6 @@ def _tiers(screen: TrainScreen) -> Table:
             meant = format_count(records, "record")
             table.add_row(f"  {tier:<6}", _bar(share, "blue"), format_percent(share) + " of batches", meant)
     return table
-
-
-def _placed(screen: TrainScreen) -> RenderableType:
-    """Return what the plan put where. `stoker plan` and the report have the rest of its reason."""
-    placed = screen.reason.partition(";")[0]
-    return Padding(Text(placed, style="dim"), (0, 0, 0, 2)) if placed else Text("")
 
 
 def _bar(fraction: float, style: str) -> ProgressBar:

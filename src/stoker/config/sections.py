@@ -346,7 +346,7 @@ class LaunchConfig(SettingsSection):
     constraints: Place | None = None
     """A file of the repository with pinned versions, for pip's `-c`."""
     command: str | None = None
-    """Your own command, run by bash in place of `validate`, `precompute` and `train`; null: these."""
+    """Your own command, run by bash in place of `validate`, `precompute` and `train`; null runs these."""
     secrets: tuple[str, ...] = ()
     """Names of variables that the machine gets from here; values are in no script, command or log."""
     upload: str | None = None

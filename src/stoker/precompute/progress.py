@@ -31,7 +31,7 @@ class WorkerView:
     number: int
     """Counted from 1 in order of starting."""
     stage: str
-    """`start`, `open`, `read` or `wait`."""
+    """`start`, `open`, `read` or `wait`; of a node also `prepare` and `encode`."""
     sample: int
     """Sample in hand, or -1."""
     seconds: float
@@ -188,6 +188,7 @@ def line(snapshot: Snapshot) -> str:
 
 _DOING = {
     "start": "starting",
+    "prepare": "preparing",
     "open": "opening",
     "read": "reading",
     "wait": "waiting",
@@ -199,16 +200,16 @@ def describe(view: WorkerView) -> str:
     """Return one worker in a few words.
 
     >>> describe(WorkerView(number=2, stage="read", sample=7428, seconds=0.42))
-    'worker 2 reading sample 7,428 0.4 s'
+    'worker 2 reading sample 7,428 for 0.4 s'
     """
-    doing = _DOING.get(view.stage, view.stage)
+    doing = _DOING[view.stage]
     if view.name:
         return f"{view.name} {doing}"
     who = f"worker {view.number}" if view.number else "this process"
     what = (
         f" sample {format_count(view.sample)}" if view.sample >= 0 and view.stage in ("open", "read") else ""
     )
-    return f"{who} {doing}{what}" + (f" {view.seconds:.1f} s" if view.number else "")
+    return f"{who} {doing}{what}" + (f" for {view.seconds:.1f} s" if view.number else "")
 
 
 def clock(seconds: float) -> str:
@@ -286,7 +287,7 @@ def _workers(snapshot: Snapshot) -> Table:
             sample = "(for work, or for room)"
         who = f"  {view.name or f'worker {view.number}'}" if view.number else "  this process"
         since = f"{view.seconds:.1f} s" if (busy and not view.name) or view.stage == "start" else ""
-        table.add_row(who, view.stage, sample, since)
+        table.add_row(who, _DOING[view.stage], sample, since)
     if len(snapshot.workers) > _WORKERS_SHOWN:
         table.add_row(f"  and {len(snapshot.workers) - _WORKERS_SHOWN} more", "", "", "")
     return table
@@ -299,10 +300,12 @@ def _encoder(snapshot: Snapshot) -> str:
         if group
         else "waiting for the first"
     )
-    return (
+    encoder = (
         f"  encoder {snapshot.device}   {where}, {format_seconds(snapshot.call_s)}   "
-        f"busy {format_percent(snapshot.busy)}   writer  {used // MIB:,} of {capacity // MIB:,} MiB"
+        f"busy {format_percent(snapshot.busy)} "
     )
+    writer = f"  writer  {used // MIB:,} of {capacity // MIB:,} MiB"
+    return encoder + writer if snapshot.call_s else writer
 
 
 def _failure(snapshot: Snapshot) -> list[Text]:

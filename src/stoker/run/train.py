@@ -509,7 +509,7 @@ def prepare(run: Run) -> PreparedCaches:
     splits = training_splits(run)
     if trains_decoder(run):
         log.info(
-            "a decoder is trained on raw fields, so caches keep %s: they are others than without",
+            "a decoder is trained on raw fields, so caches keep %s: these are separate caches",
             ", ".join(kept_fields(run)),
         )
     if len(run.tasks) > 1:

@@ -336,8 +336,7 @@ def _summary(report: TrainReport) -> str:
     figures = {
         **(errors if report.target is None else _learned(report)),
         "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
-        "time of a step": _or_dash(report.step_s or None, format_seconds)
-        + ("" if report.ceiling_step_s is None else _alone(report.ceiling_step_s)),
+        "time of a step": _or_dash(report.step_s or None, format_seconds) + _alone(report),
         "epochs, steps": f"{format_count(report.epochs)}, {format_count(report.steps)}",
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
@@ -386,9 +385,12 @@ def _physical(report: TrainReport) -> dict[str, str]:
     }
 
 
-def _alone(ceiling_s: float) -> str:
-    """Return the time of a step that never waits, next to that of the run's steps."""
-    return f" <small>{format_seconds(ceiling_s)} without loading</small>"
+def _alone(report: TrainReport) -> str:
+    """Return the time of a step that never waits, if that of the run's steps is longer."""
+    alone_s = report.ceiling_step_s
+    if alone_s is None or report.step_s is None or alone_s >= report.step_s:
+        return ""
+    return f" <small>{format_seconds(alone_s)} without loading</small>"
 
 
 def _error(error: float | None, persistence: float | None) -> str:

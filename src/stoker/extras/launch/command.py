@@ -123,8 +123,8 @@ def planned(
     changed = changed_files(Path.cwd(), plan.config.launch.command)
     if changed:
         out.note(
-            f"{len(changed)} files differ from commit {plan.code.commit[:12]}, as {changed[0]}: the machine "
-            "runs the commit"
+            f"the machine runs commit {plan.code.commit[:12]}, which lacks changes here of "
+            f"{format_count(len(changed), 'file')}, as {changed[0]}"
         )
     return plan
 

@@ -22,6 +22,7 @@ from stoker.run.context import Run
 from stoker.run.validate import CheckRow, failed
 from stoker.runtime.processes.child import run_program
 from stoker.schema import Json
+from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
 # Check what has to be right before a machine is paid for: the code where it will look, the secrets here.
@@ -86,15 +87,22 @@ def changed_files(where: Path, command: str | None = None) -> list[str]:
 
     Args:
         where: A folder of the repository.
-        command: Files that it names and that git does not know are among them.
+        command: Files that it names and that git neither knows nor ignores are among them.
     """
     lines = _git(where, "status", "--porcelain", "--untracked-files=no").splitlines()
     words = [
         word for word in re.split(r"[\s;&|<>()'\"]+", command or "") if not word.startswith(("/", "..", "-"))
     ]
-    named = [word for word in words if word and (where / word).is_file()]
-    unknown = _git(where, "ls-files", "--others", "--", *named).splitlines() if named else []
-    return [line[3:] for line in lines if line.strip()] + unknown
+    named = [word for word in words if word and _is_file(where / word)]
+    unknown = _git(where, "ls-files", "--others", "--exclude-standard", "--", *named) if named else ""
+    return [line[3:] for line in lines if line.strip()] + unknown.splitlines()
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def is_checked_out(where: Path, branch: str) -> bool:
@@ -395,7 +403,8 @@ def _code(config: Config, path: Path) -> CheckRow:
         return failed(check, error, ConfigError.exit_code)
     where = f"commit {code.commit[:12]} of {code.repo}"
     if changed:
-        detail = f"{where}, which the machine runs; {len(changed)} files differ here, as {changed[0]}"
+        count = format_count(len(changed), "file")
+        detail = f"{where}, which the machine runs. It lacks changes here of {count}, as {changed[0]}"
         return CheckRow(check=check, status="warn", detail=detail)
     return CheckRow(check=check, status="pass", detail=where)
 

@@ -199,11 +199,11 @@ class StartScript(BaseModel):
         Stoker's own `precompute` is a step after which the cache goes up. Nothing tells when a command has
         filled it, so there the cache goes up with each upload.
         """
-        log = [UPLOAD_LOG, UPLOAD_RUN] if self.upload else []
+        log = [f"{{ {UPLOAD_LOG} && {UPLOAD_RUN}; }}"] if self.upload else []
         cache = [UPLOAD_CACHE] if self.cache and self.command else []
         if not self._uploads():
             return UPLOAD_NOTHING
-        return UPLOAD.replace("PARTS", " || return 1\n  ".join([*log, *cache]))
+        return UPLOAD.replace("PARTS", "\n  ".join(f"{part} || e=1" for part in [*log, *cache]))
 
     def _steps(self) -> str:
         lines = [
@@ -223,8 +223,9 @@ class StartScript(BaseModel):
         if self._uploads():
             lines += ["R=1", "setsid bash -c uploads & U=$!; disown"]
         if self.command:
-            # A line that waits in a buffer of Python is none for the stall watch.
-            lines += ['export PYTHONUNBUFFERED=1 PATH="$W/venv/bin:$PATH"', 'step command bash -c "$C"']
+            # The stall watch does not see lines that Python buffers.
+            lines.append('export PYTHONUNBUFFERED=1 PATH="$W/venv/bin:$PATH"')
+            lines.append(f'step command env -u {" -u ".join(PRIVATE)} bash -c "$C"')
         else:
             lines += ["run validate validate", "ranks precompute"]
             if self.cache:
@@ -393,6 +394,8 @@ UPLOAD_NOTHING = """\
 upload() { :; }
 """
 
+PRIVATE = ("API", "CACHE", "DIR", "RUN")
+"""Variables of the script whose names a user's command might read."""
 UPLOAD_LOG = 'far copy "$LOG" "$UP"'
 UPLOAD_RUN = '{ [ -z "$R" ] || [ ! -d "$RUN" ] || far sync "$RUN" "$UP/run"; }'
 UPLOAD_CACHE = """\
@@ -404,7 +407,9 @@ far() {
 }
 upload() {
   [ -f "$LOG" ] || return 0
+  local e=0
   PARTS
+  return $e
 }
 uploads() {
   while sleep "$EVERY" && kill -0 $PPID; do
@@ -414,7 +419,7 @@ uploads() {
 }
 """
 """The run's folder goes up only once what was there had come down, so that `sync` removes nothing unseen.
-The cache is last: what it costs to make again is only time.
+The cache goes last: it can be encoded again.
 
 During the run only the first failure is reported: a stall is detected by a log without new lines.
 """
