@@ -78,7 +78,7 @@ INTERNAL = {
     "stoker.sources.splits.SplitOf": ("places",),
     "stoker.transforms.Crop": ("as_cut",),
     "stoker.transforms.Flip": ("as_cut",),
-    "stoker.TorchSource": ("structure", "probed_indices", "probe_again"),
+    "stoker.TorchSource": ("structure", "probed_indices", "probe_again", "seconds_per_item"),
     "stoker.plan.Plan": ("holding",),
 }
 """Members that other parts of the package use; the pages leave them out."""
