@@ -199,11 +199,11 @@ class StartScript(BaseModel):
         Stoker's own `precompute` is a step after which the cache goes up. Nothing tells when a command has
         filled it, so there the cache goes up with each upload.
         """
-        log = [f"{{ {UPLOAD_LOG} && {UPLOAD_RUN}; }}"] if self.upload else []
-        cache = [UPLOAD_CACHE] if self.cache and self.command else []
         if not self._uploads():
             return UPLOAD_NOTHING
-        return UPLOAD.replace("PARTS", "\n  ".join(f"{part} || e=1" for part in [*log, *cache]))
+        parts = [UPLOAD_LOG, UPLOAD_RUN] if self.upload else []
+        parts += [UPLOAD_CACHE] if self.cache and self.command else []
+        return UPLOAD.replace("PARTS", " &&\n  ".join(parts))
 
     def _steps(self) -> str:
         lines = [
@@ -224,8 +224,8 @@ class StartScript(BaseModel):
             lines += ["R=1", "setsid bash -c uploads & U=$!; disown"]
         if self.command:
             # The stall watch does not see lines that Python buffers.
-            lines.append('export PYTHONUNBUFFERED=1 PATH="$W/venv/bin:$PATH"')
-            lines.append(f'step command env -u {" -u ".join(PRIVATE)} bash -c "$C"')
+            variables = '-u{API,CACHE,DIR,RUN} PYTHONUNBUFFERED=1 "PATH=$W/venv/bin:$PATH"'
+            lines.append(f'step command env {variables} bash -c "$C"')
         else:
             lines += ["run validate validate", "ranks precompute"]
             if self.cache:
@@ -394,8 +394,6 @@ UPLOAD_NOTHING = """\
 upload() { :; }
 """
 
-PRIVATE = ("API", "CACHE", "DIR", "RUN")
-"""Variables of the script whose names a user's command might read."""
 UPLOAD_LOG = 'far copy "$LOG" "$UP"'
 UPLOAD_RUN = '{ [ -z "$R" ] || [ ! -d "$RUN" ] || far sync "$RUN" "$UP/run"; }'
 UPLOAD_CACHE = """\
@@ -407,9 +405,7 @@ far() {
 }
 upload() {
   [ -f "$LOG" ] || return 0
-  local e=0
   PARTS
-  return $e
 }
 uploads() {
   while sleep "$EVERY" && kill -0 $PPID; do
