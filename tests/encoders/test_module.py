@@ -384,6 +384,15 @@ def test_that_a_module_is_frozen_in_place_is_said_when_it_changes(caplog) -> Non
     assert "copy.deepcopy(module)" in record.message
 
 
+def test_nothing_is_said_of_a_module_that_needs_no_gradients(caplog) -> None:
+    module = nn.Linear(2, 2).requires_grad_(False)
+
+    ModuleEncoder(module)
+
+    assert not caplog.records
+    assert not module.training
+
+
 def _from_file(path: Path, text: str) -> Any:
     path.write_text(text)
     linecache.clearcache()

@@ -202,7 +202,7 @@ def describe(view: WorkerView) -> str:
     >>> describe(WorkerView(number=2, stage="read", sample=7428, seconds=0.42))
     'worker 2 reading sample 7,428 for 0.4 s'
     """
-    doing = _DOING[view.stage]
+    doing = _DOING.get(view.stage, view.stage)
     if view.name:
         return f"{view.name} {doing}"
     who = f"worker {view.number}" if view.number else "this process"
@@ -287,7 +287,7 @@ def _workers(snapshot: Snapshot) -> Table:
             sample = "(for work, or for room)"
         who = f"  {view.name or f'worker {view.number}'}" if view.number else "  this process"
         since = f"{view.seconds:.1f} s" if (busy and not view.name) or view.stage == "start" else ""
-        table.add_row(who, _DOING[view.stage], sample, since)
+        table.add_row(who, _DOING.get(view.stage, view.stage), sample, since)
     if len(snapshot.workers) > _WORKERS_SHOWN:
         table.add_row(f"  and {len(snapshot.workers) - _WORKERS_SHOWN} more", "", "", "")
     return table

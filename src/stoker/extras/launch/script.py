@@ -72,7 +72,7 @@ class StartScript(BaseModel):
     install: tuple[Word, ...] = (".",)
     constraints: Word | None = None
     command: Annotated[str, Field(max_length=2000), AfterValidator(_plain)] | None = None
-    """In place of validate, precompute and train; None or empty: these."""
+    """In place of validate, precompute and train; None or empty runs these."""
     secrets: tuple[Variable, ...] = ()
     workdir: Annotated[Text, AfterValidator(_absolute)]
     gpus: Annotated[int, Field(ge=1, le=64)] = 1
