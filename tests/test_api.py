@@ -42,6 +42,7 @@ def test_these_are_the_public_names() -> None:
         "TorchSource",
         "Weights",
         "Windows",
+        "Zip",
         "__version__",
         "cached",
         "find_batch_size",
@@ -50,6 +51,7 @@ def test_these_are_the_public_names() -> None:
         "precompute",
         "profile",
         "subset",
+        "zip",
     ]
 
 

@@ -60,6 +60,7 @@ PROTOCOLS = (
 """Methods of these mean the same in each class that has them, and are described here."""
 MADE_ELSEWHERE = {
     "stoker.Cache": "open_cache and precompute make it",
+    "stoker.Zip": "zip makes it",
     "stoker.store.access.Column": "a Cache makes it",
     "stoker.cli.command.CommandOutput": "command_output makes it",
     "stoker.export.ExportWriter": "export_cache makes it",
@@ -78,7 +79,7 @@ INTERNAL = {
     "stoker.sources.splits.SplitOf": ("places",),
     "stoker.transforms.Crop": ("as_cut",),
     "stoker.transforms.Flip": ("as_cut",),
-    "stoker.TorchSource": ("structure", "probed_indices", "probe_again", "seconds_per_item"),
+    "stoker.TorchSource": ("structure", "probed_indices", "probe_again", "seconds_per_item", "keys_given"),
     "stoker.plan.Plan": ("holding",),
 }
 """Members that other parts of the package use; the pages leave them out."""

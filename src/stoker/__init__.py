@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stoker.encoders.module import ModuleEncoder
     from stoker.encoders.protocol import Encoder
     from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
+    from stoker.loader.zipped import Zip, zip
     from stoker.precompute import Timeouts, precompute
     from stoker.profile.run import profile
     from stoker.sources.arrays import ArraySource
@@ -76,6 +77,7 @@ __all__ = [
     "TorchSource",
     "Weights",
     "Windows",
+    "Zip",
     "__version__",
     "cached",
     "find_batch_size",
@@ -84,6 +86,7 @@ __all__ = [
     "precompute",
     "profile",
     "subset",
+    "zip",
 ]
 
 _HOMES = {
@@ -117,7 +120,9 @@ _HOMES = {
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
     "profile": "stoker.profile.run",
+    "Zip": "stoker.loader.zipped",
     "subset": "stoker.loader",
+    "zip": "stoker.loader.zipped",
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 

@@ -1,6 +1,7 @@
 """Adapt loaders to frameworks that ask for more than an iterable with state (docs/how-to/trainers.md).
 
-`as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`.
+`as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`. `to_numpy` and `to_jax` hand the
+tensors of a batch to other libraries without copying them.
 
 Batches go by their number in the epoch: a DataLoader without workers has a sampler that counts, and a dataset
 whose item `n` is batch `n`. So what frameworks do to skip batches on a resume (a sampler that leaves out the
@@ -10,14 +11,86 @@ first ones, as `accelerate.skip_first_batches`) is a change of position here, an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader
+from stoker.loader.batch import map_tensors
 
-__all__ = ["as_dataloader"]
+__all__ = ["as_dataloader", "to_jax", "to_numpy"]
+
+
+def to_numpy(batch: Any) -> Any:
+    """Return a batch with NumPy arrays in place of tensors, over the same memory, on the CPU.
+
+    A `Loader` calls it for each batch if it is the last of `transforms`.
+
+    Args:
+        batch: What a loader hands out.
+
+    Returns:
+        A batch of the same kind. bfloat16, which NumPy lacks, comes as float32, a copy.
+
+    Raises:
+        ConfigError: A tensor is on another device.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.integrations import to_numpy
+        >>> loader = stoker.cached([{"x": torch.ones(2)}] * 6, batch_size=4, transforms=[to_numpy])
+        >>> type(next(iter(loader))["x"]).__name__
+        'ndarray'
+    """
+    return map_tensors(batch, _numpy)
+
+
+def _numpy(tensor: Tensor) -> Any:
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"a batch is on {tensor.device}, and NumPy has the CPU alone",
+            hint="Make the loader with device='cpu'",
+        )
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def to_jax(batch: Any) -> Any:
+    """Return a batch with JAX arrays in place of tensors, over the same memory where JAX allows it (DLPack).
+
+    A `Loader` calls it for each batch if it is the last of `transforms`. JAX keeps 32 bits of int64 and float64
+    unless `jax_enable_x64` is set; then it copies these.
+
+    Args:
+        batch: What a loader hands out, on the CPU or a GPU.
+
+    Returns:
+        A batch of the same kind.
+
+    Raises:
+        ConfigError: JAX is not installed.
+    """
+    try:
+        dlpack = import_module("jax.dlpack")
+        numpy = import_module("jax.numpy")
+    except ImportError as error:
+        raise ConfigError(f"JAX cannot be imported: {error}", hint="pip install jax") from error
+    return map_tensors(batch, partial(_jax, dlpack, numpy))
+
+
+def _jax(dlpack: Any, numpy: Any, tensor: Tensor) -> Any:
+    wide = tensor.dtype in (torch.int64, torch.float64)
+    if (
+        tensor.dtype == torch.bool
+        or not tensor.numel()
+        or (wide and numpy.zeros(1, "int64").dtype != "int64")
+    ):
+        return numpy.asarray(tensor.cpu().numpy())
+    return dlpack.from_dlpack(tensor.detach().contiguous())
 
 
 def as_dataloader(loader: Loader) -> DataLoader[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError, arg
+from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, number_examples, time_field
 from stoker.loader.options import Options, check_share, check_static
@@ -128,7 +128,11 @@ def decide(
     lengths = _sizes(cache, table, outputs) if options.order.startswith("bucket") else None
     if lengths is not None and cuts is not None:  # windows: as long as their records
         lengths = lengths[examples.locate(np.arange(examples.count), examples.first)[0]]
-    order = order_of(options, outputs, examples.count, draws, lengths)
+    order = options.follow or order_of(options, outputs, examples.count, draws, lengths)
+    if order.count != examples.count:
+        raise MissingRecordError(
+            f"{cache.path} has {examples.count} records for {order.count} of another cache"
+        )
     table = replace(table, own=own_records(order, examples, options.rank, options.world_size))
     demand = replace(
         _demand(cache, table, outputs, options.batch_size, str(options.device)),
@@ -256,8 +260,8 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     reservation = ledger.claim()
     probed = probe(device=str(options.device), path=cache.path)
     resources = reservation.usable(probed, shard_parts(cache, table.shards(), demand.record_bytes))
-    # Joined columns come later, and may have to move along.
-    early = () if cache.joined else options.transforms
+    # Joined columns and caches come later, and may have to move along.
+    early = () if cache.joined or options.zipped else options.transforms
     return Design(
         cache=cache,
         table=table,

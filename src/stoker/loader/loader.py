@@ -21,6 +21,7 @@ from stoker.loader.records import joined_indices
 from stoker.loader.serving import FillServing, Repairer, Serving, begin_serving
 from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import BatchFinisher, ColumnAdder, FixedBatch, Transform
+from stoker.loader.zipped import BatchZipper, Zip, members_of
 from stoker.store.access import Table
 from stoker.store.cache import open_cache
 from stoker.units import format_bytes, format_count
@@ -58,7 +59,7 @@ class Loader(EpochIterable):
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
-        cache: Cache | str | Path,
+        cache: Cache | Zip | str | Path,
         batch_size: int = 1,
         *,
         shuffle: bool | str = False,
@@ -85,7 +86,7 @@ class Loader(EpochIterable):
         """Decide what is served from where; records are read when iteration begins.
 
         Args:
-            cache: What to serve, or its path or URL, see `open_cache`. One that is being filled
+            cache: What to serve, its path or URL, or caches joined by `stoker.zip`. One that is being filled
                 (`precompute(wait=False)`) is served meanwhile, in block order; another with records missing
                 needs a filler, which then encodes them first.
             batch_size: Examples in a batch of this rank: windows if `windows` is given, else records.
@@ -135,7 +136,8 @@ class Loader(EpochIterable):
         """
         refuse_workers()
         cache = cast("Cache", open_cache(cache) if isinstance(cache, str | Path) and str(cache) else cache)
-        check_cache(cache)
+        main = cache.main if isinstance(cache, Zip) else cache
+        check_cache(main)
         timeout_s, pin_memory = take_dataloader_arguments(dataloader, (*Options.__slots__, "shuffle"))
         shuffle = True if weights is not None and isinstance(shuffle, bool) else shuffle  # they are drawn
         options = Options(
@@ -147,7 +149,7 @@ class Loader(EpochIterable):
             rank=rank,
             world_size=world_size,
             order=order_text(shuffle, partition),
-            indices=joined_indices(cache, indices),
+            indices=indices if isinstance(cache, Zip) else joined_indices(main, indices),
             weights=cast("Weights | None", weights),
             dtype=cast("str | None", dtype),
             static=static,
@@ -163,12 +165,24 @@ class Loader(EpochIterable):
         )
         self._begin(cache, options)
 
-    def _begin(self, cache: Cache, options: Options) -> None:
+    def _begin(self, given: Cache | Zip, options: Options) -> None:
+        self._given, self._asked = given, options
+        self._names: Mapping[str, str] = {}
+        """By field of the first of several caches, the name in batches."""
+        members = members_of(given, options) if isinstance(given, Zip) else {}
+        cache = given.main if isinstance(given, Zip) else given
+        if members:
+            first = next(iter(members.values()))
+            options, self._names = first.options, first.names
         self._options = options
         self._columns = None if cache.joined is None else ColumnAdder(cache.joined, static=options.static)
         self._fixed = FixedBatch() if options.static and options.transforms else None
         self._repairer = Repairer()
         self._serving: Serving = begin_serving(cache, self._options, self._repairer)
+        self._partners = {
+            name: (_follower(one.cache, one.options, self._serving.design), one.names)
+            for name, one in [*members.items()][1:]
+        }
         self._structure: ItemStructure = None
         """That of a dataset's items, which its batches have."""
         self._turn = PendingStrip()
@@ -187,9 +201,14 @@ class Loader(EpochIterable):
         return self._serving.plan
 
     @property
-    def dataset(self) -> Cache:
-        """The cache, under the name that a `DataLoader` has for it."""
-        return self._serving.design.cache
+    def dataset(self) -> Any:
+        """The `Cache` or `Zip`, under the name that a `DataLoader` has for it."""
+        return self._given if isinstance(self._given, Zip) else self._serving.design.cache
+
+    @property
+    def members(self) -> dict[str, Loader]:
+        """Of caches joined by `stoker.zip`, the loaders of all but the first, each with a plan of its own."""
+        return {name: loader for name, (loader, _) in self._partners.items()}
 
     @property
     def batch_size(self) -> int:
@@ -204,7 +223,7 @@ class Loader(EpochIterable):
     @property
     def repaired(self) -> int:
         """Damaged records that this process has encoded again from their source."""
-        return self._repairer.records
+        return self._repairer.records + sum(loader.repaired for loader in self.members.values())
 
     @property
     def major_faults(self) -> int:
@@ -233,7 +252,7 @@ class Loader(EpochIterable):
                 f"{self!r} serves a cache that is being filled, which another process cannot follow",
                 hint=f"Pickle it when the cache is complete, or leave {arg('wait', False)} out",
             )
-        options = replace(self._options, meter=None)
+        options = replace(self._asked, meter=None)
         return _restored, (self.dataset, options, self._structure, self.state_dict())
 
     def __enter__(self) -> Self:
@@ -245,6 +264,8 @@ class Loader(EpochIterable):
     def close(self) -> None:
         """Release the memory that holds records, and close files. The next pass would fill it again."""
         self._serving.close()
+        for loader in self.members.values():
+            loader.close()
 
     def _repr_html_(self) -> str:
         rows = tuple((row.tier, format_count(row.records), format_bytes(row.bytes)) for row in self.plan.rows)
@@ -322,10 +343,12 @@ class Loader(EpochIterable):
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
         epoch, position = last = self._place.begin()
         serving, meter = self._serving, self._options.meter
+        partners = self._partners_from(epoch, position)
         finish = BatchFinisher(
             self._options,
             made_on=serving.device,
             columns=self._columns,
+            partners=partners,
             fixed=self._fixed,
             structure=structure,
         )
@@ -356,9 +379,21 @@ class Loader(EpochIterable):
                 del strip, batches  # they refer to memory that may be released before the next ones
         finally:
             strips.close()
+            if partners is not None:
+                partners.close()
         if meter is not None:
             meter.ended()
         self._place.end(epoch, last)
+
+    def _partners_from(self, epoch: int, position: int) -> BatchZipper | None:
+        """Return the batches of the other caches from a position on; None: there is one cache."""
+        if not self._partners:
+            return None
+        passes: list[tuple[Iterator[Any], Mapping[str, str]]] = []
+        for loader, names in self._partners.values():
+            loader._place.restore((epoch, position))
+            passes.append((loader._pass(), names))
+        return BatchZipper(self._names, passes)
 
     def _follow(self, state: dict[str, Any]) -> None:
         """Serve while the cache is filled, or from a complete one, as the loader did whose state this is."""
@@ -371,6 +406,13 @@ class Loader(EpochIterable):
         """Serve the cache as a complete one, if it is by now, or when it is."""
         if (cache := self._serving.complete(wait=wait)) is not None:
             self._serving = Serving(cache, self._options, self._repairer)
+
+
+def _follower(cache: Cache, options: Options, design: Design) -> Loader:
+    """Return a loader of a cache that serves a partner for each record of another loader, in its order."""
+    loader = Loader.__new__(Loader)
+    loader._begin(cache, replace(options, follow=design.order))
+    return loader
 
 
 def _restored(cache: Cache, options: Options, structure: ItemStructure, state: dict[str, Any]) -> Loader:
@@ -396,6 +438,11 @@ def design_of(loader: Loader) -> Design:
             f"a mixture has fields by name, and the transforms of {loader!r} are for the structure of its "
             "dataset's items",
             hint="Make the mixture of loader.dataset, and give it transforms of fields",
+        )
+    if loader._partners:
+        raise ConfigError(
+            f"a mixture takes one cache of each member, and {loader!r} joins several",
+            hint="Iterate over its loaders in turn",
         )
     if loader._serving.steps is None:
         raise ConfigError(

@@ -25,6 +25,7 @@ from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
+    from stoker.loader.order import Order
     from stoker.loader.outputs import Normalization
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
@@ -88,6 +89,10 @@ class Options:
     transforms: tuple[Transform, ...]
     pin_memory: bool
     meter: StallMeter | None
+    follow: Order | None = None
+    """The order of another loader, of whose examples these are the partners; None: an order of its own."""
+    zipped: tuple[str, ...] = ()
+    """Says which records of which other caches come with these, for the state."""
 
     @property
     def windowed(self) -> bool:

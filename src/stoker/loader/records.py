@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
 from stoker.loader.batch import Windows, time_field
-from stoker.loader.tiers import MemorySink, read_column
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
+from stoker.store.access import MemorySink, read_column
 from stoker.store.index import spread
 from stoker.store.shard import offsets_in
 

@@ -47,6 +47,7 @@ def dump(design: Design, at: tuple[int, int], *, filled: bool = False) -> dict[s
         "records": design.records_digest,
         "windows": None if options.windows is None else options.windows.text(),
         "world": design.share.world_size,
+        **({"zipped": [*options.zipped]} if options.zipped else {}),
         **({} if design.fill is None else {"beside": design.fill.kind}),
         **({FILLED: True} if filled and design.fill is not None else {}),
         **({NOTED: transforms} if transforms else {}),

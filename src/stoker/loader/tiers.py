@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,14 +27,14 @@ from torch import Tensor
 from stoker.errors import StalledError, arg
 from stoker.plan.resources import use_device
 from stoker.runtime import libc
-from stoker.store.shard import PIECE_BYTES, offsets_in
+from stoker.store.access import MemorySink, read_column
+from stoker.store.shard import offsets_in
 from stoker.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from stoker.loader.records import RecordTable
     from stoker.schema import Field, Schema
     from stoker.store import Cache, Shard
-    from stoker.store.shard import ColumnSink
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
@@ -124,46 +124,6 @@ def aligned_starts(sizes: NDArray[np.int64], align: int) -> NDArray[np.int64]:
     starts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(-(-sizes // align) * align, out=starts[1:])
     return starts
-
-
-def read_column(cache: Cache, shard: int, name: str, sink: ColumnSink | None = None) -> None:
-    """Read and verify one field of a shard, into `sink` if given, else only into the page cache.
-
-    Rows that the index left out as damaged are neither checked nor served, nor given to `sink`.
-
-    Raises:
-        CorruptError: The bytes do not match their checksums.
-    """
-    handle, bad = cache.shard(shard), set(cache.index.shards[shard].bad)
-    if not bad:
-        handle.verify_column(name, sink)
-        return
-    size, begin = handle.columns[name].field.row_bytes, 0
-    for row in range(handle.rows):
-        length = handle.length(name, row)
-        if row not in bad:
-            data = np.ascontiguousarray(handle.read(name, row)).reshape(-1).view(np.uint8).data
-            for at in range(0, 0 if sink is None else len(data), PIECE_BYTES):
-                piece = data[at : at + PIECE_BYTES]
-                cast("ColumnSink", sink).room(begin + at, len(piece))[:] = piece
-                cast("ColumnSink", sink).filled(begin + at, len(piece))
-        begin += length * size
-
-
-class MemorySink:
-    """Takes a column into memory that has room for all of it."""
-
-    piece_bytes = PIECE_BYTES
-
-    def __init__(self, out: Tensor) -> None:
-        self._space = bytes_of(out)
-
-    def room(self, offset: int, size: int) -> memoryview[Any]:
-        """Return the place where these bytes belong."""
-        return self._space[offset : offset + size]
-
-    def filled(self, offset: int, size: int) -> None:
-        """Nothing is left to do."""
 
 
 def record_rows(layout: MemoryLayout, table: RecordTable) -> NDArray[np.int64]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from stoker.loader.options import Options
     from stoker.loader.outputs import OutputSpec
     from stoker.loader.serving import Strip
+    from stoker.loader.zipped import BatchZipper
     from stoker.sources.torch_items import ItemStructure
     from stoker.store.joins import JoinedColumns
 
@@ -152,7 +153,9 @@ class TransformChain:
             batch = step(batch, own, (*position, place))
             if batch is None:
                 raise ConfigError(f"transforms: {step.name} returned None", hint="Return the batch, changed")
-            batch = RecordBatch(batch) if type(batch) is dict else batch
+            if type(batch) is dict:
+                batch = RecordBatch(batch)
+                batch.position = position
         return structured(batch, structure) if flat and structure is not None else batch
 
 
@@ -368,6 +371,7 @@ class BatchFinisher:
         *,
         made_on: torch.device,
         columns: ColumnAdder | None = None,
+        partners: BatchZipper | None = None,
         fixed: FixedBatch | None = None,
         structure: ItemStructure = None,
     ) -> None:
@@ -377,6 +381,7 @@ class BatchFinisher:
             options: Of the loader.
             made_on: Where batches are made.
             columns: Columns of a table that batches are given before they are transformed.
+            partners: Adds the fields of other caches, before they are transformed.
             fixed: Keeps what transforms return at fixed addresses.
             structure: Of the dataset's items, which batches get; None: they stay fields by name.
         """
@@ -384,12 +389,14 @@ class BatchFinisher:
         self._structure = structure
         self.position = (0, 0)
         self._options, self._columns, self._fixed = options, columns, fixed
+        self._partners = partners
         self._moves = options.device != made_on
         self._pins = options.pin_memory and options.device.type == "cpu" and torch.cuda.is_available()
 
     def __bool__(self) -> bool:
         """Return True if there is anything to do."""
-        return any((self._moves, self._pins, self._options.transforms, self._columns, self._structure))
+        added = (self._columns, self._partners)
+        return any((self._moves, self._pins, self._options.transforms, *added, self._structure))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip. `position` is that of the batch that came last."""
@@ -406,6 +413,8 @@ class BatchFinisher:
             copied = perf_counter()
             if self._columns is not None:
                 batch = self._columns.added(batch)
+            if self._partners is not None:
+                batch = self._partners.added(batch)
             if count:
                 keys = keys or self._keys(strip, epoch, _device_of(batch))
                 change = partial(

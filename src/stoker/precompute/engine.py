@@ -51,6 +51,7 @@ from stoker.schema import DtypeName, Schema, columns_of, dtype_names
 from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
+from stoker.sources.torch_dataset import TorchSource
 from stoker.store import Cache, Failure, Folder, Recipe, open_folder
 from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
@@ -417,6 +418,7 @@ def begin_precompute(
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     if not settings.overwrite and _ready(folder, settings) is not None:
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings)
+    folder.note_keys(source)
     filler = EncodeFiller(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
@@ -446,6 +448,8 @@ def run_precompute(
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     cache = None if settings.overwrite else _ready(folder, settings)
+    given = isinstance(source, TorchSource) and source.keys_given
+    folder.note_keys(source, again=cache is None or given)
     if cache is None:
         with Interrupts() as interrupts, ExitStack() as turn:
             waited = take_turn(

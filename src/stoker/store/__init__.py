@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stoker.store.cache import BadRecord, Cache, VerifyReport, open_cache
+from stoker.store.cache import Cache, open_cache
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.format import Column
 from stoker.store.index import Index, Segments, load_recipe
 from stoker.store.recipe import Difference, Digests, FileDigest, Recipe, RecipePart, diff_recipes, make_recipe
 from stoker.store.shard import Shard
+from stoker.store.verify import BadRecord, VerifyReport
 from stoker.store.write import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:

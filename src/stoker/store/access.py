@@ -15,7 +15,8 @@ from torch import Tensor
 
 from stoker.errors import RecordError
 from stoker.schema import Field
-from stoker.store.values import read_field, torch_dtype
+from stoker.store.shard import PIECE_BYTES, ColumnSink
+from stoker.store.values import read_field, torch_dtype, view_bytes
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -90,6 +91,67 @@ def _stacked(values: list[Tensor], field: Field | None) -> Tensor | list[Tensor]
     return torch.stack(values)
 
 
+def read_column(cache: Cache, shard: int, name: str, sink: ColumnSink | None = None) -> None:
+    """Read and verify one field of a shard, into `sink` if given, else only into the page cache.
+
+    Rows that the index left out as damaged are neither checked nor served, nor given to `sink`.
+
+    Raises:
+        CorruptError: The bytes do not match their checksums.
+    """
+    handle, bad = cache.shard(shard), set(cache.index.shards[shard].bad)
+    if not bad:
+        handle.verify_column(name, sink)
+        return
+    size, begin = handle.columns[name].field.row_bytes, 0
+    for row in range(handle.rows):
+        length = handle.length(name, row)
+        if row not in bad:
+            data = np.ascontiguousarray(handle.read(name, row)).reshape(-1).view(np.uint8).data
+            for at in range(0, 0 if sink is None else len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                cast("ColumnSink", sink).room(begin + at, len(piece))[:] = piece
+                cast("ColumnSink", sink).filled(begin + at, len(piece))
+        begin += length * size
+
+
+class MemorySink:
+    """Takes a column into memory that has room for all of it."""
+
+    piece_bytes = PIECE_BYTES
+
+    def __init__(self, out: Tensor) -> None:
+        self._space = view_bytes(out.reshape(-1))
+
+    def room(self, offset: int, size: int) -> memoryview[Any]:
+        """Return the place where these bytes belong."""
+        return self._space[offset : offset + size]
+
+    def filled(self, offset: int, size: int) -> None:
+        """Nothing is left to do."""
+
+
+def read_whole(cache: Cache, name: str, field: Field) -> Tensor:
+    """Return a field of all stored records, `(len(cache), *shape)`, in the order of `cache.indices`.
+
+    Args:
+        cache: Left as it is.
+        name, field: A field of one shape that is not quantized.
+
+    Raises:
+        CorruptError: A record is damaged.
+    """
+    runs, out = cache.segments, torch.empty((len(cache), *field.shape), dtype=torch_dtype(field.dtype))
+    begins = np.cumsum(runs.count) - runs.count
+    for shard in sorted({*runs.shard.tolist()}):
+        column = torch.empty((cache.shard(shard).rows, *field.shape), dtype=out.dtype)
+        read_column(cache, shard, name, MemorySink(column))
+        for place in np.flatnonzero(runs.shard == shard).tolist():
+            begin, row, count = int(begins[place]), int(runs.row[place]), int(runs.count[place])
+            out[begin : begin + count] = column[row : row + count]
+    return out
+
+
 class Column:
     """One field of a cache, `cache["latent"]`; records are read when it is indexed, every byte checked.
 
@@ -135,6 +197,9 @@ class Column:
             return self._cache[key][self.name]
         if is_index(key):
             return self._read(sample_index(key, self._cache.index.count))
+        whole = isinstance(key, slice) and key == slice(None)
+        if whole and not (self._field.ragged or self._field.quantized):
+            return read_whole(self._cache, self.name, self._field)
         indices = selected(self._cache, key).tolist()
         return _stacked([self._read(index) for index in indices], self._field)
 

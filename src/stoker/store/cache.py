@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,11 +30,10 @@ from stoker.errors import (
     ResourceError,
     StalledError,
 )
-from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
-from stoker.schema import JsonResult, Schema, unfolded
+from stoker.schema import Schema, unfolded
 from stoker.store.access import Column, Table, describe, is_index, preview, read_many, sample_index, selected
 from stoker.store.failures import Failure
-from stoker.store.format import INDEX_FILE, RECIPE_FILE, axis_length, is_shard_name
+from stoker.store.format import RECIPE_FILE, axis_length, is_shard_name
 from stoker.store.index import (
     Index,
     LostShard,
@@ -51,50 +49,22 @@ from stoker.store.index import (
     without_lost,
     write_index,
 )
+from stoker.store.keys import SampleKeys, joint_keys, read_keys
 from stoker.store.recipe import Difference, Recipe, diff_recipes
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
 from stoker.store.storage import UsageLock, display_path, lock_index, note_use, open_storage, resolve_local
 from stoker.store.values import read_field
-from stoker.units import MIB, format_count, format_few
+from stoker.store.verify import VerifyReport, verify
+from stoker.units import format_count, format_few
 
 if TYPE_CHECKING:
+    from stoker.store.dataset import CacheDataset
     from stoker.store.joins import JoinedColumns
 
 log = logging.getLogger("stoker")
 MOST_NAMED = 20
 """Names of caches that an error lists."""
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRecord(JsonResult):
-    """One damaged record, or a damaged file that holds none."""
-
-    index: int
-    """Sample number; -1 when no record is affected."""
-    shard: str
-    """File name."""
-    why: str
-    """What is wrong with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport(JsonResult):
-    """Records read by a verification, and what was wrong."""
-
-    json_keys = ("records", "ok", "bad", "unchecked")
-
-    records: int
-    """Records read."""
-    bad: list[BadRecord]
-    """Everything damaged; empty when all is well."""
-    unchecked: list[str] = field(default_factory=list[str])
-    """What was not looked at, in words; empty when every byte was read."""
-
-    @property
-    def ok(self) -> bool:
-        """True if nothing is damaged."""
-        return not self.bad
 
 
 class Filler(Protocol):
@@ -342,6 +312,81 @@ class Cache:
             raise self._unusable(path, f"{path} is not the shard that the index pins: swapped or replaced")
         return shard
 
+    def keys(self) -> SampleKeys:
+        """Return the key of each sample, by sample index, as its source named it: a file, a row, an id.
+
+        Raises:
+            MissingRecordError: The cache was made before keys were kept.
+
+        Examples:
+            >>> import stoker, torch
+            >>> data = stoker.TorchSource([{"x": torch.ones(1) * i} for i in range(3)], keys=["a", "b", "c"])
+            >>> cache = stoker.precompute(data, None, "caches", name="keyed")
+            >>> list(cache.keys()), cache.index_of("c"), cache.get("c")["x"]
+            (['a', 'b', 'c'], 2, tensor([2.]))
+        """
+        return self._keys
+
+    @cached_property
+    def _keys(self) -> SampleKeys:
+        return read_keys(self._storage, self.index.count)
+
+    def index_of(self, key: str) -> int:
+        """Return the sample index of a key.
+
+        Args:
+            key: One of `keys()`.
+
+        Raises:
+            MissingRecordError: No sample has it, or several have.
+        """
+        return self._keys.index_of(key, str(self.path))
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        """Return the record of the sample with a key; see `keys` and `cache[index]`.
+
+        Args:
+            key: One of `keys()`.
+        """
+        return self[self.index_of(key)]
+
+    def where(self, condition: str) -> NDArray[np.int64]:
+        """Return the sample indices of stored records that meet a condition, for `indices=` of a `Loader`.
+
+        Args:
+            condition: SQL as after WHERE (SQLite's), over fields that hold one number, joined columns, `key`
+                and `number`, the sample index.
+
+        Raises:
+            ConfigError: It is no such condition; names the columns that there are.
+
+        Examples:
+            >>> import stoker, torch
+            >>> data = [{"x": torch.ones(2), "label": i % 3} for i in range(6)]
+            >>> cache = stoker.precompute(data, None, "caches", name="labels")
+            >>> cache.where("label > 0 AND number < 4")
+            array([1, 2])
+        """
+        from stoker.store.where import find_where
+
+        return find_where(self, condition)
+
+    def as_dataset(self) -> CacheDataset:
+        """Return the stored records as a map-style `Dataset`, for a `DataLoader` with a sampler of its own.
+
+        It can be pickled, and reads the items of a batch together. A `Loader` is faster and needs no workers.
+
+        Examples:
+            >>> import stoker, torch
+            >>> cache = stoker.precompute([{"x": torch.ones(2)}] * 6, None, "caches", name="six")
+            >>> batches = torch.utils.data.DataLoader(cache.as_dataset(), batch_size=3)
+            >>> next(iter(batches))["x"].shape
+            torch.Size([3, 2])
+        """
+        from stoker.store.dataset import CacheDataset  # imports torch.utils.data
+
+        return CacheDataset(self)
+
     def lengths(self, field: str) -> NDArray[np.int64]:
         """Return the steps along axis 0 of a field of each stored record, in the order of `indices`.
 
@@ -370,7 +415,7 @@ class Cache:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
             seed: Decides which records, below 1.
         """
-        return _verify(self, subset, seed)
+        return verify(self, subset, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the place of a sample's record: its shard in the index, and its row there.
@@ -600,104 +645,6 @@ def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Read a cache and say which records are damaged, without stopping at the first.
-
-
-THREADS = 4
-"""Shards that are read at a time: hashing lets go of the interpreter's lock, and so do reads."""
-SLOWEST_BYTES_PER_S = MIB
-"""Storage that gives less than this to one reader hangs, as far as anybody can tell."""
-
-
-def read_timeout_s(shards: Sequence[ShardInfo]) -> float:
-    """Return the seconds that reading the largest of these shards in full may take."""
-    return MAP_TIMEOUT_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
-
-
-def _verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
-    if not 0 < subset <= 1:
-        raise ConfigError(f"subset is {subset}, expected more than 0 and at most 1")
-    bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
-    if subset < 1:
-        count = math.ceil(subset * len(cache))
-        numbers = np.sort(np.random.default_rng(seed).choice(cache.indices, count, replace=False))
-        bad += _bad_of_sample(cache, numbers.tolist())
-        unchecked = [
-            f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
-            "digests of whole columns, padding",
-            "recipe and index after they were opened",
-        ]
-    else:
-        count, unchecked = len(cache), []
-        shards = range(len(cache.index.shards))
-        what, timeout_s = f"verifying the shards of {cache.path}", read_timeout_s(cache.index.shards)
-        for found in map_in_order(
-            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, timeout_s=timeout_s
-        ):
-            bad += found
-        bad += _bad_files(cache)
-    records = count + sum(lost.entry.records for lost in cache.lost)
-    return VerifyReport(records=records, bad=bad, unchecked=unchecked)
-
-
-def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
-    for number in _served(cache, lost.entry).values():
-        yield BadRecord(index=number, shard=lost.entry.file, why=str(lost.error()))
-
-
-def _served(cache: Cache, entry: ShardInfo) -> dict[int, int]:
-    """Return the global numbers that a shard serves, by row."""
-    offset = cache.recipe.parts[entry.part].offset
-    return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
-
-
-def _bad_of_sample(cache: Cache, numbers: list[int]) -> Iterator[BadRecord]:
-    for number in numbers:
-        try:
-            cache[number]
-        except (FormatError, OSError) as error:
-            place = int(np.searchsorted(cache.segments.first, number, side="right")) - 1
-            shard = cache.index.shards[int(cache.segments.shard[place])].file
-            yield BadRecord(index=number, shard=shard, why=str(error))
-
-
-def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
-    entry = cache.index.shards[i]
-    served = _served(cache, entry)
-    if not served:
-        return
-    try:
-        # Through the cache, which compares with the index; not as an earlier read left it.
-        shard = cache.fresh_shard(i)
-    except (FormatError, OSError) as error:
-        yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
-        return
-    for name in shard.columns:
-        yield from _bad_of_column(shard, name, served)
-    try:
-        shard.check_padding()
-    except (CorruptError, OSError) as error:
-        yield BadRecord(index=-1, shard=entry.file, why=str(error))
-
-
-def _bad_of_column(shard: Shard, field: str, served: dict[int, int]) -> Iterator[BadRecord]:
-    for row, why in shard.damage(field).items():
-        if row in served:
-            yield BadRecord(index=served[row], shard=shard.name, why=why)
-
-
-def _bad_files(cache: Cache) -> Iterator[BadRecord]:
-    try:
-        load_recipe(cache.path)
-    except (FormatError, OSError) as error:
-        yield BadRecord(index=-1, shard=RECIPE_FILE, why=str(error))
-    try:
-        load_index(cache.path, cache.recipe)
-    except (FormatError, OSError) as error:
-        yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))
-
-
-# ----------------------------------------------------------------------------------------------------------
 # A cache while it is being filled: in which order that is done, and what of it is there by now.
 #
 # The process that fills and those that serve meanwhile agree on the order: it follows from the recipe.
@@ -818,6 +765,10 @@ class JointCache(Cache):
         """Return shard `i`, opened by the cache that it belongs to."""
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
         return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
+
+    @cached_property
+    def _keys(self) -> SampleKeys:
+        return joint_keys([member.keys() for member in self.members])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the paths of the members alone."""

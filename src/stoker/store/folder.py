@@ -17,12 +17,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.encoders.weights import weights_to_bytes
-from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
+from stoker.errors import ConfigError, FormatError, ReadOnlyError, SourceError, StalledError
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import make_folder, sync_folder
 from stoker.runtime.jsonio import canonical_json, read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.schema import Sample, Schema, schema_text
+from stoker.sources.protocol import Source
 from stoker.store.cache import Cache, open_indexed
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.format import FINGERPRINT, RECIPE_FILE, SOURCES_FILE, WEIGHTS_FOLDER, is_shard_name
@@ -35,6 +36,7 @@ from stoker.store.index import (
     presence,
     read_info,
 )
+from stoker.store.keys import has_keys, put_keys
 from stoker.store.recipe import FileDigest, Recipe
 from stoker.store.storage import Storage, UsageLock, lock_index, note_use, open_storage, sweep
 from stoker.store.write import RecordWriter, WriterSettings
@@ -370,6 +372,22 @@ class Folder:
         known = self.failures()
         self.quarantine_many([failure for failure in failures if failure.number not in known])
         return gained
+
+    def note_keys(self, source: Source, *, again: bool = True) -> None:
+        """Keep the keys of the source's samples next to their records, for those who join caches by key.
+
+        Args:
+            source: Of these records.
+            again: Ask the source also where keys are kept already.
+        """
+        if not again and has_keys(self._storage, self.recipe.count):
+            return
+        try:
+            put_keys(self._storage, source.keys())
+        except ReadOnlyError:
+            log.debug("%s: the keys of its samples cannot be written", self.path)
+        except SourceError as error:
+            log.warning("%s has no keys of its samples: %s", self.path, error)
 
     def same_samples(self) -> SampleLookup | None:
         """Return a lookup of records in sibling caches by the digest of their samples; None if of no use.

@@ -73,6 +73,7 @@ def index_in_place(
     """
     places = _places_of(source)
     folder = open_folder(Path(cache_dir), name, _recipe(source, places, Digests(Path(cache_dir), identity)))
+    folder.note_keys(source)
     while True:
         progress = folder.path.stat().st_mtime_ns
         try:

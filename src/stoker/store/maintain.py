@@ -20,7 +20,7 @@ from stoker.runtime.files import zero_ranges
 from stoker.runtime.jsonio import canonical_json
 from stoker.schema import JsonResult
 from stoker.store import format
-from stoker.store.cache import BadRecord, Cache, open_cache
+from stoker.store.cache import Cache, open_cache
 from stoker.store.compressed import Compression, check_compression
 from stoker.store.format import DAMAGED, FINGERPRINT, RECIPE_FILE, is_shard_name
 from stoker.store.index import (
@@ -45,6 +45,7 @@ from stoker.store.storage import (
     resolve_local,
     sweep,
 )
+from stoker.store.verify import BadRecord
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
 from stoker.units import MIB
 

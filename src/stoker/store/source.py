@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, MissingRecordError, SourceError
 from stoker.schema import Field, Sample, Schema, digest_json
 from stoker.sources.protocol import Part, PartedSource, SourceIdentity
 from stoker.store.cache import Cache, open_cache
@@ -92,12 +92,16 @@ class CacheSource(PartedSource[_Records]):
         return f"{records.cache.path}, record {records.cache.indices[row]}"
 
     def keys(self) -> Sequence[str]:
-        """Return cache and number of each record; a cache does not say which samples belong together."""
-        return [
-            f"{records.cache.name}/{number}"
-            for records in self._parts()
-            for number in records.cache.indices.tolist()
-        ]
+        """Return the keys of the samples; cache and number of those of a cache made before keys were kept."""
+        found: list[str] = []
+        for records in self._parts():
+            numbers = records.cache.indices.tolist()
+            try:
+                keys = records.cache.keys()
+                found += [keys[number] for number in numbers]
+            except MissingRecordError:
+                found += [f"{records.cache.name}/{number}" for number in numbers]
+        return found
 
     def schema(self) -> Schema:
         """Return the fields of a record, as they are read."""

@@ -22,6 +22,7 @@ from stoker.schema import JsonResult
 from stoker.store.cache import Cache, open_cache, peek_cache
 from stoker.store.format import (
     INDEX_FILE,
+    KEYS_FILE,
     RECIPE_FILE,
     SOURCES_FILE,
     WEIGHTS_FOLDER,
@@ -291,7 +292,7 @@ def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
     """Failures, names of sources, and the encoder's weights."""
     storage = open_storage(source.path)
     for name in storage.list():
-        if name == SOURCES_FILE or is_failures_name(name):
+        if name in (SOURCES_FILE, KEYS_FILE) or is_failures_name(name):
             write_file(target / name, storage.read(name, limit_bytes=1 << 30))
     bring_weights(source.recipe, mirror.root.path, target.parent.parent)
 
@@ -364,7 +365,7 @@ def push(
     bring_weights(cache.recipe, cache.path.parent.parent, root)
     _send_shards(cache, entries, storage, report, listen)
     for name in open_storage(cache.path).list():
-        if name == SOURCES_FILE or is_failures_name(name):
+        if name in (SOURCES_FILE, KEYS_FILE) or is_failures_name(name):
             storage.put(name, (cache.path / name).read_bytes())
     catalog = ShardCatalog(storage, cache.recipe)
     catalog.exclude(noted_damage(cache.index))

@@ -1,0 +1,193 @@
+"""Records by the key of their sample: kept next to the records, looked up, filtered, and handed to others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import stoker
+from stoker.errors import ConfigError, MissingRecordError
+from stoker.store.transfer import pull, push
+
+Items = list[dict[str, Any]]
+
+
+def items(count: int) -> Items:
+    return [{"x": torch.full((3,), float(i)), "label": torch.tensor(i % 4)} for i in range(count)]
+
+
+def keyed(folder: Path, keys: Sequence[str], *, name: str = "keyed") -> stoker.Cache:
+    source = stoker.TorchSource(items(len(keys)), keys=keys, version="1")
+    return stoker.precompute(source, None, folder, name=name, workers=0, progress=None)
+
+
+ODD = ["a/1.png", 'quote"d', "new\nline", "ünï", "", "7", "a/1"]
+
+
+def test_a_cache_keeps_the_keys_of_its_samples(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, ODD)
+
+    again = stoker.open_cache(tmp_path / "keyed")
+
+    assert list(cache.keys()) == list(again.keys()) == ODD
+    assert [again.index_of(key) for key in ODD] == list(range(len(ODD)))
+    assert again.get("new\nline")["x"].tolist() == [2, 2, 2]
+
+
+def test_files_are_the_keys_of_records_made_of_them(tmp_path: Path) -> None:
+    for name in ("run1", "run2"):
+        np.save(tmp_path / f"{name}.npy", np.arange(6, dtype=np.float32).reshape(3, 2))
+    source = stoker.ArraySource([tmp_path / "run1.npy", tmp_path / "run2.npy"])
+
+    cache = stoker.precompute(source, None, tmp_path / "caches", name="runs", workers=0, progress=None)
+    in_place = stoker.index_in_place(source, tmp_path / "caches", name="there")
+
+    assert list(cache.keys()) == list(source.keys()) == list(in_place.keys())
+
+
+def test_samples_without_keys_of_their_own_go_by_their_index(tmp_path: Path) -> None:
+    cache = stoker.precompute(items(12), None, tmp_path, name="plain", workers=0, progress=None)
+
+    assert cache.index_of("11") == 11
+    assert (cache.path / "keys.jsonl").stat().st_size < 200  # nothing is kept for each
+
+
+def test_an_unknown_key_and_one_of_several_samples_say_so(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, ["a", "b", "a"])
+
+    with pytest.raises(MissingRecordError, match=r"no sample .* key 'c'.*'a', 'b'"):
+        cache.get("c")
+    with pytest.raises(MissingRecordError, match=r"2 samples .* key 'a', the first is sample 0"):
+        cache.get("a")
+
+
+def test_damaged_or_missing_keys_are_noted_again_by_the_same_precompute(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, ["a", "b", "c"])
+    path = cache.path / "keys.jsonl"
+
+    for change in (lambda: path.write_bytes(path.read_bytes().replace(b'"b"', b'"x"')), path.unlink):
+        change()
+        with pytest.raises(stoker.StokerError, match="Run the same precompute again"):
+            stoker.open_cache(cache.path).keys()
+        assert list(keyed(tmp_path, ["a", "b", "c"]).keys()) == ["a", "b", "c"]
+
+
+def test_other_keys_for_the_same_samples_are_noted(tmp_path: Path) -> None:
+    first = keyed(tmp_path, ["a", "b", "c"])
+
+    second = keyed(tmp_path, ["x", "y", "z"])
+
+    assert second.fingerprint == first.fingerprint
+    assert list(second.keys()) == ["x", "y", "z"]
+
+
+def test_keys_travel_with_a_cache(tmp_path: Path) -> None:
+    keyed(tmp_path / "a", ODD)
+    url = f"file://{tmp_path / 'there'}"
+    push(tmp_path / "a" / "keyed", url, mirror_dir=tmp_path / "m")
+
+    pull(f"{url}/keyed", tmp_path / "b")
+
+    assert list(stoker.open_cache(tmp_path / "b" / "keyed").keys()) == ODD
+    assert list(stoker.open_cache(f"{url}/keyed").keys()) == ODD
+
+
+def test_where_picks_records_by_their_numbers_and_keys(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, [f"{'train' if i % 2 else 'val'}/{i}" for i in range(20)])
+
+    assert cache.where("label = 3 AND number > 10").tolist() == [11, 15, 19]
+    assert cache.where("key LIKE 'val/%' OR label IN (1)").tolist() == [
+        i for i in range(20) if i % 2 == 0 or i % 4 == 1
+    ]
+    assert cache.where("label > 9").tolist() == []
+    loader = stoker.Loader(cache, 4, indices=cache.where("label = 2"))
+    assert {int(label) for batch in loader for label in batch["label"]} == {2}
+
+
+def test_where_reads_joined_columns(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, list("abcdef"))
+    (tmp_path / "table.csv").write_text(
+        "id,split\n" + "".join(f"{i},{'train' if i < 4 else 'val'}\n" for i in range(6))
+    )
+    join = {
+        "table": tmp_path / "table.csv",
+        "key": "id",
+        "columns": {"split": {"text": ["train", "val"]}},
+    }
+
+    joined = stoker.open_cache(cache.path, join=join)
+
+    assert joined.where("split = 1").tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "label >",
+        "unknown = 1",
+        "1) ; DROP TABLE records; --",
+        "1); SELECT (1",
+        "1 IN (SELECT name FROM pragma_database_list) AND load_extension('x')",
+    ],
+)
+def test_a_condition_that_is_none_is_refused_with_the_columns_there_are(
+    tmp_path: Path, condition: str
+) -> None:
+    cache = keyed(tmp_path, list("abc"))
+
+    with pytest.raises(ConfigError, match=r"not understood.*number, key, label"):
+        cache.where(condition)
+
+
+def test_a_condition_that_never_ends_is_stopped(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, list("abc"))
+    endless = "1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)"
+
+    with pytest.raises(ConfigError, match="not understood"):
+        cache.where(endless)
+
+
+def test_a_cache_is_a_dataset_for_samplers_and_workers_of_others(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, [str(i) for i in range(30)])
+    dataset = cache.as_dataset()
+    sampler = WeightedRandomSampler([0.0] * 15 + [1.0] * 15, 12)
+
+    batches = [*DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=1)]
+
+    assert [batch["x"].shape for batch in batches] == [(4, 3)] * 3
+    assert all(int(x) >= 15 for batch in batches for x in batch["x"][:, 0])
+    assert pickle.loads(pickle.dumps(dataset))[-1]["x"].tolist() == [29, 29, 29]
+    assert [item["x"][0].item() for item in dataset.__getitems__([7, 3, 7])] == [7, 3, 7]
+    with pytest.raises(IndexError):
+        dataset[30]
+
+
+def test_quarantined_samples_are_no_items_of_a_dataset(tmp_path: Path) -> None:
+    data = items(10)
+    data[4]["x"] = torch.tensor([0.0, float("nan"), 0.0])
+    cache = stoker.precompute(
+        data, None, tmp_path, name="holes", max_quarantined=0.2, workers=0, progress=None
+    )
+
+    dataset = cache.as_dataset()
+
+    assert len(dataset) == 9
+    assert dataset.numbers.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert dataset[4]["x"][0].item() == 5
+
+
+def test_a_whole_column_is_what_its_records_say(tmp_path: Path) -> None:
+    data = items(25)
+    data[3]["x"] = torch.tensor([float("inf")] * 3)
+    cache = stoker.precompute(
+        data, None, tmp_path, name="whole", max_quarantined=0.1, workers=0, progress=None
+    )
+
+    assert torch.equal(cache["x"][:], torch.stack([cache[i]["x"] for i in cache.indices.tolist()]))
