@@ -87,6 +87,7 @@ NO_EXAMPLE = {
     "stoker.Source": "a protocol: see ArraySource and docs/how-to/plugins.md",
     "stoker.Encoder": "a protocol: see ModuleEncoder",
     "stoker.FeatureEncoder": "needs a model of transformers",
+    "stoker.integrations.to_jax": "needs JAX",
     "stoker.DatasetsSource": "needs the package datasets",
     "stoker.export.ExportWriter": "see Exporter",
     "stoker.export.ExportReport": "see export_cache",

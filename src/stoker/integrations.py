@@ -60,10 +60,10 @@ def _numpy(tensor: Tensor) -> Any:
 
 
 def to_jax(batch: Any) -> Any:
-    """Return a batch with JAX arrays in place of tensors, over the same memory where JAX allows it (DLPack).
+    """Return a batch with JAX arrays in place of tensors, over the same memory where JAX can (DLPack).
 
-    A `Loader` calls it for each batch if it is the last of `transforms`. JAX keeps 32 bits of int64 and float64
-    unless `jax_enable_x64` is set; then it copies these.
+    A `Loader` calls it for each batch if it is the last of `transforms`. Unless `jax_enable_x64` is set, JAX
+    keeps 32 bits of int64 and float64, which are copied then.
 
     Args:
         batch: What a loader hands out, on the CPU or a GPU.
@@ -83,12 +83,8 @@ def to_jax(batch: Any) -> Any:
 
 
 def _jax(dlpack: Any, numpy: Any, tensor: Tensor) -> Any:
-    wide = tensor.dtype in (torch.int64, torch.float64)
-    if (
-        tensor.dtype == torch.bool
-        or not tensor.numel()
-        or (wide and numpy.zeros(1, "int64").dtype != "int64")
-    ):
+    wide = tensor.dtype in (torch.int64, torch.float64) and numpy.zeros(1, int).itemsize == 4
+    if wide or tensor.dtype == torch.bool or not tensor.numel():
         return numpy.asarray(tensor.cpu().numpy())
     return dlpack.from_dlpack(tensor.detach().contiguous())
 

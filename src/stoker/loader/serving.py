@@ -89,7 +89,7 @@ class Repairer:
             owners = cache.owners(error)
             able = next((owner for owner in owners if owner.filler is not None), owners[0])
             repaired = self.repair(able, error)
-            return JointCache([repaired if member in owners else member for member in cache.members])
+            return cache.of([repaired if member in owners else member for member in cache.members])
         if cache.filler is None or not error.shard:
             raise error
         try:

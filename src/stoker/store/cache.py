@@ -350,6 +350,33 @@ class Cache:
         """
         return self[self.index_of(key)]
 
+    def updated(self, fixes: Cache | str | Path) -> Cache:
+        """Return this cache with records of another one in place of those with the same keys.
+
+        Nothing is copied or changed: both caches stay, and the records that are left out stay in the first.
+        A quarantined sample is served again if it is among the fixes.
+
+        Args:
+            fixes: A cache of the same fields and dtypes, or its path; its keys are among those of this one.
+
+        Raises:
+            ConfigError: The records have other fields or another encoder, or a key is not unique.
+            MissingRecordError: A key is not one of this cache.
+
+        Examples:
+            >>> import stoker, torch
+            >>> def keyed(values):
+            ...     items = [{"x": torch.tensor(x)} for x in values.values()]
+            ...     return stoker.TorchSource(items, keys=list(values))
+            >>> cache = stoker.precompute(keyed({"a": 1.0, "b": 2.0}), None, "caches", name="first")
+            >>> fixes = stoker.precompute(keyed({"b": 5.0}), None, "caches", name="fixes")
+            >>> cache.updated(fixes)["x"][:]
+            tensor([1., 5.])
+        """
+        from stoker.store.updated import UpdatedCache
+
+        return UpdatedCache(self, open_cache(fixes) if isinstance(fixes, str | Path) else fixes)
+
     def where(self, condition: str) -> NDArray[np.int64]:
         """Return the sample indices of stored records that meet a condition, for `indices=` of a `Loader`.
 
@@ -774,6 +801,10 @@ class JointCache(Cache):
         """Pickle the paths of the members alone."""
         return JointCache, (self.members,)
 
+    def of(self, members: Sequence[Cache]) -> Cache:
+        """Return the same cache of members that were opened again."""
+        return JointCache(members)
+
     def owners(self, error: CorruptError) -> list[Cache]:
         """Return the members that serve the damaged shard: several, if a cache is given twice.
 
@@ -789,7 +820,7 @@ class JointCache(Cache):
 def reopen(cache: Cache) -> Cache:
     """Return the same generation under a handle of its own: locks and descriptors do not survive a fork."""
     if isinstance(cache, JointCache):
-        return JointCache([reopen(member) for member in cache.members])
+        return cache.of([reopen(member) for member in cache.members])
     again = type(cache)(cache.path, cache.recipe, cache.index)
     again.filler, again.joined = cache.filler, cache.joined
     return again

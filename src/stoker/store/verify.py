@@ -137,6 +137,12 @@ def _bad_of_column(shard: Shard, field: str, served: dict[int, int]) -> Iterator
 
 
 def _bad_files(cache: Cache) -> Iterator[BadRecord]:
+    from stoker.store.cache import JointCache  # which imports this module
+
+    if isinstance(cache, JointCache):
+        for member in cache.members:
+            yield from _bad_files(member)
+        return
     try:
         load_recipe(cache.path)
     except (FormatError, OSError) as error:
