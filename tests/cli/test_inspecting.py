@@ -141,3 +141,29 @@ def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
     text = " ".join(strip_ansi(screen.getvalue()).split())
     assert "name burgers1d_train_and_more.h5, count 10000, selection [0, 9000]" in text
     assert "0123456789abcdef…89abcdef -> ffffffffffffffff…ffffffff" in text
+
+
+def test_get_shows_records_by_key_and_by_condition(project: Path) -> None:
+    run("precompute", "c.yaml")
+    path = "data/latent_cache/burgers1d_train"
+    key = run_json("cache", "get", path)["records"][3]["key"]
+
+    by_key = run_json("cache", "get", path, key)
+    met = run_json("cache", "get", path, "--where", "number % 2 = 1", "--limit", "2")
+    text, _ = run("cache", "get", path, key)
+
+    assert [(r["index"], r["key"]) for r in by_key["records"]] == [(3, key)]
+    assert by_key["records"][0]["fields"]["latent"]["dtype"] == "float16"
+    assert (met["count"], [r["index"] for r in met["records"]]) == (6, [1, 3])
+    assert f"sample 3, key {key}" in text
+
+
+def test_get_says_which_key_or_column_there_is_not(project: Path) -> None:
+    run("precompute", "c.yaml")
+    path = "data/latent_cache/burgers1d_train"
+
+    _, no_key = run("cache", "get", path, "nothing", exit_code=4)
+    _, no_column = run("cache", "get", path, "--where", "nothing > 1", exit_code=3)
+
+    assert "'nothing'" in no_key
+    assert "Columns of burgers1d_train are number, key" in no_column

@@ -97,6 +97,34 @@ def cache_show(out: CommandOutput, path: CachePath) -> None:
 
 
 @cli_command
+def cache_get(
+    out: CommandOutput,
+    path: CachePath,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys of samples: names of files or rows.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(metavar="SQL", help="A condition over columns, as 'label > 3'.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Records to show at most.")] = 10,
+) -> None:
+    """Show single records, by key or condition.
+
+    The first values of each field, read and checked. A condition may name fields that hold one number, `key`
+    and `number`, the sample index.
+
+    \b
+    Example:
+      stoker cache get data/latent_cache/cats cats/003
+      stoker cache get data/latent_cache/cats --where "key LIKE 'cats/%' AND label = 3" --limit 3
+    """
+    from stoker.cli import output
+    from stoker.run.caches import get_records
+
+    out.show(get_records(path, keys or [], where, limit), output.records)
+
+
+@cli_command
 def cache_why(
     out: CommandOutput,
     a: Annotated[

@@ -66,7 +66,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "stoker.cli.start": ("init", "data.inspect"),
     "stoker.cli.training": ("demo", "bench", "profile"),
     "stoker.cli.caches": (
-        *("cache.ls", "cache.show", "cache.why", "cache.verify", "cache.compact", "cache.gc"),
+        *("cache.ls", "cache.show", "cache.get", "cache.why", "cache.verify", "cache.compact", "cache.gc"),
         *("cache.push", "cache.pull", "data.stage"),
     ),
     "stoker.cli.serving": (

@@ -24,7 +24,7 @@ from rich.text import Text
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.run.caches import CacheFolder, CacheSummary, Explanation
+    from stoker.run.caches import CacheFolder, CacheSummary, Explanation, FoundRecords
     from stoker.run.demo import DemoResult
     from stoker.run.plan import PlanResult, TaskPlans
     from stoker.run.precompute import CacheResult, PrecomputeResult, RepairResult
@@ -174,6 +174,23 @@ def inspect_folder(result: CacheFolder, console: Console) -> None:
     table(console, rows, fixed=3, right=range(1, 3), gap=2)
     for name, why in result.unreadable.items():
         console.print(f"{escape(name)}: {escape(why)}")
+
+
+def records(result: FoundRecords, console: Console) -> None:
+    """Print a block for each record, a line for each of its fields."""
+    for record in result.records:
+        key = "" if record["key"] is None else f", key {record['key']}"
+        console.print(escape(f"sample {record['index']}{key}"), style="bold")
+        fields = cast("Mapping[str, Mapping[str, object]]", record["fields"])
+        rows = [
+            (f"  {name}", str(field["dtype"]), escape(str(field["values"]))) for name, field in fields.items()
+        ]
+        table(console, rows, fixed=2)
+    shown = len(result.records)
+    if shown < result.count:
+        console.print(f"{format_count(result.count - shown)} more; --limit shows more of them")
+    elif not shown:
+        console.print("no record meets the condition")
 
 
 def _compressed(result: CacheSummary) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.config import Config, load_config
 from stoker.encoders.wrappers import KEEPING, STEADY
-from stoker.errors import ConfigError, FormatError, SourceError, StokerError
+from stoker.errors import ConfigError, FormatError, MissingRecordError, SourceError, StokerError
 from stoker.run.build import CacheJob, build_jobs, grid_encoder_of
 from stoker.run.context import Run, kept_fields, names_of_caches
 from stoker.runtime.jsonio import as_object
@@ -31,6 +31,7 @@ from stoker.store import (
     make_recipe,
     open_cache,
 )
+from stoker.store.access import first_values
 from stoker.store.cache import peek_cache
 from stoker.store.format import RECIPE_FILE
 from stoker.store.recipe import stored_schema
@@ -109,6 +110,57 @@ def job_recipe(run: Run, job: CacheJob) -> Recipe:
         return in_place_recipe(job.source, digests)
     dtype = run.config.training.latent_cache_dtype
     return make_recipe(job.source, job.encoder, dtype=dtype, encode_batch=job.encode_batch, digests=digests)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Single records, by key or by a condition.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRecords(JsonResult):
+    """Records of a cache, as `stoker cache get` shows them."""
+
+    path: str
+    """The cache."""
+    count: int
+    """Records that were asked for, or that meet the condition."""
+    records: list[dict[str, Json]]
+    """The first of them: `index`, `key`, and by field shape, dtype and first values."""
+
+
+def get_records(path: str, keys: Sequence[str], where: str | None, limit: int) -> FoundRecords:
+    """Return records by key, or those that meet a condition; all where neither is given.
+
+    Raises:
+        MissingRecordError: No sample has a key, or the cache has no keys.
+        ConfigError: `where` is no condition.
+    """
+    cache = open_cache(path, require_complete=False)
+    indices = [cache.index_of(key) for key in keys]
+    if where is not None:
+        met = cache.where(where).tolist()
+        indices = [index for index in indices if index in met] if keys else met
+    elif not keys:
+        indices = cache.indices.tolist()
+    records: list[dict[str, Json]] = []
+    for index in indices[:limit]:
+        fields: dict[str, Json] = {
+            name: {
+                "shape": [*value.shape],
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "values": first_values(value),
+            }
+            for name, value in cache[index].items()
+        }
+        records.append({"index": index, "key": _key(cache, index), "fields": fields})
+    return FoundRecords(path=str(cache.path), count=len(indices), records=records)
+
+
+def _key(cache: Cache, index: int) -> str | None:
+    try:
+        return cache.keys()[index]
+    except MissingRecordError:
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------------

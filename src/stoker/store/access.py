@@ -263,7 +263,7 @@ def preview(cache: Cache, count: int) -> Table:
     """Return the first values of the first stored records, one record a row."""
     records = {index: cache[index] for index in cache.indices[:count].tolist()}
     names = next(iter(records.values()), cache.schema)
-    rows = ((str(index), *map(_values, record.values())) for index, record in records.items())
+    rows = ((str(index), *map(first_values, record.values())) for index, record in records.items())
     return Table(_title(cache), ("index", *names), tuple(rows))
 
 
@@ -286,7 +286,8 @@ def _figures(statistics: Any) -> tuple[str, ...]:
     return tuple("" if value is None else f"{value:.4g}" for value in found)
 
 
-def _values(value: Tensor) -> str:
+def first_values(value: Tensor) -> str:
+    """Return the shape of a field of one record, and its first values; a number as it is."""
     flat = value.reshape(-1)[:PREVIEW_VALUES].tolist()
     shown = ", ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in flat)
     if not value.ndim:
