@@ -101,7 +101,7 @@ def cache_get(
     out: CommandOutput,
     path: CachePath,
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys of samples: names of files or rows.")
+        list[str] | None, typer.Argument(metavar="KEY...", help="Keys of samples: names of files or rows.")
     ] = None,
     where: Annotated[
         str | None, typer.Option(metavar="SQL", help="A condition over columns, as 'label > 3'.")

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from stoker.store.dataset import CacheDataset
 
 Relation: TypeAlias = "Literal['key', 'stem', 'index'] | Mapping[str, str] | Callable[[str], str]"
-"""How the partner of a record is found: by equal keys, by keys without their file extension, by equal sample
-index, or by the partner's key for each key of the first cache."""
+"""How the partner of a record is found: by equal keys, by keys without their file extension, or by equal
+sample index. A dictionary or function gives the partner's key for each key of the first cache."""
 _NAMED = 5
 """Keys that an error names."""
 
