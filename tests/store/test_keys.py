@@ -37,7 +37,7 @@ def test_a_cache_keeps_the_keys_of_its_samples(tmp_path: Path) -> None:
     again = stoker.open_cache(tmp_path / "keyed")
 
     assert list(cache.keys()) == list(again.keys()) == ODD
-    assert [again.index_of(key) for key in ODD] == list(range(len(ODD)))
+    assert [again.keys().index(key) for key in ODD] == list(range(len(ODD)))
     assert again.get("new\nline")["x"].tolist() == [2, 2, 2]
 
 
@@ -55,7 +55,7 @@ def test_files_are_the_keys_of_records_made_of_them(tmp_path: Path) -> None:
 def test_samples_without_keys_of_their_own_go_by_their_index(tmp_path: Path) -> None:
     cache = stoker.precompute(items(12), None, tmp_path, name="plain", workers=0, progress=None)
 
-    assert cache.index_of("11") == 11
+    assert cache.keys().index("11") == 11
     assert (cache.path / "keys.jsonl").stat().st_size < 200  # nothing is kept for each
 
 

@@ -39,7 +39,7 @@ def test_replaced_records_are_served_and_the_others_stay(tmp_path: Path, base: s
     fixes = keyed(tmp_path, {"k31": -31.0, "k0": -100.0, "k30": -30.0}, "fixes")
     expected = {i: float(i) for i in range(40)} | {0: -100.0, 30: -30.0, 31: -31.0}
 
-    updated = base.updated(fixes)
+    updated = stoker.open_cache(base.path, updates=fixes)
 
     assert updated.complete
     for tier in ("host", "disk"):
@@ -68,7 +68,7 @@ def test_records_of_many_shards_are_replaced(tmp_path: Path) -> None:
         made(tmp_path / "b", [-1.0, -2, -3, -4]),
     )
 
-    updated = base.updated(fixes)
+    updated = stoker.open_cache(base.path, updates=fixes)
 
     assert len(base.index.shards) > 5
     assert updated["x"][:][:, 0].tolist() == [-1, -2, -3, -4, *range(4, 30)]
@@ -77,8 +77,10 @@ def test_records_of_many_shards_are_replaced(tmp_path: Path) -> None:
 
 
 def test_updates_follow_one_another(tmp_path: Path, base: stoker.Cache) -> None:
-    once = base.updated(keyed(tmp_path, {"k1": -1.0, "k2": -2.0}, "first"))
-    twice = once.updated(keyed(tmp_path, {"k2": -22.0}, "second"))
+    first = keyed(tmp_path, {"k1": -1.0, "k2": -2.0}, "first")
+    second = keyed(tmp_path, {"k2": -22.0}, "second")
+    once = stoker.open_cache(base.path, updates=first)
+    twice = stoker.open_cache(base.path, updates=[first, second.path])
 
     assert [twice[i]["x"][0].item() for i in range(4)] == [0, -1, -22, 3]
     assert len({base.fingerprint, once.fingerprint, twice.fingerprint}) == 3
@@ -94,7 +96,7 @@ def test_a_quarantined_sample_is_served_once_it_is_fixed(tmp_path: Path) -> None
     fixed = stoker.TorchSource([{"x": torch.full((8,), 3.0)}], keys=["k3"], version="2")
     fixes = stoker.precompute(fixed, None, tmp_path, name="fixed", workers=0, progress=None)
 
-    updated = base.updated(fixes)
+    updated = stoker.open_cache(base.path, updates=fixes)
 
     assert len(base) == 5
     assert updated["x"][:][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -105,7 +107,7 @@ def test_a_state_of_the_cache_before_is_refused(tmp_path: Path, base: stoker.Cac
     loader = stoker.Loader(base, 4, shuffle=True)
     next(iter(loader))
 
-    updated = base.updated(keyed(tmp_path, {"k1": -1.0}, "fixes"))
+    updated = stoker.open_cache(base.path, updates=keyed(tmp_path, {"k1": -1.0}, "fixes"))
 
     with pytest.raises(StaleStateError, match="fingerprint"):
         stoker.Loader(updated, 4, shuffle=True).load_state_dict(loader.state_dict())
@@ -119,14 +121,14 @@ def test_a_damaged_fix_is_found(tmp_path: Path, base: stoker.Cache) -> None:
     shard.write_bytes(data)
 
     with pytest.raises(CorruptError, match="fixes"):
-        values_of(base.updated(stoker.open_cache(fixes.path)), tier="disk")
+        values_of(stoker.open_cache(base.path, updates=fixes.path), tier="disk")
 
 
 def test_what_is_no_fix_says_so(tmp_path: Path, base: stoker.Cache) -> None:
     with pytest.raises(MissingRecordError, match="'other'"):
-        base.updated(keyed(tmp_path, {"other": 1.0, "k1": 2.0}, "unknown"))
+        stoker.open_cache(base.path, updates=keyed(tmp_path, {"other": 1.0, "k1": 2.0}, "unknown"))
     with pytest.raises(ConfigError, match="same fields and dtypes"):
-        base.updated(keyed(tmp_path, {"k1": 1.0}, "narrow", dtype="float16"))
+        stoker.open_cache(base.path, updates=keyed(tmp_path, {"k1": 1.0}, "narrow", dtype="float16"))
 
 
 def test_records_of_another_encoder_are_no_fixes(tmp_path: Path) -> None:
@@ -137,4 +139,4 @@ def test_records_of_another_encoder_are_no_fixes(tmp_path: Path) -> None:
         return stoker.precompute(source, encoder, tmp_path, name=name, workers=0, progress=None)
 
     with pytest.raises(ConfigError, match="another encoder"):
-        encoded("one", 0).updated(encoded("two", 1))
+        stoker.open_cache(encoded("one", 0).path, updates=encoded("two", 1))

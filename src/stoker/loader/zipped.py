@@ -189,7 +189,7 @@ class Zip:
         Args:
             key: One of `keys()`.
         """
-        return self[self.main.index_of(key)]
+        return self[self.main.keys().index(key)]
 
     def where(self, condition: str) -> Zip:
         """Return the records that meet a condition, as a smaller `Zip`.

@@ -136,7 +136,7 @@ def get_records(path: str, keys: Sequence[str], where: str | None, limit: int) -
         ConfigError: `where` is no condition.
     """
     cache = open_cache(path, require_complete=False)
-    indices = [cache.index_of(key) for key in keys]
+    indices = [cache.keys().index(key) for key in keys]
     if where is not None:
         met = cache.where(where).tolist()
         indices = [index for index in indices if index in met] if keys else met

@@ -322,7 +322,7 @@ class Cache:
             >>> import stoker, torch
             >>> data = stoker.TorchSource([{"x": torch.ones(1) * i} for i in range(3)], keys=["a", "b", "c"])
             >>> cache = stoker.precompute(data, None, "caches", name="keyed")
-            >>> list(cache.keys()), cache.index_of("c"), cache.get("c")["x"]
+            >>> list(cache.keys()), cache.keys().index("c"), cache.get("c")["x"]
             (['a', 'b', 'c'], 2, tensor([2.]))
         """
         return self._keys
@@ -331,8 +331,8 @@ class Cache:
     def _keys(self) -> SampleKeys:
         return read_keys(self._storage, self.index.count)
 
-    def index_of(self, key: str) -> int:
-        """Return the sample index of a key.
+    def get(self, key: str) -> dict[str, Tensor]:
+        """Return the record of the sample with a key; see `keys` and `cache[index]`.
 
         Args:
             key: One of `keys()`.
@@ -340,42 +340,7 @@ class Cache:
         Raises:
             MissingRecordError: No sample has it, or several have.
         """
-        return self._keys.index_of(key, str(self.path))
-
-    def get(self, key: str) -> dict[str, Tensor]:
-        """Return the record of the sample with a key; see `keys` and `cache[index]`.
-
-        Args:
-            key: One of `keys()`.
-        """
-        return self[self.index_of(key)]
-
-    def updated(self, fixes: Cache | str | Path) -> Cache:
-        """Return this cache with records of another one in place of those with the same keys.
-
-        Nothing is copied or changed: both caches stay, and the records that are left out stay in the first.
-        A quarantined sample is served again if it is among the fixes.
-
-        Args:
-            fixes: A cache of the same fields and dtypes, or its path; its keys are among those of this one.
-
-        Raises:
-            ConfigError: The records have other fields or another encoder, or a key is not unique.
-            MissingRecordError: A key is not one of this cache.
-
-        Examples:
-            >>> import stoker, torch
-            >>> def keyed(values):
-            ...     items = [{"x": torch.tensor(x)} for x in values.values()]
-            ...     return stoker.TorchSource(items, keys=list(values))
-            >>> cache = stoker.precompute(keyed({"a": 1.0, "b": 2.0}), None, "caches", name="first")
-            >>> fixes = stoker.precompute(keyed({"b": 5.0}), None, "caches", name="fixes")
-            >>> cache.updated(fixes)["x"][:]
-            tensor([1., 5.])
-        """
-        from stoker.store.updated import UpdatedCache
-
-        return UpdatedCache(self, open_cache(fixes) if isinstance(fixes, str | Path) else fixes)
+        return self[self._keys.index(key)]
 
     def where(self, condition: str) -> NDArray[np.int64]:
         """Return the sample indices of stored records that meet a condition, for `indices=` of a `Loader`.
@@ -488,7 +453,11 @@ class Cache:
 
 
 def open_cache(
-    path: str | Path, *, require_complete: bool = True, join: Mapping[str, Any] | None = None
+    path: str | Path,
+    *,
+    require_complete: bool = True,
+    join: Mapping[str, Any] | None = None,
+    updates: Cache | str | Path | Sequence[Cache | str | Path] = (),
 ) -> Cache:
     """Return a cache, opened for reading.
 
@@ -499,8 +468,13 @@ def open_cache(
             (docs/how-to/objects.md).
         require_complete: Refuse a cache with missing records.
         join: Columns of a table next to the records, by the arguments of `stoker.store.join_table`.
+        updates: Caches of the same fields, dtypes and encoder, or their paths. Their records take the place
+            of those with the same keys, of the last one that has the key. Nothing is copied or changed, and
+            a quarantined sample among them is served.
 
     Raises:
+        ConfigError: Records of `updates` have other fields or another encoder, or a key is not unique.
+        MissingRecordError: A key of `updates` is not one of this cache.
         FormatError: There is no cache, or none that you may read.
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
@@ -514,6 +488,12 @@ def open_cache(
     """
     cache = peek_cache(path, require_complete=require_complete)
     note_use(cache.path)
+    given = [updates] if isinstance(updates, Cache | str | Path) else updates
+    if given:
+        from stoker.store.updated import UpdatedCache
+
+        for one in given:
+            cache = UpdatedCache(cache, one if isinstance(one, Cache) else open_cache(one))
     if join is None:
         return cache
     from stoker.store.joins import join_table  # few caches have a table next to them

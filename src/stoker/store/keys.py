@@ -103,23 +103,27 @@ class SampleKeys(Sequence[str]):
                 found[place], counts[place] = own[0], len(own)
         return found, counts
 
-    def index_of(self, key: str, where: str) -> int:
-        """Return the sample with a key.
+    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
+        """Return the sample index of a key.
+
+        Args:
+            value: The key.
+            start, stop: Sample indices to look among.
 
         Raises:
             MissingRecordError: None has it, or several have.
         """
-        found, counts = self.find([_line(key)])
-        if counts[0] == 1:
+        found, counts = self.find([_line(value)])
+        if counts[0] == 1 and found[0] in range(self._count)[start:stop]:
             return int(found[0])
-        if counts[0]:
+        if counts[0] > 1:
             raise MissingRecordError(
-                f"{counts[0]} samples of {where} have the key {key!r}, the first is sample {found[0]}",
+                f"{counts[0]} samples have the key {value!r}, the first is sample {found[0]}",
                 hint="Read them by sample index",
             )
         raise MissingRecordError(
-            f"no sample of {where} has the key {key!r}",
-            hint=f"Its keys are such as {format_few([repr(one) for one in self[:3]], 3)}",
+            f"no sample has the key {value!r}",
+            hint=f"Keys are such as {format_few([repr(one) for one in self[:3]], 3)}",
         )
 
 
