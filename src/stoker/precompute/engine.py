@@ -30,6 +30,7 @@ from stoker.precompute.inputs import as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
+from stoker.precompute.several import encode_together
 from stoker.precompute.settings import (
     EncodeShare,
     Engine,
@@ -437,43 +438,117 @@ def run_precompute(
     engine: Engine | None = None,
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
+    wish = CacheWish(name=name, encoder=encoder, settings=settings)
+    return run_together(source, [wish], cache_dir, engine=engine)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWish:
+    """One cache to have, of a source."""
+
+    name: str
+    encoder: Encoder | None
+    settings: PrecomputeSettings
+
+
+class _WishedCache:
+    """A cache that is looked at, and filled where it lacks something."""
+
+    def __init__(self, source: Source, wish: CacheWish, cache_dir: Path, *, start_early: bool) -> None:
+        self.source, self.encoder, self.settings, self.name = source, wish.encoder, wish.settings, wish.name
+        self.tally, self._cache_dir = _RunCounts(), cache_dir
+        early = partial(_start_early, wish.encoder, wish.settings) if start_early else None
+        self._recipe = recipe_of(source, wish.encoder, cache_dir, wish.settings, on_large_file=early)
+        self.folder = self._open()
+        self.cache = None if wish.settings.overwrite else _ready(self.folder, wish.settings)
+
+    def _open(self) -> Folder:
+        weights = None if self.encoder is None else self.encoder.weights()
+        return open_folder(self._cache_dir, self.name, self._recipe, weights=weights)
+
+    def take_turn(self, turn: ExitStack, interrupts: Interrupts) -> None:
+        """Wait until no other process encodes it, and look again.
+
+        Raises:
+            Interrupted: A signal came first.
+        """
+        settings = self.settings
+        waited = take_turn(
+            self.folder, turn, interrupts, quiet_s=settings.timeouts.total_s, shared=settings.together
+        )
+        if interrupts.signal is not None:
+            raise Interrupted("stopped while waiting for another process; nothing was begun")
+        if settings.overwrite and not waited and first_time(f"clear {self.folder.path}"):
+            clear(self.folder)
+            self.folder = self._open()
+        self.cache = _ready(self.folder, settings) if waited else None
+
+    def share(self, interrupts: Interrupts) -> EncodeShare:
+        """Return it as something to fill."""
+        return EncodeShare(
+            source=self.source,
+            encoder=self.encoder,
+            folder=self.folder,
+            settings=self.settings,
+            missing=np.empty(0, np.int64),
+            interrupts=interrupts,
+        )
+
+    def report(self) -> PrecomputeReport:
+        """Check what is stored, and report on it.
+
+        Raises:
+            IncompleteError, RecordError: It is not good enough for its settings.
+        """
+        cache, settings = self.cache, self.settings
+        assert cache is not None
+        check_quarantined(self.folder, settings)
+        check_values(cache, settings)
+        cache.filler = EncodeFiller(
+            self.source,
+            self.encoder,
+            self._cache_dir,
+            name=self.name,
+            settings=settings,
+            fingerprint=self._recipe.fingerprint,
+        )
+        return _report(cache, self.folder, self.tally)
+
+
+def run_together(
+    source: Source, wishes: Sequence[CacheWish], cache_dir: str | Path, *, engine: Engine | None = None
+) -> list[PrecomputeReport]:
+    """Have several caches of one source: those that lack something are filled in one pass over it.
+
+    Args:
+        source: Where samples are read, once.
+        wishes: The caches; timeouts, workers and the like are the same in the settings of all.
+        cache_dir: Folder of caches.
+        engine: Who encodes, where it is one cache; None: this machine.
+
+    Returns:
+        A report on each, in their order.
+
+    Raises:
+        StokerError: As `precompute`.
+    """
     if engine is None:
-        _require_devices(encoder, settings)
-    tally = _RunCounts()
+        for wish in wishes:
+            _require_devices(wish.encoder, wish.settings)
     cache_dir = resolve_local(cache_dir, must_exist=False)
-    start_early = partial(_start_early, encoder, settings) if engine is None else None
-    recipe = recipe_of(source, encoder, cache_dir, settings, on_large_file=start_early)
-    weights = None if encoder is None else encoder.weights()
-    folder = open_folder(cache_dir, name, recipe, weights=weights)
-    cache = None if settings.overwrite else _ready(folder, settings)
-    if cache is None:
+    caches = [_WishedCache(source, wish, cache_dir, start_early=engine is None) for wish in wishes]
+    if lacking := [cache for cache in caches if cache.cache is None]:
         with Interrupts() as interrupts, ExitStack() as turn:
-            waited = take_turn(
-                folder, turn, interrupts, quiet_s=settings.timeouts.total_s, shared=settings.together
-            )
-            if interrupts.signal is not None:
-                raise Interrupted("stopped while waiting for another process; nothing was begun")
-            if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
-                clear(folder)
-                folder = open_folder(cache_dir, name, recipe, weights=weights)
-            cache = _ready(folder, settings) if waited else None
-            if cache is None:
-                nothing = np.empty(0, np.int64)
-                share = EncodeShare(
-                    source=source,
-                    encoder=encoder,
-                    folder=folder,
-                    settings=settings,
-                    missing=nothing,
-                    interrupts=interrupts,
-                )
-                cache = _fill(share, engine or encode_here, tally)
-    check_quarantined(folder, settings)
-    check_values(cache, settings)
-    cache.filler = EncodeFiller(
-        source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
-    )
-    return _report(cache, folder, tally)
+            # In one order in every process, so that no two wait for each other.
+            for one in sorted(lacking, key=lambda one: one.folder.path):
+                one.take_turn(turn, interrupts)
+            lacking = [one for one in lacking if one.cache is None]
+            if len(lacking) == 1:
+                one = lacking[0]
+                one.cache = _fill(one.share(interrupts), engine or encode_here, one.tally)
+            elif lacking:
+                _fill_together(lacking, interrupts)
+    return [one.report() for one in caches]
 
 
 def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
@@ -507,12 +582,7 @@ def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
 
 def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
     """Encode all that is missing."""
-    folder, settings = whole.folder, whole.settings
-    if not settings.overwrite:
-        # Without the lock each rank would count the same records.
-        with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
-            tally.adopted = folder.adopt()
-        whole = replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+    folder, settings, whole = whole.folder, whole.settings, _adopted(whole, tally)
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
@@ -537,11 +607,76 @@ def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
         if not lost:
             return cache
         log.warning("%s proved damaged, to be encoded again", format_count(lost, "record"))
-    raise IncompleteError(
+    raise _all_damaged(folder, lost)
+
+
+def _adopted(whole: EncodeShare, tally: _RunCounts) -> EncodeShare:
+    """Take over what other caches of the folder have; return the share, with the samples that they know."""
+    folder = whole.folder
+    if whole.settings.overwrite:
+        return whole
+    # Without the lock each rank would count the same records.
+    with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
+        tally.adopted = folder.adopt()
+    return replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+
+
+def _fill_together(caches: Sequence[_WishedCache], interrupts: Interrupts) -> None:
+    """Encode all that several caches lack, each sample read once."""
+    wholes = {one.name: _adopted(one.share(interrupts), one.tally) for one in caches}
+    retry = caches[0].settings.retry_quarantined
+    lost = dict[str, int]()
+    for attempt in range(MOST_PASSES):
+        first = attempt == 0
+        missing = {
+            name: whole.folder.missing(retry_quarantined=retry and first, retry_transient=first)
+            for name, whole in wholes.items()
+        }
+        shares = [replace(whole, missing=missing[name]) for name, whole in wholes.items() if len(missing[name])]
+        _work_together(shares, [one.tally for one in caches if len(missing[one.name])])
+        for one in caches:
+            one.cache = one.folder.finish()
+        lost = {one.name: len(one.folder.missing(retry_transient=False)) for one in caches}
+        if not any(lost.values()):
+            return
+        log.warning("%s proved damaged, to be encoded again", format_count(sum(lost.values()), "record"))
+    raise _all_damaged(next(one.folder for one in caches if lost[one.name]), max(lost.values()))
+
+
+def _all_damaged(folder: Folder, lost: int) -> IncompleteError:
+    return IncompleteError(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written",
         hint="Choose another cache folder",
     )
+
+
+def _work_together(shares: Sequence[EncodeShare], tallies: Sequence[_RunCounts]) -> None:
+    """Have the shares of several caches encoded, and show it; errors as `_work`."""
+    if not shares:
+        return
+    if len(shares) == 1:
+        check_space(shares[0].folder.path, shares[0].folder.recipe.schema, len(shares[0].missing), probe())
+        _work(encode_here, shares[0], tallies[0])
+        return
+    path = shares[0].folder.path
+    check_space_together(path, [(one.folder.recipe.schema, len(one.missing)) for one in shares], probe(path=path))
+    sink = _sink(shares[0].settings)
+    try:
+        outcomes = encode_together(shares, sink)
+        for tally, done in zip(tallies, outcomes, strict=True):
+            tally.add(done)
+        if not all(done.finished for done in outcomes):
+            _raise_interrupted([share.folder for share in shares], shares[0].interrupts)
+        for share, done in zip(shares, outcomes, strict=True):
+            _note_failures(share, done, sink)
+    finally:
+        if sink is not None:
+            sink.close()
+
+
+def _sink(settings: PrecomputeSettings) -> ProgressSink | None:
+    return automatic() if settings.progress == "auto" else settings.progress
 
 
 def _work(engine: Engine, share: EncodeShare, tally: _RunCounts) -> None:
@@ -551,22 +686,23 @@ def _work(engine: Engine, share: EncodeShare, tally: _RunCounts) -> None:
         Interrupted: A signal came.
         StokerError: As `Engine`.
     """
-    settings = share.settings
-    sink = automatic() if settings.progress == "auto" else settings.progress
+    sink = _sink(share.settings)
     try:
         done = engine(share, sink)
         tally.add(done)
         if not done.finished:
-            _raise_interrupted(share.folder, share.interrupts)
+            _raise_interrupted([share.folder], share.interrupts)
         _note_failures(share, done, sink)
     finally:
         if sink is not None:
             sink.close()
 
 
-def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
-    folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
-    stored, count = folder.stored_count(), folder.recipe.count
+def _raise_interrupted(folders: Sequence[Folder], interrupts: Interrupts) -> None:
+    for folder in folders:
+        folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
+    stored = sum(folder.stored_count() for folder in folders)
+    count = sum(folder.recipe.count for folder in folders)
     what = interrupts.signal.name if interrupts.signal is not None else "a signal"
     raise Interrupted(
         f"stopped by {what}: {format_count(stored)} of {format_count(count)} records are stored. "
@@ -747,7 +883,12 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
     Raises:
         ResourceError: It does not fit; nothing has been written.
     """
-    needed = needed_bytes(schema, records)
+    check_space_together(folder, [(schema, records)], resources)
+
+
+def check_space_together(folder: Path, wanted: Sequence[tuple[Schema, int]], resources: Resources) -> None:
+    """Do as `check_space`, for records of several caches of one folder."""
+    needed, records = sum(needed_bytes(*one) for one in wanted), sum(count for _, count in wanted)
     if (limit := mirror_limit(folder)) is not None:  # what is uploaded makes room here
         needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
     files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
