@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import select
 import sys
 import time
@@ -14,23 +13,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
-from stoker.encoders.wrappers import keep_fields
-from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, RecordError, StokerError, arg
-from stoker.plan.resources import Resources, encode_on, probe, require_devices
+from stoker.encoders.wrappers import Augmentation, VariantEncoder, keep_fields, select_fields
+from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, StokerError, arg
+from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
 from stoker.precompute.encoder_processes import unpickled
-from stoker.precompute.inputs import as_encoder, as_source
+from stoker.precompute.inputs import EncoderLike, as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
-from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
-from stoker.precompute.several import encode_together
 from stoker.precompute.settings import (
     EncodeShare,
     Engine,
@@ -40,7 +37,8 @@ from stoker.precompute.settings import (
     Timeouts,
     as_timeouts,
 )
-from stoker.runtime.disk import FreeSpace, explain_disk_errors
+from stoker.precompute.several import encode_together, refuse_alone, settings_of
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.locks import lock_folder, lock_holder
@@ -48,21 +46,19 @@ from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts, first_time
-from stoker.schema import DtypeName, Schema, columns_of, dtype_names
+from stoker.schema import DtypeName, dtype_names
 from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
-from stoker.store import Cache, Failure, Folder, Recipe, open_folder
+from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
-from stoker.store.storage import INDEX_WAIT_S, mirror_limit, open_storage, resolve_local
-from stoker.store.write import OPEN_PARTS
-from stoker.units import MIB, format_count, format_percent
+from stoker.store.storage import INDEX_WAIT_S, open_storage, resolve_local
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.utils.data import Dataset
 
 
@@ -215,6 +211,7 @@ def _take(
 
 
 log = logging.getLogger("stoker")
+Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device] | None"
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
 
@@ -240,16 +237,17 @@ class _RunCounts:
         self.abandoned_workers = done.abandoned_workers
 
 
-def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
+@overload
+def precompute(
     source: Source | Dataset[Any],
-    encoder: Encoder | nn.Module | None,
+    encoder: EncoderLike,
     cache_dir: str | Path,
     *,
     name: str,
     dtype: DtypeName | Mapping[str, DtypeName] | None = None,
     encode_batch: int | None = None,
     workers: int | None = None,
-    device: str | torch.device | Sequence[str | torch.device] | None = None,
+    device: Devices = None,
     timeouts: Timeouts | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
@@ -258,17 +256,63 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     max_error: float | None = None,
     compression: Compression = "none",
     part: tuple[int, int] = (0, 1),
+    fields: str | Sequence[str] = (),
     keep: str | Sequence[str] = (),
+    variants: int | None = None,
+    augment: Augmentation | Sequence[Augmentation] = (),
+    variant_seed: int = 0,
     progress: ProgressSink | Literal["auto"] | bool | None = "auto",
     wait: bool = True,
     engine: Engine | None = None,
-) -> Cache:
+) -> Cache: ...
+@overload
+def precompute(
+    source: Source | Dataset[Any],
+    encoder: Mapping[str, EncoderLike],
+    cache_dir: str | Path,
+    *,
+    name: str,
+    **settings: Any,
+) -> dict[str, Cache]: ...
+def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
+    source: Source | Dataset[Any],
+    encoder: EncoderLike | Mapping[str, EncoderLike],
+    cache_dir: str | Path,
+    *,
+    name: str,
+    dtype: DtypeName | Mapping[str, Any] | None = None,
+    encode_batch: int | Mapping[str, int] | None = None,
+    workers: int | None = None,
+    device: Devices | Mapping[str, Devices] = None,
+    timeouts: Timeouts | Mapping[str, float] | None = None,
+    max_quarantined: float = 0.001,
+    retry_quarantined: bool = False,
+    nan: Literal["reject", "allow"] = "reject",
+    overwrite: bool = False,
+    max_error: float | Mapping[str, float] | None = None,
+    compression: Compression | Mapping[str, Compression] = "none",
+    part: tuple[int, int] = (0, 1),
+    fields: str | Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+    keep: str | Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+    variants: int | Mapping[str, int] | None = None,
+    augment: Augmentation | Sequence[Augmentation] | Mapping[str, Augmentation | Sequence[Augmentation]] = (),
+    variant_seed: int = 0,
+    progress: ProgressSink | Literal["auto"] | bool | None = "auto",
+    wait: bool = True,
+    engine: Engine | None = None,
+) -> Cache | dict[str, Cache]:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
+
+    With several encoders, as `{"latents": vae, "text": t5}`, each sample is read once for all the caches that
+    lack it. The caches are called `<name>_latents` and `<name>_text`, and are those that a call for each of
+    them alone makes and finds. Settings of records (`dtype`, `encode_batch`, `device`, `max_error`,
+    `compression`, `fields`, `keep`, `variants`, `augment`) are for all, or a mapping by the same keys.
 
     Args:
         source: What to read: a source, or any map-style Dataset, see `TorchSource`.
         encoder: What to apply: an encoder, or a frozen module, which takes the field `data`, the only field,
-            or the first of a tuple; see `ModuleEncoder`. None stores samples as they are.
+            or the first of a tuple; see `ModuleEncoder`. A list of names stores these fields of samples as
+            they are, None all of them. A mapping makes several caches in one pass over the source.
         cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`.
         name: Name of the cache, which goes to `<cache_dir>/<name>/<fingerprint>/`.
         dtype: Storage dtype of float fields, for all or by field name; None: as encoded.
@@ -289,7 +333,14 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             that it makes smaller by a tenth.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the entire cache.
+        fields: Fields of the encoder's output to store; none named: all, which with many encoders includes
+            fields of the sample that they do not take.
         keep: Fields of the raw sample to store next to what the encoder makes of it.
+        variants: Number of variants of each sample that `augment` makes and the encoder encodes; axis 0 of
+            the fields of a record that they change, see `Cache.variants`.
+        augment: What makes a variant: `f(batch, keys)`, or several in order, as in `stoker.transforms`. The
+            keys follow from the content of a sample, the variant's number and `variant_seed`.
+        variant_seed: Another one gives other variants.
         progress: Where progress goes. `"auto"` or True: live on a terminal, else a line every ten seconds on
             standard error. None or False: nowhere.
         wait: False: return while another process encodes. A `Loader` serves what is there, and its first
@@ -301,7 +352,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
 
     Returns:
         The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and
-        encoder, with which a loader has damaged records encoded again.
+        encoder, with which a loader has damaged records encoded again. Of several encoders, a dict of caches
+        by their keys, in the same order.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -319,27 +371,38 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         (20, torch.Size([2]), torch.float16)
     """
     source = as_source(source)
-    encoder = as_encoder(encoder, source)
-    if device is None:
-        device = "cpu" if encoder is None else str(weights_device(encoder))
-    devices = encode_on(device)
-    settings = PrecomputeSettings(
-        dtype=dtype_names(dtype),
-        encode_batch=encode_batch,
-        workers=workers,
-        device=devices[0],
-        devices=devices,
-        timeouts=as_timeouts(timeouts),
-        max_quarantined=max_quarantined,
-        retry_quarantined=retry_quarantined,
-        nan=nan,
-        overwrite=overwrite,
-        max_error=max_error,
-        compression=compression,
-        part=part,
-        progress="auto" if progress is True else progress or None,
-    )
-    encoder = keep_fields(encoder, keep)
+    shared: dict[str, Any] = {
+        "workers": workers,
+        "timeouts": as_timeouts(timeouts),
+        "max_quarantined": max_quarantined,
+        "retry_quarantined": retry_quarantined,
+        "nan": nan,
+        "overwrite": overwrite,
+        "part": part,
+        "progress": "auto" if progress is True else progress or None,
+    }
+    of_cache: dict[str, Any] = {
+        "dtype": dtype,
+        "encode_batch": encode_batch,
+        "device": device,
+        "max_error": max_error,
+        "compression": compression,
+        "fields": fields,
+        "keep": keep,
+        "variants": variants,
+        "augment": augment,
+        "variant_seed": variant_seed,
+    }
+    if isinstance(encoder, Mapping):
+        refuse_alone(wait=wait, engine=engine, part=part, name=name, keys=[*encoder])
+        wishes = [
+            _wish(f"{name}_{key}", source, one, shared, settings_of(key, [*encoder], of_cache))
+            for key, one in encoder.items()
+        ]
+        reports = run_together(source, wishes, cache_dir)
+        return {key: report.cache for key, report in zip(encoder, reports, strict=True)}
+    wish = _wish(name, source, encoder, shared, of_cache)
+    encoder, settings = wish.encoder, wish.settings
     if wait:
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
     if engine is not None:
@@ -355,6 +418,30 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     told = _tell_ranks(name, cache.fingerprint, None, filling=cache.filling is not None)
     agree_on_order(cache, filling=_is_filled_by_any(told, name, cache.fingerprint))
     return cache
+
+
+def _wish(
+    name: str, source: Source, given: EncoderLike, shared: Mapping[str, Any], of_cache: Mapping[str, Any]
+) -> CacheWish:
+    """Return one cache to have, of arguments of `precompute`."""
+    encoder = as_encoder(given, source)
+    device, variants, augment = (of_cache[name] for name in ("device", "variants", "augment"))
+    if device is None:
+        device = "cpu" if encoder is None else str(weights_device(encoder))
+    devices = encode_on(device)
+    settings = PrecomputeSettings(
+        dtype=dtype_names(of_cache["dtype"]),
+        encode_batch=of_cache["encode_batch"],
+        device=devices[0],
+        devices=devices,
+        max_error=of_cache["max_error"],
+        compression=of_cache["compression"],
+        **shared,
+    )
+    if variants is not None or augment != ():
+        encoder = VariantEncoder(encoder, variants or 0, augment, seed=of_cache["variant_seed"])
+    encoder = keep_fields(select_fields(encoder, of_cache["fields"]), of_cache["keep"])
+    return CacheWish(name=name, encoder=encoder, settings=settings)
 
 
 _Told = tuple[str, str, Problem | None, bool]
@@ -632,7 +719,9 @@ def _fill_together(caches: Sequence[_WishedCache], interrupts: Interrupts) -> No
             name: whole.folder.missing(retry_quarantined=retry and first, retry_transient=first)
             for name, whole in wholes.items()
         }
-        shares = [replace(whole, missing=missing[name]) for name, whole in wholes.items() if len(missing[name])]
+        shares = [
+            replace(whole, missing=missing[name]) for name, whole in wholes.items() if len(missing[name])
+        ]
         _work_together(shares, [one.tally for one in caches if len(missing[one.name])])
         for one in caches:
             one.cache = one.folder.finish()
@@ -660,7 +749,9 @@ def _work_together(shares: Sequence[EncodeShare], tallies: Sequence[_RunCounts])
         _work(encode_here, shares[0], tallies[0])
         return
     path = shares[0].folder.path
-    check_space_together(path, [(one.folder.recipe.schema, len(one.missing)) for one in shares], probe(path=path))
+    check_space_together(
+        path, [(one.folder.recipe.schema, len(one.missing)) for one in shares], probe(path=path)
+    )
     sink = _sink(shares[0].settings)
     try:
         outcomes = encode_together(shares, sink)
@@ -747,159 +838,6 @@ def _report(cache: Cache, folder: Folder, tally: _RunCounts) -> PrecomputeReport
         workers=tally.workers,
         lost_workers=tally.lost_workers,
         abandoned_workers=tally.abandoned_workers,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether a finished cache is good enough, and how to say which samples it lacks.
-
-
-_LISTED = 20
-_FEW = 8
-
-
-def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
-    """Compare the samples set aside with what these settings allow.
-
-    Raises:
-        IncompleteError: Too many; lists them with stage and error.
-    """
-    failures = folder.failures()
-    count, max_quarantined = folder.recipe.count, settings.max_quarantined
-    if not too_many(folder, max_quarantined):
-        return
-    enough = _allowing(len(failures) / count)
-    without = precompute_argument(f"max_quarantined={enough}", f"{{'max_quarantined': {enough}}}")
-    raise IncompleteError(
-        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
-        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
-        f"at most {format_percent(max_quarantined)} are allowed)\n"
-        + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}",
-        hint=f"{_advice(failures, settings.nan)}. To continue without them: {without}",
-    )
-
-
-def too_many(folder: Folder, max_quarantined: float) -> bool:
-    """Return True if more samples were set aside than is allowed."""
-    return len(folder.failures()) > max_quarantined * folder.recipe.count
-
-
-def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
-    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
-
-    Raises:
-        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
-    """
-    again = f"Encode it again with {arg('overwrite', True)}"
-    for name, statistics in cache.statistics.items():
-        if settings.nan == "reject" and statistics["nonfinite"]:
-            raise RecordError(
-                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that "
-                f"are NaN or infinite, stored with {arg('nan', 'allow')}",
-                hint=f"{again}, or allow them again",
-            )
-    for name, error in cache.index.error.items():
-        if settings.max_error is not None and error["max"] > settings.max_error:
-            raise RecordError(
-                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
-                f"largest value, max_error is {settings.max_error:.2g}",
-                hint="Use a wider storage dtype, or raise it",
-            )
-
-
-_OWN = re.compile(r"\S*/\S+|\d+")
-"""Parts of an error that are those of one sample: paths and numbers."""
-
-
-def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
-    """Return a line for each of the first twenty kinds of errors, with the samples that have it.
-
-    Errors are of one kind if they differ in a path or a number alone: ten images that cannot be read.
-    """
-    alike: dict[tuple[str, int, str], list[int]] = {}
-    for number, failure in sorted(failures.items()):
-        kind = _OWN.sub("", failure.error)
-        alike.setdefault((failure.stage, failure.attempts, kind), []).append(number)
-    listed = [*alike.items()][:_LISTED]
-    lines: list[str] = []
-    for (stage, attempts, _), numbers in listed:
-        errors = {failures[number].error for number in numbers}
-        first = "" if len(errors) == 1 else f"sample {format_count(numbers[0])}: "
-        error = failures[numbers[0]].error
-        lines.append(f"  {_samples(numbers)} ({stage}, attempts {attempts}): {first}{error}")
-    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
-        lines.append(f"  and {format_count(more)} more")
-    return lines
-
-
-def _samples(numbers: Sequence[int]) -> str:
-    """Return samples by number, the first few of many.
-
-    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
-    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
-    """
-    if len(numbers) == 1:
-        return f"sample {format_count(numbers[0])}"
-    few = ", ".join(format_count(number) for number in numbers[:_FEW])
-    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
-
-
-def _advice(failures: Mapping[int, Failure], nan: str) -> str:
-    if all(failure.kind == "transient" for failure in failures.values()):
-        return "These may pass: when the storage answers, run it again to try them again"
-    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
-
-
-def _allowing(share: float) -> float:
-    """Return the next larger round share: 0.01, 0.05, 0.1, ...
-
-    >>> _allowing(0.026), _allowing(0.6)
-    (0.05, 1.0)
-    """
-    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether the disk holds what is about to be written; asked before the first sample.
-
-
-_SHARD_BYTES = 256 * MIB
-_RESERVE_BYTES = 16 * MIB
-_OVERHEAD = 1.01
-_SPARE_INODES = 16
-
-
-def needed_bytes(schema: Schema, records: int) -> int:
-    """Return the bytes of that many records with checksums; ragged fields count as empty."""
-    columns = columns_of(schema)
-    each = sum(field.size_bytes(0 if field.ragged else None) for field in columns.values())
-    return int(records * (each + 8 + 8 * len(columns)) * _OVERHEAD)
-
-
-def check_space(folder: Path, schema: Schema, records: int, resources: Resources) -> None:
-    """Compare what is needed with what is free, in bytes and in inodes.
-
-    Raises:
-        ResourceError: It does not fit; nothing has been written.
-    """
-    check_space_together(folder, [(schema, records)], resources)
-
-
-def check_space_together(folder: Path, wanted: Sequence[tuple[Schema, int]], resources: Resources) -> None:
-    """Do as `check_space`, for records of several caches of one folder."""
-    needed, records = sum(needed_bytes(*one) for one in wanted), sum(count for _, count in wanted)
-    if (limit := mirror_limit(folder)) is not None:  # what is uploaded makes room here
-        needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
-    files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
-    free_bytes = sys.maxsize if resources.disk_bytes is None else resources.disk_bytes
-    FreeSpace(free_bytes, resources.disk_inodes).require(
-        folder,
-        needed,
-        f"{format_count(records)} records need",
-        reserve_bytes=_RESERVE_BYTES,
-        files=files,
-        advice="choose another cache folder, or a smaller dtype",
     )
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import EncodeBatchSize
-from stoker.errors import StokerError
+from stoker.errors import ConfigError, StokerError, arg
 from stoker.precompute.arena import LoadedBatch, ReadTask, private_arrays
 from stoker.precompute.encode import EncodedRecords, EncodeStage
 from stoker.precompute.loop import RunStages, RunTotals, WriteStage
@@ -35,6 +35,64 @@ _UNIT_BYTES = 64 * MIB
 """Samples read at a time where encode batches are larger."""
 _KEPT = 4
 """Memory of so many encode batches is used again."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Arguments of a call for several caches.
+
+
+def refuse_alone(
+    *, wait: bool, engine: object, part: tuple[int, int], name: str, keys: Sequence[object]
+) -> None:
+    """Refuse arguments that are for one cache.
+
+    Raises:
+        ConfigError: As said, or there is no encoder, or a key is not part of a name.
+    """
+    if not keys or not all(isinstance(key, str) and key for key in keys):
+        raise ConfigError(
+            f"encoders are given by the keys {keys}", hint='Expected names, as {"latents": encoder}'
+        )
+    given = [
+        text
+        for text, is_given in (
+            (arg("wait", False), not wait),
+            (arg("engine", "..."), engine is not None),
+            (arg("part", part), part != (0, 1)),
+        )
+        if is_given
+    ]
+    if given:
+        raise ConfigError(
+            f"{given[0]} fills one cache, and encoders for {len(keys)} are given",
+            hint=f"Leave it out. Or call precompute for each encoder alone, as "
+            f"name={f'{name}_{keys[0]}'!r}: the caches are the same, and samples are read for each of them",
+        )
+
+
+def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one cache of several: those for all, and its entries in mappings by key.
+
+    Raises:
+        ConfigError: A mapping has a key that no encoder has.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            found[name] = value
+            continue
+        of_caches = cast("Mapping[str, Any]", value)
+        if unknown := [one for one in of_caches if one not in keys]:
+            example = {keys[0]: dict(of_caches) if name == "dtype" else "..."}
+            raise ConfigError(
+                f"{name} has an entry {unknown[0]!r}; the encoders are {', '.join(keys)}",
+                hint=f"With several encoders, give {name} for all, or by their keys, as {name}={example}",
+            )
+        if key in of_caches:
+            found[name] = of_caches[key]
+        else:
+            found[name] = {"compression": "none", "fields": (), "keep": (), "augment": ()}.get(name)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -386,7 +444,9 @@ class SeveralBuilder(StageBuilder):
         ]
         needed = [
             numbers[~np.isin(numbers, [*one.quarantined])]
-            for one, numbers in zip(self._builders, (batches.needed() for batches in self._assemblies), strict=True)
+            for one, numbers in zip(
+                self._builders, (batches.needed() for batches in self._assemblies), strict=True
+            )
         ]
         memory_bytes = sum(share.settings.memory_bytes for share in shares)
         super().__init__(
@@ -449,7 +509,9 @@ class SeveralBuilder(StageBuilder):
 
     def encoding(self, feed: BatchOwner, *, compare_first: bool = True) -> EncodeStage:
         """See `StageBuilder`."""
-        return self._together(feed, [partial(one.encoding, compare_first=compare_first) for one in self._builders])
+        return self._together(
+            feed, [partial(one.encoding, compare_first=compare_first) for one in self._builders]
+        )
 
     def encoding_here(self, feed: BatchOwner, *, compare_first: bool) -> EncodeStage:
         """See `StageBuilder`."""
@@ -457,7 +519,9 @@ class SeveralBuilder(StageBuilder):
             feed, [partial(one.encoding_here, compare_first=compare_first) for one in self._builders]
         )
 
-    def _together(self, feed: BatchOwner, begin: Sequence[Callable[[BatchOwner], EncodeStage]]) -> EncodeStage:
+    def _together(
+        self, feed: BatchOwner, begin: Sequence[Callable[[BatchOwner], EncodeStage]]
+    ) -> EncodeStage:
         stages: list[EncodeStage] = []
         parts = zip(self._builders, self._shares, self._assemblies, begin, strict=True)
         try:
@@ -531,9 +595,7 @@ def encode_together(shares: Sequence[EncodeShare], sink: ProgressSink | None) ->
     """
     shares, pacing = plan_run(shares, sink)
     builder = SeveralBuilder(shares)
-    reading = replace(
-        shares[0], encoder=None, settings=builder.settings, missing=builder.missing, same=None
-    )
+    reading = replace(shares[0], encoder=None, settings=builder.settings, missing=builder.missing, same=None)
     try:
         return [*builder.outcomes(run_stages(builder, sink, reading, pacing))]
     finally:
