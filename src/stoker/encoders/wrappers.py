@@ -215,7 +215,7 @@ _WORDS = 1 << 20
 
 
 def variants_of(encoder: object, sample_schema: Schema) -> dict[str, int]:
-    """Return how many variants an encoder makes of each field of a record; fields without any are left out."""
+    """Return how many variants an encoder makes of each field of a record; without those that have none."""
     ask = getattr(encoder, "variants", None)
     return {} if ask is None else ask(sample_schema)
 

@@ -24,6 +24,14 @@ from stoker.encoders.wrappers import Augmentation, VariantEncoder, keep_fields, 
 from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, StokerError, arg
 from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
+from stoker.precompute.checks import (
+    check_quarantined,
+    check_space,
+    check_space_together,
+    check_values,
+    describe_failures,
+    too_many,
+)
 from stoker.precompute.encoder_processes import unpickled
 from stoker.precompute.inputs import EncoderLike, as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
@@ -274,7 +282,7 @@ def precompute(
     name: str,
     **settings: Any,
 ) -> dict[str, Cache]: ...
-def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
+def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]  settings as of one cache
     source: Source | Dataset[Any],
     encoder: EncoderLike | Mapping[str, EncoderLike],
     cache_dir: str | Path,

@@ -60,7 +60,7 @@ def as_encoder(encoder: EncoderLike, source: Source) -> Encoder | None:
             return ModuleEncoder(cast("nn.Module", encoder), field=_field_of(source))
     raise ConfigError(
         f"encoder is {encoder!r}",
-        hint="Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), a list of names for fields as "
+        hint="Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), names of fields to store as "
         "they are, or None for all of them. Wrap a function as stoker.ModuleEncoder(function)",
     )
 

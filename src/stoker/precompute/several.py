@@ -70,6 +70,10 @@ def refuse_alone(
         )
 
 
+_DEFAULTS = {"compression": "none", "fields": (), "keep": (), "augment": (), "variant_seed": 0}
+"""Of settings that are not None by default."""
+
+
 def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one cache of several: those for all, and its entries in mappings by key.
 
@@ -91,7 +95,7 @@ def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict
         if key in of_caches:
             found[name] = of_caches[key]
         else:
-            found[name] = {"compression": "none", "fields": (), "keep": (), "augment": ()}.get(name)
+            found[name] = _DEFAULTS.get(name)
     return found
 
 
@@ -497,9 +501,9 @@ class SeveralBuilder(StageBuilder):
 
     def prepare_children(self) -> bool:
         """See `StageBuilder`."""
-        ready = all([one.prepare_children() for one in self._builders])
+        ready = [one.prepare_children() for one in self._builders]
         self._count_children()
-        return ready
+        return all(ready)
 
     def keep_encoder(self) -> None:
         """See `StageBuilder`."""
