@@ -24,7 +24,7 @@ from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import StokerError
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute, workers
 from stoker.precompute import workers as supervisor_module
-from stoker.precompute.engine import describe_failures
+from stoker.precompute.checks import describe_failures
 from stoker.store import open_cache
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, HangSource, parts, values
 

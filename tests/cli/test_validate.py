@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import StalledError
-from stoker.precompute.engine import needed_bytes
+from stoker.precompute.checks import needed_bytes
 from stoker.schema import Field
 from stoker.units import MIB
 from tests.cli.commands import run, run_json

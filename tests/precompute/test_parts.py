@@ -11,7 +11,7 @@ import pytest
 from stoker.errors import ConfigError, EncoderError
 from stoker.precompute import Timeouts
 from stoker.precompute.arena import ALIGNMENT, Arena, layout_from_json, plan_layout, slot_size
-from stoker.precompute.engine import needed_bytes
+from stoker.precompute.checks import needed_bytes
 from stoker.precompute.loop import WorkerPacing
 from stoker.precompute.progress import LineProgress, LiveProgress, Snapshot, WorkerView, automatic
 from stoker.precompute.queue import SampleLedger

@@ -131,7 +131,7 @@ def test_work_lost_through_no_fault_comes_first_and_a_failed_group_last_and_else
     assert work_queue.take(2, 2)[0].numbers.start == 0
     assert not work_queue.finished
     for _ in range(4):
-        work_queue.done()
+        work_queue.done(first[0])
     assert work_queue.finished
 
 

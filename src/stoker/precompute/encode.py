@@ -232,6 +232,8 @@ class EncodedRecords:
     """Digests of the samples, `(len(numbers), 2)`."""
     copied: CopiedRecords | None = None
     """The records are those of another cache, and nothing was encoded."""
+    cache: int = 0
+    """Which cache they belong to, where several are filled together."""
 
 
 _COMPARED = 16
@@ -820,6 +822,10 @@ class EncodeStage(Protocol):
 
     def results(self) -> list[EncodedRecords]:
         """Return what has been encoded since the last call. Errors as `take`."""
+        ...
+
+    def watch(self, fd: int) -> int:
+        """Return a descriptor that is readable when there may be results, or when `fd` is (signals)."""
         ...
 
     def wait(self, timeout_s: float) -> None:

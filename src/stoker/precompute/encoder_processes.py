@@ -52,7 +52,7 @@ from stoker.precompute.encode import (
     TorchState,
     full_precision,
 )
-from stoker.precompute.queue import SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.queue import BatchOwner, SampleLedger, WorkQueue
 from stoker.precompute.worker import SampleFault
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.child import Drain, LoggedChild
@@ -148,7 +148,7 @@ class EncoderProcesses:
         devices: Sequence[str],
         launch: EncoderLaunch,
         *,
-        feed: SampleFeed,
+        feed: BatchOwner,
         queue: WorkQueue,
         ledger: SampleLedger,
         clock: EncodeClock,
@@ -175,15 +175,11 @@ class EncoderProcesses:
             self.close()
             raise
 
-    @property
-    def fd(self) -> int:
-        """Readable when there is something to take in."""
-        return self._epoll.fileno()
-
-    def watch(self, fd: int) -> None:
-        """Have `wait`, and a poll of `fd`, wake up for this descriptor too (signals)."""
+    def watch(self, fd: int) -> int:
+        """See `EncodeStage`; `wait` ends early for `fd` too."""
         if fd >= 0:
             self._epoll.register(fd, select.EPOLLIN)
+        return self._epoll.fileno()
 
     @property
     def hungry(self) -> bool:
@@ -305,7 +301,7 @@ class EncoderProcesses:
             del device.works[work.key]
             device.failures = 0
             self._tries.pop(work.key, None)
-            self._queue.done()
+            self._queue.done(work)
 
     def _failed(self, device: _Device, child: LoggedChild, frame: Frame) -> None:
         kind = getattr(errors, frame["error"], StokerError)
@@ -667,6 +663,10 @@ class SampleRecognizer:
             digests = [self._digests.pop(number, unknown) for number in encoded.numbers]
             found.append(replace(encoded, contents=np.array(digests, np.uint64).reshape(-1, 2)))
         return found
+
+    def watch(self, fd: int) -> int:
+        """See `EncodeStage`."""
+        return self._inner.watch(fd)
 
     def wait(self, timeout_s: float) -> None:
         """See `EncodeStage`."""

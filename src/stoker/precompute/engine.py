@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import select
 import sys
 import time
@@ -14,21 +13,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
-from stoker.encoders.wrappers import keep_fields
-from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, RecordError, StokerError, arg
-from stoker.plan.resources import Resources, encode_on, probe, require_devices
+from stoker.encoders.wrappers import Augmentation, VariantEncoder, keep_fields, select_fields
+from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, StokerError, arg
+from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
+from stoker.precompute.checks import (
+    check_quarantined,
+    check_space,
+    check_space_together,
+    check_values,
+    describe_failures,
+    too_many,
+)
 from stoker.precompute.encoder_processes import unpickled
-from stoker.precompute.inputs import as_encoder, as_source
+from stoker.precompute.inputs import EncoderLike, as_encoder, as_source
 from stoker.precompute.progress import ProgressSink, automatic
-from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.run import SMALL_ENCODER_BYTES, can_begin_in_process, encode_here
 from stoker.precompute.settings import (
     EncodeShare,
@@ -39,7 +45,8 @@ from stoker.precompute.settings import (
     Timeouts,
     as_timeouts,
 )
-from stoker.runtime.disk import FreeSpace, explain_disk_errors
+from stoker.precompute.several import encode_together, refuse_alone, settings_of
+from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.locks import lock_folder, lock_holder
@@ -47,22 +54,20 @@ from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, WorkerChannel
 from stoker.runtime.signals import Interrupts, first_time
-from stoker.schema import DtypeName, Schema, columns_of, dtype_names
+from stoker.schema import DtypeName, dtype_names
 from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
-from stoker.store import Cache, Failure, Folder, Recipe, open_folder
+from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
-from stoker.store.storage import INDEX_WAIT_S, mirror_limit, open_storage, resolve_local
-from stoker.store.write import OPEN_PARTS
-from stoker.units import MIB, format_count, format_percent
+from stoker.store.storage import INDEX_WAIT_S, open_storage, resolve_local
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.utils.data import Dataset
 
 
@@ -215,6 +220,7 @@ def _take(
 
 
 log = logging.getLogger("stoker")
+Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device] | None"
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
 
@@ -240,16 +246,17 @@ class _RunCounts:
         self.abandoned_workers = done.abandoned_workers
 
 
-def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
+@overload
+def precompute(
     source: Source | Dataset[Any],
-    encoder: Encoder | nn.Module | None,
+    encoder: EncoderLike,
     cache_dir: str | Path,
     *,
     name: str,
     dtype: DtypeName | Mapping[str, DtypeName] | None = None,
     encode_batch: int | None = None,
     workers: int | None = None,
-    device: str | torch.device | Sequence[str | torch.device] | None = None,
+    device: Devices = None,
     timeouts: Timeouts | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
@@ -258,17 +265,63 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     max_error: float | None = None,
     compression: Compression = "none",
     part: tuple[int, int] = (0, 1),
+    fields: str | Sequence[str] = (),
     keep: str | Sequence[str] = (),
+    variants: int | None = None,
+    augment: Augmentation | Sequence[Augmentation] = (),
+    variant_seed: int = 0,
     progress: ProgressSink | Literal["auto"] | bool | None = "auto",
     wait: bool = True,
     engine: Engine | None = None,
-) -> Cache:
+) -> Cache: ...
+@overload
+def precompute(
+    source: Source | Dataset[Any],
+    encoder: Mapping[str, EncoderLike],
+    cache_dir: str | Path,
+    *,
+    name: str,
+    **settings: Any,
+) -> dict[str, Cache]: ...
+def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]  settings as of one cache
+    source: Source | Dataset[Any],
+    encoder: EncoderLike | Mapping[str, EncoderLike],
+    cache_dir: str | Path,
+    *,
+    name: str,
+    dtype: DtypeName | Mapping[str, Any] | None = None,
+    encode_batch: int | Mapping[str, int] | None = None,
+    workers: int | None = None,
+    device: Devices | Mapping[str, Devices] = None,
+    timeouts: Timeouts | Mapping[str, float] | None = None,
+    max_quarantined: float = 0.001,
+    retry_quarantined: bool = False,
+    nan: Literal["reject", "allow"] = "reject",
+    overwrite: bool = False,
+    max_error: float | Mapping[str, float] | None = None,
+    compression: Compression | Mapping[str, Compression] = "none",
+    part: tuple[int, int] = (0, 1),
+    fields: str | Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+    keep: str | Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+    variants: int | Mapping[str, int] | None = None,
+    augment: Augmentation | Sequence[Augmentation] | Mapping[str, Augmentation | Sequence[Augmentation]] = (),
+    variant_seed: int = 0,
+    progress: ProgressSink | Literal["auto"] | bool | None = "auto",
+    wait: bool = True,
+    engine: Engine | None = None,
+) -> Cache | dict[str, Cache]:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
+
+    With several encoders, as `{"latents": vae, "text": t5}`, each sample is read once for all the caches that
+    lack it. The caches are called `<name>_latents` and `<name>_text`, and are those that a call for each of
+    them alone makes and finds. Settings of records (`dtype`, `encode_batch`, `device`, `max_error`,
+    `compression`, `fields`, `keep`, `variants`, `augment`) are for all, or a mapping by the same keys.
 
     Args:
         source: What to read: a source, or any map-style Dataset, see `TorchSource`.
         encoder: What to apply: an encoder, or a frozen module, which takes the field `data`, the only field,
-            or the first of a tuple; see `ModuleEncoder`. None stores samples as they are.
+            or the first of a tuple; see `ModuleEncoder`. A list of names stores these fields of samples as
+            they are, None all of them. A mapping makes several caches in one pass over the source.
         cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`.
         name: Name of the cache, which goes to `<cache_dir>/<name>/<fingerprint>/`.
         dtype: Storage dtype of float fields, for all or by field name; None: as encoded.
@@ -289,7 +342,14 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             that it makes smaller by a tenth.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the entire cache.
+        fields: Fields of the encoder's output to store; none named: all, which with many encoders includes
+            fields of the sample that they do not take.
         keep: Fields of the raw sample to store next to what the encoder makes of it.
+        variants: Number of variants of each sample that `augment` makes and the encoder encodes; axis 0 of
+            the fields of a record that they change, see `Cache.variants`.
+        augment: What makes a variant: `f(batch, keys)`, or several in order, as in `stoker.transforms`. The
+            keys follow from the content of a sample, the variant's number and `variant_seed`.
+        variant_seed: Another one gives other variants.
         progress: Where progress goes. `"auto"` or True: live on a terminal, else a line every ten seconds on
             standard error. None or False: nowhere.
         wait: False: return while another process encodes. A `Loader` serves what is there, and its first
@@ -301,7 +361,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
 
     Returns:
         The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and
-        encoder, with which a loader has damaged records encoded again.
+        encoder, with which a loader has damaged records encoded again. Of several encoders, a dict of caches
+        by their keys, in the same order.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -319,27 +380,38 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         (20, torch.Size([2]), torch.float16)
     """
     source = as_source(source)
-    encoder = as_encoder(encoder, source)
-    if device is None:
-        device = "cpu" if encoder is None else str(weights_device(encoder))
-    devices = encode_on(device)
-    settings = PrecomputeSettings(
-        dtype=dtype_names(dtype),
-        encode_batch=encode_batch,
-        workers=workers,
-        device=devices[0],
-        devices=devices,
-        timeouts=as_timeouts(timeouts),
-        max_quarantined=max_quarantined,
-        retry_quarantined=retry_quarantined,
-        nan=nan,
-        overwrite=overwrite,
-        max_error=max_error,
-        compression=compression,
-        part=part,
-        progress="auto" if progress is True else progress or None,
-    )
-    encoder = keep_fields(encoder, keep)
+    shared: dict[str, Any] = {
+        "workers": workers,
+        "timeouts": as_timeouts(timeouts),
+        "max_quarantined": max_quarantined,
+        "retry_quarantined": retry_quarantined,
+        "nan": nan,
+        "overwrite": overwrite,
+        "part": part,
+        "progress": "auto" if progress is True else progress or None,
+    }
+    of_cache: dict[str, Any] = {
+        "dtype": dtype,
+        "encode_batch": encode_batch,
+        "device": device,
+        "max_error": max_error,
+        "compression": compression,
+        "fields": fields,
+        "keep": keep,
+        "variants": variants,
+        "augment": augment,
+        "variant_seed": variant_seed,
+    }
+    if isinstance(encoder, Mapping):
+        refuse_alone(wait=wait, engine=engine, part=part, name=name, keys=[*encoder])
+        wishes = [
+            _wish(f"{name}_{key}", source, one, shared, settings_of(key, [*encoder], of_cache))
+            for key, one in encoder.items()
+        ]
+        reports = run_together(source, wishes, cache_dir)
+        return {key: report.cache for key, report in zip(encoder, reports, strict=True)}
+    wish = _wish(name, source, encoder, shared, of_cache)
+    encoder, settings = wish.encoder, wish.settings
     if wait:
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
     if engine is not None:
@@ -355,6 +427,30 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     told = _tell_ranks(name, cache.fingerprint, None, filling=cache.filling is not None)
     agree_on_order(cache, filling=_is_filled_by_any(told, name, cache.fingerprint))
     return cache
+
+
+def _wish(
+    name: str, source: Source, given: EncoderLike, shared: Mapping[str, Any], of_cache: Mapping[str, Any]
+) -> CacheWish:
+    """Return one cache to have, of arguments of `precompute`."""
+    encoder = as_encoder(given, source)
+    device, variants, augment = (of_cache[name] for name in ("device", "variants", "augment"))
+    if device is None:
+        device = "cpu" if encoder is None else str(weights_device(encoder))
+    devices = encode_on(device)
+    settings = PrecomputeSettings(
+        dtype=dtype_names(of_cache["dtype"]),
+        encode_batch=of_cache["encode_batch"],
+        device=devices[0],
+        devices=devices,
+        max_error=of_cache["max_error"],
+        compression=of_cache["compression"],
+        **shared,
+    )
+    if variants is not None or augment != ():
+        encoder = VariantEncoder(encoder, variants or 0, augment, seed=of_cache["variant_seed"])
+    encoder = keep_fields(select_fields(encoder, of_cache["fields"]), of_cache["keep"])
+    return CacheWish(name=name, encoder=encoder, settings=settings)
 
 
 _Told = tuple[str, str, Problem | None, bool]
@@ -439,45 +535,119 @@ def run_precompute(
     engine: Engine | None = None,
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
+    wish = CacheWish(name=name, encoder=encoder, settings=settings)
+    return run_together(source, [wish], cache_dir, engine=engine)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWish:
+    """One cache to have, of a source."""
+
+    name: str
+    encoder: Encoder | None
+    settings: PrecomputeSettings
+
+
+class _WishedCache:
+    """A cache that is looked at, and filled where it lacks something."""
+
+    def __init__(self, source: Source, wish: CacheWish, cache_dir: Path, *, start_early: bool) -> None:
+        self.source, self.encoder, self.settings, self.name = source, wish.encoder, wish.settings, wish.name
+        self.tally, self._cache_dir = _RunCounts(), cache_dir
+        early = partial(_start_early, wish.encoder, wish.settings) if start_early else None
+        self._recipe = recipe_of(source, wish.encoder, cache_dir, wish.settings, on_large_file=early)
+        self.folder = self._open()
+        self.cache = None if wish.settings.overwrite else _ready(self.folder, wish.settings)
+        given = isinstance(source, TorchSource) and source.keys_given
+        self.folder.note_keys(source, again=self.cache is None or given)
+
+    def _open(self) -> Folder:
+        weights = None if self.encoder is None else self.encoder.weights()
+        return open_folder(self._cache_dir, self.name, self._recipe, weights=weights)
+
+    def take_turn(self, turn: ExitStack, interrupts: Interrupts) -> None:
+        """Wait until no other process encodes it, and look again.
+
+        Raises:
+            Interrupted: A signal came first.
+        """
+        settings = self.settings
+        waited = take_turn(
+            self.folder, turn, interrupts, quiet_s=settings.timeouts.total_s, shared=settings.together
+        )
+        if interrupts.signal is not None:
+            raise Interrupted("stopped while waiting for another process; nothing was begun")
+        if settings.overwrite and not waited and first_time(f"clear {self.folder.path}"):
+            clear(self.folder)
+            self.folder = self._open()
+        self.cache = _ready(self.folder, settings) if waited else None
+
+    def share(self, interrupts: Interrupts) -> EncodeShare:
+        """Return it as something to fill."""
+        return EncodeShare(
+            source=self.source,
+            encoder=self.encoder,
+            folder=self.folder,
+            settings=self.settings,
+            missing=np.empty(0, np.int64),
+            interrupts=interrupts,
+        )
+
+    def report(self) -> PrecomputeReport:
+        """Check what is stored, and report on it.
+
+        Raises:
+            IncompleteError, RecordError: It is not good enough for its settings.
+        """
+        cache, settings = self.cache, self.settings
+        assert cache is not None
+        check_quarantined(self.folder, settings)
+        check_values(cache, settings)
+        cache.filler = EncodeFiller(
+            self.source,
+            self.encoder,
+            self._cache_dir,
+            name=self.name,
+            settings=settings,
+            fingerprint=self._recipe.fingerprint,
+        )
+        return _report(cache, self.folder, self.tally)
+
+
+def run_together(
+    source: Source, wishes: Sequence[CacheWish], cache_dir: str | Path, *, engine: Engine | None = None
+) -> list[PrecomputeReport]:
+    """Have several caches of one source: those that lack something are filled in one pass over it.
+
+    Args:
+        source: Where samples are read, once.
+        wishes: The caches; timeouts, workers and the like are the same in the settings of all.
+        cache_dir: Folder of caches.
+        engine: Who encodes, where it is one cache; None: this machine.
+
+    Returns:
+        A report on each, in their order.
+
+    Raises:
+        StokerError: As `precompute`.
+    """
     if engine is None:
-        _require_devices(encoder, settings)
-    tally = _RunCounts()
+        for wish in wishes:
+            _require_devices(wish.encoder, wish.settings)
     cache_dir = resolve_local(cache_dir, must_exist=False)
-    start_early = partial(_start_early, encoder, settings) if engine is None else None
-    recipe = recipe_of(source, encoder, cache_dir, settings, on_large_file=start_early)
-    weights = None if encoder is None else encoder.weights()
-    folder = open_folder(cache_dir, name, recipe, weights=weights)
-    cache = None if settings.overwrite else _ready(folder, settings)
-    given = isinstance(source, TorchSource) and source.keys_given
-    folder.note_keys(source, again=cache is None or given)
-    if cache is None:
+    caches = [_WishedCache(source, wish, cache_dir, start_early=engine is None) for wish in wishes]
+    if lacking := [cache for cache in caches if cache.cache is None]:
         with Interrupts() as interrupts, ExitStack() as turn:
-            waited = take_turn(
-                folder, turn, interrupts, quiet_s=settings.timeouts.total_s, shared=settings.together
-            )
-            if interrupts.signal is not None:
-                raise Interrupted("stopped while waiting for another process; nothing was begun")
-            if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
-                clear(folder)
-                folder = open_folder(cache_dir, name, recipe, weights=weights)
-            cache = _ready(folder, settings) if waited else None
-            if cache is None:
-                nothing = np.empty(0, np.int64)
-                share = EncodeShare(
-                    source=source,
-                    encoder=encoder,
-                    folder=folder,
-                    settings=settings,
-                    missing=nothing,
-                    interrupts=interrupts,
-                )
-                cache = _fill(share, engine or encode_here, tally)
-    check_quarantined(folder, settings)
-    check_values(cache, settings)
-    cache.filler = EncodeFiller(
-        source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
-    )
-    return _report(cache, folder, tally)
+            # In one order in every process, so that no two wait for each other.
+            for one in sorted(lacking, key=lambda one: one.folder.path):
+                one.take_turn(turn, interrupts)
+            lacking = [one for one in lacking if one.cache is None]
+            if len(lacking) == 1:
+                one = lacking[0]
+                one.cache = _fill(one.share(interrupts), engine or encode_here, one.tally)
+            elif lacking:
+                _fill_together(lacking, interrupts)
+    return [one.report() for one in caches]
 
 
 def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
@@ -511,12 +681,7 @@ def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
 
 def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
     """Encode all that is missing."""
-    folder, settings = whole.folder, whole.settings
-    if not settings.overwrite:
-        # Without the lock each rank would count the same records.
-        with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
-            tally.adopted = folder.adopt()
-        whole = replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+    folder, settings, whole = whole.folder, whole.settings, _adopted(whole, tally)
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
@@ -541,11 +706,80 @@ def _fill(whole: EncodeShare, engine: Engine, tally: _RunCounts) -> Cache:
         if not lost:
             return cache
         log.warning("%s proved damaged, to be encoded again", format_count(lost, "record"))
-    raise IncompleteError(
+    raise _all_damaged(folder, lost)
+
+
+def _adopted(whole: EncodeShare, tally: _RunCounts) -> EncodeShare:
+    """Take over what other caches of the folder have; return the share, with the samples that they know."""
+    folder = whole.folder
+    if whole.settings.overwrite:
+        return whole
+    # Without the lock each rank would count the same records.
+    with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
+        tally.adopted = folder.adopt()
+    return replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+
+
+def _fill_together(caches: Sequence[_WishedCache], interrupts: Interrupts) -> None:
+    """Encode all that several caches lack, each sample read once."""
+    wholes = {one.name: _adopted(one.share(interrupts), one.tally) for one in caches}
+    retry = caches[0].settings.retry_quarantined
+    lost = dict[str, int]()
+    for attempt in range(MOST_PASSES):
+        first = attempt == 0
+        missing = {
+            name: whole.folder.missing(retry_quarantined=retry and first, retry_transient=first)
+            for name, whole in wholes.items()
+        }
+        shares = [
+            replace(whole, missing=missing[name]) for name, whole in wholes.items() if len(missing[name])
+        ]
+        _work_together(shares, [one.tally for one in caches if len(missing[one.name])])
+        for one in caches:
+            one.cache = one.folder.finish()
+        lost = {one.name: len(one.folder.missing(retry_transient=False)) for one in caches}
+        if not any(lost.values()):
+            return
+        log.warning("%s proved damaged, to be encoded again", format_count(sum(lost.values()), "record"))
+    raise _all_damaged(next(one.folder for one in caches if lost[one.name]), max(lost.values()))
+
+
+def _all_damaged(folder: Folder, lost: int) -> IncompleteError:
+    return IncompleteError(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written",
         hint="Choose another cache folder",
     )
+
+
+def _work_together(shares: Sequence[EncodeShare], tallies: Sequence[_RunCounts]) -> None:
+    """Have the shares of several caches encoded, and show it; errors as `_work`."""
+    if not shares:
+        return
+    if len(shares) == 1:
+        check_space(shares[0].folder.path, shares[0].folder.recipe.schema, len(shares[0].missing), probe())
+        _work(encode_here, shares[0], tallies[0])
+        return
+    path = shares[0].folder.path
+    check_space_together(
+        path, [(one.folder.recipe.schema, len(one.missing)) for one in shares], probe(path=path)
+    )
+    sink = _sink(shares[0].settings)
+    try:
+        outcomes = encode_together(shares, sink)
+        for tally, done in zip(tallies, outcomes, strict=True):
+            tally.add(done)
+        if not all(done.finished for done in outcomes):
+            _raise_interrupted([share.folder for share in shares], shares[0].interrupts)
+        for share, done in zip(shares, outcomes, strict=True):
+            _note_failures(share, done, sink)
+    finally:
+        if sink is not None:
+            sink.close()
+
+
+def _sink(settings: PrecomputeSettings) -> ProgressSink | None:
+    return automatic() if settings.progress == "auto" else settings.progress
 
 
 def _work(engine: Engine, share: EncodeShare, tally: _RunCounts) -> None:
@@ -555,22 +789,23 @@ def _work(engine: Engine, share: EncodeShare, tally: _RunCounts) -> None:
         Interrupted: A signal came.
         StokerError: As `Engine`.
     """
-    settings = share.settings
-    sink = automatic() if settings.progress == "auto" else settings.progress
+    sink = _sink(share.settings)
     try:
         done = engine(share, sink)
         tally.add(done)
         if not done.finished:
-            _raise_interrupted(share.folder, share.interrupts)
+            _raise_interrupted([share.folder], share.interrupts)
         _note_failures(share, done, sink)
     finally:
         if sink is not None:
             sink.close()
 
 
-def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
-    folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
-    stored, count = folder.stored_count(), folder.recipe.count
+def _raise_interrupted(folders: Sequence[Folder], interrupts: Interrupts) -> None:
+    for folder in folders:
+        folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
+    stored = sum(folder.stored_count() for folder in folders)
+    count = sum(folder.recipe.count for folder in folders)
     what = interrupts.signal.name if interrupts.signal is not None else "a signal"
     raise Interrupted(
         f"stopped by {what}: {format_count(stored)} of {format_count(count)} records are stored. "
@@ -615,154 +850,6 @@ def _report(cache: Cache, folder: Folder, tally: _RunCounts) -> PrecomputeReport
         workers=tally.workers,
         lost_workers=tally.lost_workers,
         abandoned_workers=tally.abandoned_workers,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether a finished cache is good enough, and how to say which samples it lacks.
-
-
-_LISTED = 20
-_FEW = 8
-
-
-def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
-    """Compare the samples set aside with what these settings allow.
-
-    Raises:
-        IncompleteError: Too many; lists them with stage and error.
-    """
-    failures = folder.failures()
-    count, max_quarantined = folder.recipe.count, settings.max_quarantined
-    if not too_many(folder, max_quarantined):
-        return
-    enough = _allowing(len(failures) / count)
-    without = precompute_argument(f"max_quarantined={enough}", f"{{'max_quarantined': {enough}}}")
-    raise IncompleteError(
-        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
-        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
-        f"at most {format_percent(max_quarantined)} are allowed)\n"
-        + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}",
-        hint=f"{_advice(failures, settings.nan)}. To continue without them: {without}",
-    )
-
-
-def too_many(folder: Folder, max_quarantined: float) -> bool:
-    """Return True if more samples were set aside than is allowed."""
-    return len(folder.failures()) > max_quarantined * folder.recipe.count
-
-
-def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
-    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
-
-    Raises:
-        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
-    """
-    again = f"Encode it again with {arg('overwrite', True)}"
-    for name, statistics in cache.statistics.items():
-        if settings.nan == "reject" and statistics["nonfinite"]:
-            raise RecordError(
-                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that "
-                f"are NaN or infinite, stored with {arg('nan', 'allow')}",
-                hint=f"{again}, or allow them again",
-            )
-    for name, error in cache.index.error.items():
-        if settings.max_error is not None and error["max"] > settings.max_error:
-            raise RecordError(
-                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
-                f"largest value, max_error is {settings.max_error:.2g}",
-                hint="Use a wider storage dtype, or raise it",
-            )
-
-
-_OWN = re.compile(r"\S*/\S+|\d+")
-"""Parts of an error that are those of one sample: paths and numbers."""
-
-
-def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
-    """Return a line for each of the first twenty kinds of errors, with the samples that have it.
-
-    Errors are of one kind if they differ in a path or a number alone: ten images that cannot be read.
-    """
-    alike: dict[tuple[str, int, str], list[int]] = {}
-    for number, failure in sorted(failures.items()):
-        kind = _OWN.sub("", failure.error)
-        alike.setdefault((failure.stage, failure.attempts, kind), []).append(number)
-    listed = [*alike.items()][:_LISTED]
-    lines: list[str] = []
-    for (stage, attempts, _), numbers in listed:
-        errors = {failures[number].error for number in numbers}
-        first = "" if len(errors) == 1 else f"sample {format_count(numbers[0])}: "
-        error = failures[numbers[0]].error
-        lines.append(f"  {_samples(numbers)} ({stage}, attempts {attempts}): {first}{error}")
-    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
-        lines.append(f"  and {format_count(more)} more")
-    return lines
-
-
-def _samples(numbers: Sequence[int]) -> str:
-    """Return samples by number, the first few of many.
-
-    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
-    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
-    """
-    if len(numbers) == 1:
-        return f"sample {format_count(numbers[0])}"
-    few = ", ".join(format_count(number) for number in numbers[:_FEW])
-    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
-
-
-def _advice(failures: Mapping[int, Failure], nan: str) -> str:
-    if all(failure.kind == "transient" for failure in failures.values()):
-        return "These may pass: when the storage answers, run it again to try them again"
-    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
-
-
-def _allowing(share: float) -> float:
-    """Return the next larger round share: 0.01, 0.05, 0.1, ...
-
-    >>> _allowing(0.026), _allowing(0.6)
-    (0.05, 1.0)
-    """
-    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Whether the disk holds what is about to be written; asked before the first sample.
-
-
-_SHARD_BYTES = 256 * MIB
-_RESERVE_BYTES = 16 * MIB
-_OVERHEAD = 1.01
-_SPARE_INODES = 16
-
-
-def needed_bytes(schema: Schema, records: int) -> int:
-    """Return the bytes of that many records with checksums; ragged fields count as empty."""
-    columns = columns_of(schema)
-    each = sum(field.size_bytes(0 if field.ragged else None) for field in columns.values())
-    return int(records * (each + 8 + 8 * len(columns)) * _OVERHEAD)
-
-
-def check_space(folder: Path, schema: Schema, records: int, resources: Resources) -> None:
-    """Compare what is needed with what is free, in bytes and in inodes.
-
-    Raises:
-        ResourceError: It does not fit; nothing has been written.
-    """
-    needed = needed_bytes(schema, records)
-    if (limit := mirror_limit(folder)) is not None:  # what is uploaded makes room here
-        needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
-    files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
-    free_bytes = sys.maxsize if resources.disk_bytes is None else resources.disk_bytes
-    FreeSpace(free_bytes, resources.disk_inodes).require(
-        folder,
-        needed,
-        f"{format_count(records)} records need",
-        reserve_bytes=_RESERVE_BYTES,
-        files=files,
-        advice="choose another cache folder, or a smaller dtype",
     )
 
 

@@ -40,7 +40,7 @@ from stoker.precompute.arena import (
 )
 from stoker.precompute.encode import BatchEncoder, EncodeClock, EncodedRecords, TorchState
 from stoker.precompute.progress import WorkerView
-from stoker.precompute.queue import SampleFeed, SampleLedger, WorkerPool, WorkQueue
+from stoker.precompute.queue import BatchOwner, SampleLedger, WorkerPool, WorkQueue
 from stoker.precompute.settings import Timeouts
 from stoker.precompute.worker import (
     SampleFault,
@@ -229,7 +229,7 @@ class InProcessReader:
             if any(again):
                 self._queue.give_back(work, avoid=_NO_WORKER)
             elif last:
-                self._queue.done()
+                self._queue.done(work)
             return [LoadedBatch.end(work)] if start else []
         return [LoadedBatch(work=work, arrays=arrays, start=start, last=last, owned=self._owned)]
 
@@ -300,7 +300,7 @@ class InProcessReader:
     def release(self, batch: LoadedBatch) -> None:
         """See `SampleFeed.release`."""
         if batch.last:
-            self._queue.done()
+            self._queue.done(batch.work)
 
     @property
     def between_samples(self) -> bool:
@@ -491,7 +491,7 @@ class InProcessEncoder:
         self,
         encoder: BatchEncoder,
         call: Callable[[Callable[[], EncodedRecords | None]], EncodedRecords | None],
-        feed: SampleFeed,
+        feed: BatchOwner,
         queue: WorkQueue,
         ledger: SampleLedger,
     ) -> None:
@@ -532,6 +532,10 @@ class InProcessEncoder:
         """See `EncodeStage`."""
         ready, self._ready = self._ready, []
         return ready
+
+    def watch(self, fd: int) -> int:
+        """Return `fd`: results are there at once."""
+        return fd
 
     def wait(self, timeout_s: float) -> None:
         """Return at once: nothing is in progress here."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
+EncoderLike: TypeAlias = "Encoder | nn.Module | Sequence[str] | None"
+"""What users give as an encoder: names of fields store these as they are, None all of them."""
+
+
 def as_source(dataset: Dataset[Any] | Source, **settings: Any) -> Source:
     """Return a source as it is, and a Dataset as a `TorchSource` with these settings.
 
@@ -29,8 +34,8 @@ def as_source(dataset: Dataset[Any] | Source, **settings: Any) -> Source:
     return TorchSource(cast("Any", dataset), **settings)
 
 
-def as_encoder(encoder: Encoder | nn.Module | None, source: Source) -> Encoder | None:
-    """Return an encoder as it is, and a module as a `ModuleEncoder`.
+def as_encoder(encoder: EncoderLike, source: Source) -> Encoder | None:
+    """Return an encoder as it is, a module as a `ModuleEncoder`, and names of fields as what stores these.
 
     A module takes the field `data`, the only field, or the first of a tuple that is not a single number.
 
@@ -39,6 +44,12 @@ def as_encoder(encoder: Encoder | nn.Module | None, source: Source) -> Encoder |
     """
     if encoder is None:
         return None
+    if isinstance(encoder, list | tuple) and all(
+        isinstance(name, str) for name in cast("list[object]", encoder)
+    ):
+        from stoker.encoders.wrappers import FieldSelectingEncoder
+
+        return FieldSelectingEncoder(None, encoder)
     if not isinstance(encoder, type):  # a class has the methods too, but no weights
         if isinstance(encoder, Encoder):
             return encoder
@@ -46,11 +57,11 @@ def as_encoder(encoder: Encoder | nn.Module | None, source: Source) -> Encoder |
         if torch is not None and isinstance(encoder, torch.nn.Module):
             from stoker.encoders.module import ModuleEncoder
 
-            return ModuleEncoder(encoder, field=_field_of(source))
+            return ModuleEncoder(cast("nn.Module", encoder), field=_field_of(source))
     raise ConfigError(
         f"encoder is {encoder!r}",
-        hint="Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None for samples as "
-        "they are. Wrap a function as stoker.ModuleEncoder(function)",
+        hint="Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), names of fields to store as "
+        "they are, or None for all of them. Wrap a function as stoker.ModuleEncoder(function)",
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from stoker.errors import ResourceError, StalledError, StokerError
 from stoker.precompute.arena import LoadedBatch
@@ -20,9 +20,10 @@ from stoker.precompute.encode import (
     full_precision,
 )
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
-from stoker.precompute.queue import SampleFeed, SampleLedger
+from stoker.precompute.queue import SampleFeed
 from stoker.runtime.openmp import end_team
 from stoker.runtime.signals import Interrupts
+from stoker.store import Failure
 from stoker.store.write import RecordWriter
 from stoker.units import KIB, format_count
 
@@ -156,14 +157,67 @@ class RunTotals:
     """Where the encoder runs."""
 
 
+class WriteStage(Protocol):
+    """Stores records while the next are encoded: a `WriteThread`, or one for each of several caches."""
+
+    @property
+    def written(self) -> int:
+        """Records handed to the store."""
+        ...
+
+    @property
+    def copied(self) -> int:
+        """Those of them that another cache had."""
+        ...
+
+    @property
+    def shard_fill(self) -> tuple[int, int]:
+        """Bytes in the open shard, and its capacity."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of records written by this run."""
+        ...
+
+    def offer(self, encoded: EncodedRecords, timeout_s: float) -> bool:
+        """Queue records if there is room within `timeout_s`."""
+        ...
+
+    def catch_up(self) -> None:
+        """Wait a moment until all is written."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong meanwhile."""
+        ...
+
+    def close(self) -> None:
+        """Write what is queued, commit, and end."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop without waiting; what is not committed is lost."""
+        ...
+
+
+class Failures(Protocol):
+    """Holder of the failures of a run: a `SampleLedger`, or those of several caches."""
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """Samples that were quarantined by this run, in order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStages:
     """The parts a run is made of."""
 
     feed: SampleFeed
-    ledger: SampleLedger
+    ledger: Failures
     encoding: EncodeStage
-    writer: WriteThread
+    writer: WriteStage
     in_process: bool
     """Samples are read or encoded in this process."""
 

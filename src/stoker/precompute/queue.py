@@ -246,8 +246,9 @@ class WorkQueue:
         end = self._parts[part].offset + self._parts[part].count
         return ReadTask(key=key, part=part, numbers=range(first, min(first + self._size, end)))
 
-    def done(self) -> None:
-        """Note that one group that was handed out is dealt with."""
+    def done(self, work: ReadTask) -> None:
+        """Note that a group that was handed out is dealt with."""
+        del work
         self._outstanding -= 1
 
     def give_back(self, work: ReadTask, *, avoid: int = -1) -> None:
@@ -306,7 +307,15 @@ class WorkerPool(Protocol):
         ...
 
 
-class SampleFeed(Protocol):
+class BatchOwner(Protocol):
+    """Owner of the arrays of batches that are lent to an encoder."""
+
+    def release(self, batch: LoadedBatch) -> None:
+        """Give the arrays back: they are not read any more."""
+        ...
+
+
+class SampleFeed(BatchOwner, Protocol):
     """Origin of batches: worker processes, or this process itself."""
 
     @property
@@ -316,10 +325,6 @@ class SampleFeed(Protocol):
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """Return the batches that are ready, after waiting at most `timeout_s` for the first."""
-        ...
-
-    def release(self, batch: LoadedBatch) -> None:
-        """Give the arrays back: they are not read any more."""
         ...
 
     @property
@@ -489,6 +494,13 @@ class SampleLedger:
         self._bad.update(numbers)
         self._quarantine(failures)
         self.failures += failures
+
+    def take_over(self, failures: Sequence[Failure]) -> None:
+        """Set aside what the ledger of a shared reading has set aside."""
+        fresh = [f for f in failures if f.number not in self._bad and self._wanted(f.number)]
+        self._bad.update(failure.number for failure in failures)
+        self._quarantine(fresh)
+        self.failures += fresh
 
 
 def retry_hint(stages: set[str], nan: str) -> str:

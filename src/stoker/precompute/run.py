@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.encoders.protocol import Encoder
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
@@ -43,9 +43,16 @@ from stoker.precompute.in_process import (
     call_encoder,
     encode_pool,
 )
-from stoker.precompute.loop import PrecomputeLoop, RunStages, RunTotals, WorkerPacing, WriteThread
+from stoker.precompute.loop import (
+    PrecomputeLoop,
+    RunStages,
+    RunTotals,
+    WorkerPacing,
+    WriteStage,
+    WriteThread,
+)
 from stoker.precompute.progress import ProgressSink
-from stoker.precompute.queue import PartSpan, SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.queue import BatchOwner, PartSpan, SampleFeed, SampleLedger, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, load_guard
 from stoker.precompute.workers import Supervisor, WorkerLaunch
@@ -112,6 +119,7 @@ class StageBuilder:
         interrupts: Interrupts | None = None,
         rehearsal: bool = False,
         here_until: float | None = None,
+        group: EncodeBatchSize | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -119,8 +127,10 @@ class StageBuilder:
             source, encoder, folder, settings, missing, interrupts: As of `EncodeShare`.
             rehearsal: Nothing is quarantined, and no guardian is told.
             here_until: See `EncodeShare`; no child is needed then.
+            group: What is read at a time; None: an encode batch of the recipe.
         """
         self.folder = folder
+        self._group = group or folder.recipe.encode_batch
         device = "cpu" if encoder is None else str(resolve_device(settings.device))
         self.settings = settings = replace(settings, device=device)
         self.missing = missing
@@ -138,29 +148,24 @@ class StageBuilder:
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
-        _check_group(recipe, ragged=self._ragged)
+        _check_group(self._group, ragged=self._ragged)
         self.quarantined = set(folder.failures()).difference(missing.tolist())
-        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         self._parts = _part_names(recipe, source)
-        self.ledger = SampleLedger(
-            self.quarantined,
-            # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
-            quarantine=partial(_note_failures, folder, self._kinds_noted(rehearsal=rehearsal)),
-            wanted=wanted.__contains__,
-            allowed=settings.max_quarantined * recipe.count,
-            place=self._parts.place,
-            nan=settings.nan,
-        )
-        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        size = self._samples_at_once()
-        self.queue = WorkQueue(spans, size, missing, bad=self.ledger.is_bad)
+        # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
+        note = partial(_note_failures, folder, self._kinds_noted(rehearsal=rehearsal))
+        self.ledger = self._new_ledger(self.quarantined, note)
+        self.spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.samples_at_once = size = self._samples_at_once()
+        self.queue = WorkQueue(self.spans, size, missing, bad=self.ledger.is_bad)
         self._reading = ChangeGuard(source, digested_files(recipe.refs, recipe.files), self._parts.offsets)
         group_bytes = _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, size)
         self.queue.follow_runs(source.runs(), group_bytes)
         if settings.by_blocks:
             self.queue.follow_blocks(fill_blocks(recipe))
         self._layout, self._first_workers, self.most_workers = self._plan()
-        self._children = () if rehearsal else self._devices_of_children()
+        self.children = () if rehearsal else self._devices_of_children()
+        """Devices on which a child encodes."""
+        self._encodes = encoder is not None
         self._encoded_here = False
         self._pickled: bytes | None = None
         self._wanted: set[tuple[str, ...]] = set()
@@ -168,13 +173,38 @@ class StageBuilder:
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
 
+    def _new_ledger(
+        self, bad: Iterable[int], quarantine: Callable[[Sequence[Failure]], None]
+    ) -> SampleLedger:
+        missing, count = self.missing, self.folder.recipe.count
+        wanted = set(missing.tolist()) if len(missing) < count else range(count)
+        return SampleLedger(
+            bad,
+            quarantine=quarantine,
+            wanted=wanted.__contains__,
+            allowed=self.settings.max_quarantined * count,
+            place=self._parts.place,
+            nan=self.settings.nan,
+        )
+
+    def totals(self) -> RunTotals:
+        """Return what the progress display begins with."""
+        settings, missing = self.settings, len(self.missing)
+        return RunTotals(
+            name=self.name,
+            total=self.folder.recipe.count if settings.part[1] == 1 else missing,
+            missing=missing,
+            quarantined=len(self.quarantined),
+            device=", ".join(settings.devices) or settings.device,
+        )
+
     def _samples_at_once(self) -> int:
         """Return how many samples are handed out at a time: an encode batch, or less if one is slow to read.
 
         Without an encoder, no bit depends on it. With small parts a kill loses little, progress is seen,
         and more workers share a small set. Blocks of the filling order still end where parts do.
         """
-        size, source = self.folder.recipe.encode_batch.samples, whole_source(self._source)
+        size, source = self._group.samples, whole_source(self._source)
         if self._encoder is not None or not isinstance(source, TorchSource):
             return size
         most = min(size, _LONGEST_READ_S / max(source.seconds_per_item, 1e-9))
@@ -204,7 +234,7 @@ class StageBuilder:
 
     def _plan(self) -> tuple[Layout, int, int]:
         """Return the layout of each arena, workers to start with, and the limit by room and work."""
-        settings, group = self.settings, self.folder.recipe.encode_batch
+        settings, group = self.settings, self._group
         memory = int(settings.memory_bytes * _ARENA_SHARE)
         asked = settings.workers
         share = memory // (asked or 2)
@@ -224,14 +254,14 @@ class StageBuilder:
         Raises:
             SourceError: The source cannot be sent to a worker.
         """
-        if self._children:
+        if self.children:
             preload(TORCH)
         if self._first_workers == 0:
             return self._reader(self._reading, ReadingPosition())
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
-            feed.start(self._first_workers if self._children else self._at_once(cores))
+            feed.start(self._first_workers if self.children else self._at_once(cores))
         except BaseException:
             feed.close()
             raise
@@ -249,7 +279,7 @@ class StageBuilder:
             self.ledger,
             position=position,
             interrupts=self._interrupts,
-            encodes=self._encoder is not None,
+            encodes=self._encodes,
         )
 
     def head_start(self) -> HeadStart | None:
@@ -271,13 +301,8 @@ class StageBuilder:
         large = estimate_pickle_bytes(self._source) > _SMALL_SOURCE_BYTES
         if large and not isinstance(whole_source(self._source), TorchSource):
             return None
-        if self._children and self._here_until is None:
-            if estimate_pickle_bytes(self._encoder) > SMALL_ENCODER_BYTES:
-                return None
-            # Before a call, which may leave in it what cannot be sent.
-            self._encoders = self._launch_of_encoders(compare_first=False)
-            if self._encoders is None:
-                self._children = ()
+        if self._here_until is None and not self.prepare_children():
+            return None
         payload = None if large else self._payload()[0]
         try:
             self._make_logs()
@@ -291,6 +316,20 @@ class StageBuilder:
             self.forget_head()
             return None
         return HeadStart(self, self._reader(reading, position), position, until=self._here_until)
+
+    def prepare_children(self) -> bool:
+        """Pickle what children encode with, before a call here may leave in it what cannot be sent.
+
+        False: the encoder is so large that this process should not encode first.
+        """
+        if not self.children:
+            return True
+        if estimate_pickle_bytes(self._encoder) > SMALL_ENCODER_BYTES:
+            return False
+        self._encoders = self._launch_of_encoders(compare_first=False)
+        if self._encoders is None:
+            self.children = ()
+        return True
 
     def _copied(self, payload: bytes, position: ReadingPosition) -> ChangeGuard | None:
         """Return the source as a worker gets it; None where it cannot be loaded, which a worker explains."""
@@ -314,7 +353,7 @@ class StageBuilder:
     def is_ready(self) -> bool:
         """Return True if children can be forked at once; what they are forked from is started."""
         if not self._wanted:
-            self._wanted = {self._payload()[1]} | ({TORCH} if self._children else set())
+            self._wanted = {self._payload()[1]} | ({TORCH} if self.children else set())
             for one in self._wanted:
                 preload(one)
         return all(map(is_preloaded, self._wanted))
@@ -322,12 +361,12 @@ class StageBuilder:
     @property
     def needs_torch(self) -> bool:
         """True if the first children have to wait until a process has imported torch."""
-        return bool(self._children) or isinstance(whole_source(self._source), TorchSource)
+        return bool(self.children) or isinstance(whole_source(self._source), TorchSource)
 
     @property
     def seconds_for_children(self) -> float:
         """Seconds spent in the encoder here that a child could have spent; 0 where none encodes."""
-        return self.clock.seconds if self._children else 0.0
+        return self.clock.seconds if self.children else 0.0
 
     def check_source(self) -> None:
         """Have a source that can check itself in a child do so, before workers read it."""
@@ -384,7 +423,7 @@ class StageBuilder:
 
     def keep_encoder(self) -> None:
         """Keep the encoder in this process to the end: no child will encode."""
-        self._children = ()
+        self.children = ()
         self._release_launch()
 
     def _release_launch(self) -> None:
@@ -427,17 +466,17 @@ class StageBuilder:
             interrupts=self._interrupts,
         )
 
-    def encoding(self, feed: SampleFeed, *, compare_first: bool = True) -> EncodeStage:
+    def encoding(self, feed: BatchOwner, *, compare_first: bool = True) -> EncodeStage:
         """Return the started stage that encodes: a child for each device, or this process.
 
         Args:
             compare_first: See `BatchEncoder`; needless, and twice the time, for single groups of a cache.
         """
         launch, self._encoders = self._encoders, None
-        if self._children and (launch := launch or self._launch_of_encoders(compare_first)) is not None:
+        if self.children and (launch := launch or self._launch_of_encoders(compare_first)) is not None:
             try:
                 return EncoderProcesses(
-                    self._children,
+                    self.children,
                     replace(launch, compare_first=compare_first),
                     feed=feed,
                     queue=self.queue,
@@ -445,13 +484,13 @@ class StageBuilder:
                     clock=self.clock,
                 )
             except ResourceError as error:
-                if len(self._children) > 1:
+                if len(self.children) > 1:
                     raise
                 log.warning("%s: the encoder runs in this process: %s", self.name, error)
-        self._children = ()
+        self.children = ()
         return self.encoding_here(feed, compare_first=compare_first)
 
-    def encoding_here(self, feed: SampleFeed, *, compare_first: bool) -> InProcessEncoder:
+    def encoding_here(self, feed: BatchOwner, *, compare_first: bool) -> EncodeStage:
         """Return what encodes in this process."""
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.timeouts.encode
@@ -481,7 +520,7 @@ class StageBuilder:
             nan=self.settings.nan,
             state=TorchState.of_caller(),
         )
-        several = len(self._children) > 1
+        several = len(self.children) > 1
         hint = "Or encode on one device" if several else _MAKE_LATE_HINT
         try:
             with on_device(self._encoder, torch.device("cpu")):
@@ -522,7 +561,7 @@ class StageBuilder:
             if self.settings.device.startswith("cuda"):
                 torch.cuda.empty_cache()
 
-    def writer(self) -> WriteThread:
+    def writer(self) -> WriteStage:
         """Return the writer thread, started."""
         settings = self.settings
         kept = WriterSettings(
@@ -540,18 +579,18 @@ class StageBuilder:
             timeout_s=settings.timeouts.write,
         )
 
-    def stages(self, feed: SampleFeed, encoding: EncodeStage, writer: WriteThread) -> RunStages:
+    def stages(self, feed: SampleFeed, encoding: EncodeStage, writer: WriteStage) -> RunStages:
         """Return all stages of the run together."""
         return RunStages(
             feed=feed,
             ledger=self.ledger,
             encoding=encoding,
             writer=writer,
-            in_process=not self._children or feed.pool is None,
+            in_process=not self.children or feed.pool is None,
         )
 
     @staticmethod
-    def commit(writer: WriteThread) -> None:
+    def commit(writer: WriteStage) -> None:
         """Commit what was handed over, also when the run fails: the error under way is what counts."""
         with suppress(StokerError):
             writer.close()
@@ -623,8 +662,7 @@ def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Fa
     folder.quarantine_many([failure for failure in failures if failure.kind in kinds])
 
 
-def _check_group(recipe: Recipe, *, ragged: bool) -> None:
-    group = recipe.encode_batch
+def _check_group(group: EncodeBatchSize, *, ragged: bool) -> None:
     if (ragged or group.steps is not None) and group.samples != 1:
         raise EncoderError(
             f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
@@ -669,26 +707,40 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
     Raises:
         StokerError: As `run_precompute`.
     """
-    source, folder = share.source, share.folder
-    share = replace(share, settings=_on_device(share, sink))
-    settings, copies = _with_copies(source, share.settings)
-    resources = probe(path=folder.path)
-    settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-    most = max(1, min(most, copies, _useful(resources)))
-    pacing = WorkerPacing(most=most, processors=resources.cpus)
+    (share,), pacing = plan_run([share], sink)
     builder = StageBuilder(
-        source,
+        share.source,
         share.encoder,
-        folder,
-        settings,
+        share.folder,
+        share.settings,
         missing=share.missing,
         interrupts=share.interrupts,
         here_until=share.here_until,
     )
     try:
-        return _encode(builder, sink, share, pacing)
+        return run_stages(builder, sink, share, pacing)
     finally:
         builder.close()
+
+
+def plan_run(
+    shares: Sequence[EncodeShare], sink: ProgressSink | None
+) -> tuple[list[EncodeShare], WorkerPacing]:
+    """Return shares of one source with the memory, workers and devices of this machine, and its pacing.
+
+    Raises:
+        ResourceError: As `fit_memory`.
+    """
+    source = shares[0].source
+    settings, most = _with_copies(source, shares[0].settings)
+    resources = probe(path=shares[0].folder.path)
+    for share in shares:
+        settings, fitting = fit_memory(source.schema(), share.folder.recipe, settings, resources)
+        most = min(most, fitting)
+    pacing = WorkerPacing(most=max(1, min(most, _useful(resources))), processors=resources.cpus)
+    found = {"workers": settings.workers, "memory_bytes": settings.memory_bytes // len(shares)}
+    placed = [replace(share, settings=replace(_on_device(share, sink), **found)) for share in shares]
+    return placed, pacing
 
 
 def _on_device(share: EncodeShare, sink: ProgressSink | None) -> PrecomputeSettings:
@@ -720,7 +772,7 @@ def _useful(resources: Resources) -> int:
     return _WORKERS_A_CORE * int(resources.cpus)
 
 
-def _encode(
+def run_stages(
     builder: StageBuilder, sink: ProgressSink | None, share: EncodeShare, pacing: WorkerPacing
 ) -> ShareOutcome:
     """Run the stages, and end them in an order that keeps what was encoded."""
@@ -729,13 +781,7 @@ def _encode(
     writer = builder.writer()
     try:
         loop = PrecomputeLoop(
-            RunTotals(
-                name=builder.name,
-                total=builder.folder.recipe.count if settings.part[1] == 1 else len(builder.missing),
-                missing=len(builder.missing),
-                quarantined=len(builder.quarantined),
-                device=", ".join(settings.devices) or settings.device,
-            ),
+            builder.totals(),
             interrupts=share.interrupts,
             sink=sink,
             pacing=pacing if settings.workers is None else None,
@@ -772,7 +818,7 @@ def _encode(
     )
 
 
-def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
+def _check_source(builder: StageBuilder, writer: WriteStage) -> None:
     """Have a source check itself. If it fails, what was read here and is not committed is dropped."""
     try:
         builder.check_source()
@@ -781,12 +827,12 @@ def _check_source(builder: StageBuilder, writer: WriteThread) -> None:
         raise
 
 
-def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare) -> bool:
+def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteStage, share: EncodeShare) -> bool:
     """Work in this process until children are worth their start and can be forked at once; True: all done."""
     if (head := builder.head_start()) is None:
         return False
     try:
-        encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        encoding = builder.encoding_here(head.reader, compare_first=share.compare_first)
         if share.encoder is not None:
             encoding = builder.recognizing(encoding, share.same)
         stages = builder.stages(head.reader, encoding, writer)
@@ -804,7 +850,7 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
 
 
 def _run_with(
-    builder: StageBuilder, feed: SampleFeed, loop: PrecomputeLoop, writer: WriteThread, share: EncodeShare
+    builder: StageBuilder, feed: SampleFeed, loop: PrecomputeLoop, writer: WriteStage, share: EncodeShare
 ) -> bool:
     """Run the stages with workers, or reading in this process if `workers=0`; return True if all is done."""
     with ExitStack() as ends:
@@ -820,11 +866,9 @@ def _run_with(
 def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> EncodeStage:
     """Return the stage that encodes; a feed that waits for workers wakes up for it, and for signals."""
     inner = builder.encoding(feed, compare_first=share.compare_first and not builder.clock.calls)
-    children = isinstance(inner, EncoderProcesses)
-    if children:
-        inner.watch(share.interrupts.fd)
+    wake_fd = inner.watch(share.interrupts.fd)
     if feed.pool is not None:
-        feed.pool.wake_fd = inner.fd if children else share.interrupts.fd
+        feed.pool.wake_fd = wake_fd
     return inner if share.encoder is None else builder.recognizing(inner, share.same)
 
 

@@ -645,7 +645,7 @@ class Supervisor:
     def release(self, batch: LoadedBatch) -> None:
         """See `SampleFeed.release`."""
         if batch.last:
-            self._queue.done()
+            self._queue.done(batch.work)
         number, slot = batch.origin
         worker = self._roster.working.get(number)
         if worker is None:
@@ -789,7 +789,7 @@ class Supervisor:
             if any(again):
                 self._queue.give_back(work, avoid=worker.number)
             elif last:
-                self._queue.done()
+                self._queue.done(work)
             if slot >= 0:
                 worker.free(slot)
             if frame["start"]:

@@ -24,7 +24,7 @@ from stoker.monitor.meter import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_TIMEOUT_S, find_obstacle, require_writable
-from stoker.precompute.engine import check_space, needed_bytes
+from stoker.precompute.checks import check_space, needed_bytes
 from stoker.precompute.measure import try_encoder
 from stoker.run.build import CacheJob, build_jobs
 from stoker.run.caches import CacheLocation, locate, locate_job, nearest_differences

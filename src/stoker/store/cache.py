@@ -177,6 +177,11 @@ class Cache:
         return self.recipe.schema
 
     @property
+    def variants(self) -> Mapping[str, int]:
+        """Number of variants of each field that was stored in several: axis 0 of the field in a record."""
+        return self.recipe.variants
+
+    @property
     def complete(self) -> bool:
         """True if every sample is stored or quarantined."""
         return self.index.complete

@@ -328,6 +328,11 @@ class Recipe:
         return {name: _with_dtype(f, self.entries["encoded"][name]) for name, f in self.schema.items()}
 
     @property
+    def variants(self) -> Mapping[str, int]:
+        """Number of variants in a record of each field that has any: axis 0 of the field."""
+        return self.entries.get("variants", {})
+
+    @property
     def weights(self) -> str:
         """Digest of the encoder's weights; empty where it has none."""
         encoder = as_object(self.entries["encoder"]) or {}
@@ -405,6 +410,10 @@ def make_recipe(
         "encoded": {name: f.dtype for name, f in encoded.items()},
         "schema": schema_to_json(stored),
     }
+    # How many variants a record has of a field, so that a loader sees it; recipes without any are as before.
+    count = getattr(encoder, "variants", None)
+    if count is not None and (variants := count(sample_schema)):
+        entries["variants"] = variants
     try:
         canonical_json(entries["encoder"])
     except (TypeError, ValueError) as error:
@@ -643,6 +652,7 @@ NOTES: Mapping[str, str] = {
     "dtype": "stored with another dtype",
     "encoded": "the encoder's output has another dtype",
     "group": "samples are encoded in other groups",
+    "variants": "records have another number of variants",
     "schema": "records have another shape",
     "source.kind": "another kind of source, or another version of its code",
     "source.settings": "a setting of the source",
