@@ -507,7 +507,7 @@ def make_joiner(
         raise ConfigError(
             f"ragged is {ragged!r}", hint="Expected list, pad, pack or stoker.loader.Pad(to=..., value=...)"
         )
-    points = any(schema[output.field].axes for output in outputs if output.field in schema)
+    folded = any(schema[output.field].axes for output in outputs if output.field in schema)
     lists = {output.name: output for output in outputs if output.ragged}
     how = ragged if isinstance(ragged, Pad) else Pad() if ragged == "pad" else None
     if ragged != "list" and lists:
@@ -519,11 +519,11 @@ def make_joiner(
             )
         if how is not None:
             _check_values(how, lists)
-    elif not points:
+    elif not folded:
         return None
-    if points and how is not None and how.to is not None:
+    if folded and how is not None and how.to is not None:
         raise ConfigError(
-            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary",
+            f"ragged={how!r} gives one length, and fields of this cache have several axes that vary",
             hint="Use ragged='pad', or Pad(multiple=...)",
         )
     return Joiner(
