@@ -108,6 +108,9 @@ SHAPE_SUFFIX = ".shape"
 """Ends the name of the field that holds the sizes of a folded field's axes, int64."""
 AXIS_WORDS = ("t", "p", "e", "k")
 """Axes of particles and meshes: time, points, edges, cells. Edges and cells hold numbers of points."""
+VARIES = "*"
+"""A folded axis without such a meaning, whose size differs from sample to sample; one of a fixed size is that
+size, as `"3"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,8 @@ class Field:
     axes: tuple[str, ...] = ()
     """Of particles and meshes: words (`AXIS_WORDS`) of the axes whose sizes differ from sample to sample.
     With one, axis 0 is that axis. With two, `("t", "p")`, the field is *folded*: axis 0 is both, one row for
-    each point of each step, and their sizes are in the field `<name>.shape`."""
+    each point of each step, and their sizes are in the field `<name>.shape`. Images of any height and width,
+    `("3", "*", "*")`, are folded as well: the leading axes up to the last that varies (`VARIES`)."""
     exact: bool = False
     """Stored as it is where all floats are to be stored in fewer bits: times and coordinates."""
 
@@ -158,6 +162,7 @@ class Field:
         if self.dtype == "float8_e4m3fn" and not self.quantized:
             raise RecordError("float8_e4m3fn is stored with scales only")
         known = len(set(self.axes)) == len(self.axes) and set(self.axes) <= {*AXIS_WORDS}
+        known = known or (self.plain and self.folded and self.axes[-1] == VARIES)
         if self.axes and not (known and self.ragged and not (self.folded and self.time)):
             raise RecordError(f"axes {self.axes} do not fit a field of shape {self.shape}")
 
@@ -165,6 +170,15 @@ class Field:
     def folded(self) -> bool:
         """True if axis 0 stands for several axes."""
         return len(self.axes) > 1
+
+    @property
+    def plain(self) -> bool:
+        """True if the axes of a folded field are neither time nor points: `VARIES`, or a size."""
+        return bool(self.axes) and all(word == VARIES or word.isdecimal() for word in self.axes)
+
+    def made_up_sizes(self, length: int) -> list[int]:
+        """Return sizes of the axes for a made-up sample, about `length` where they vary."""
+        return [int(word) if word.isdecimal() else length + (word == "p") for word in self.axes]
 
     @property
     def evolves(self) -> bool:
@@ -258,8 +272,14 @@ def size_field(field: Field) -> Field:
     return Field(shape=(len(field.axes),), dtype="int64", kept=field.kept)
 
 
+def without_sizes(schema: Schema) -> Schema:
+    """Return the schema without the fields that hold the sizes of folded ones."""
+    sizes = {name + SHAPE_SUFFIX for name, field in schema.items() if field.folded}
+    return {name: field for name, field in schema.items() if name not in sizes}
+
+
 def without_points(schema: Schema) -> Schema:
-    """Return the schema without fields of particles and meshes, and without those of their sizes."""
+    """Return the schema without particles, meshes, fields of several varying axes, and their sizes."""
     points = {name for name, field in schema.items() if field.axes}
     sizes = {name + SHAPE_SUFFIX for name in points if schema[name].folded}
     return {name: field for name, field in schema.items() if name not in points | sizes}

@@ -330,7 +330,7 @@ def _made_up(schema: Schema, batch_size: EncodeBatchSize, steps: int, seed: int)
     made: dict[str, Tensor] = {}
     for name, field in schema.items():
         shape = list(field.shape)
-        sizes = [steps + word.startswith("p") for word in field.axes]
+        sizes = field.made_up_sizes(steps)
         if field.ragged:
             shape[0] = math.prod(sizes) if sizes else steps
         elif field.time and batch_size.steps is not None:

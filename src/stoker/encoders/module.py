@@ -29,7 +29,7 @@ from stoker.encoders.weights import (
     weights_device,
 )
 from stoker.errors import EncoderError, arg
-from stoker.schema import DTYPE_BYTES, SHAPE_SUFFIX, Field, Json, Schema
+from stoker.schema import DTYPE_BYTES, SHAPE_SUFFIX, VARIES, Field, Json, Schema, size_field
 from stoker.units import format_count
 from stoker.used_code import (
     bytecode_text,
@@ -348,6 +348,12 @@ has time as axis 0."""
 DECODED = 64
 """Steps that a module decodes in one call."""
 
+PROBED_SIZES = ((64, 96), (224, 448), (4, 6), (1, 2))
+"""Sizes of axes that vary together, in pixels say, until a module takes both: most need multiples of 8, 14 or
+32."""
+PROBED_VALUES = 1 << 25
+"""Values of a sample of zeros at most."""
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -358,7 +364,8 @@ class ModuleEncoder:
     or a tuple of them. It is frozen in place: `eval()`, and its parameters no longer require gradients.
     It may be on a GPU already; after encoding it is where it was before.
     Fields that it does not take stay in the record. Particles and meshes come as `(1, T, N, C)`, with edges
-    `(1, E, 2)` and coordinates `(1, N, d)`, one sample a call; take them with `time="whole"`.
+    `(1, E, 2)` and coordinates `(1, N, d)`, one sample a call; take them with `time="whole"`. A field of
+    which several axes vary, as images of any size, comes as `(1, C, H, W)`; so may its output.
 
     Args:
         module: What encodes: a module, a method of one (`vae.encode`), or a function. Each sample's output
@@ -402,6 +409,8 @@ class ModuleEncoder:
         self._time: Time = time
         self._encode_batch = encode_batch
         self._digest = WeightsDigest()
+        self._folded: dict[str, int] = {}
+        """Outputs of which several axes vary, and how many leading axes are folded; `schema` finds them."""
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
         if encode_batch is not None and encode_batch < 1:
@@ -451,10 +460,39 @@ class ModuleEncoder:
                 f"outputs {sorted(clash)} are called like fields that pass through",
                 hint=f"Set {_argument('output')} to another name",
             )
-        ragged = any(sample_schema[name].ragged for name in self._fields)
-        probed = self._probe(sample_schema, length=4)
-        again = self._probe(sample_schema, length=6) if ragged else probed
-        return {**{name: self._field_of(probed[name], again[name]) for name in probed}, **passed}
+        fields = self._probed_fields(sample_schema)
+        if folded := {name: len(field.axes) for name, field in fields.items() if field.folded}:
+            self._folded = folded  # another source, whose sizes are fixed, leaves them for the first one
+        sizes = {name + SHAPE_SUFFIX: size_field(field) for name, field in fields.items() if field.folded}
+        return {**fields, **sizes, **passed}
+
+    def _probed_fields(self, sample_schema: Schema) -> Schema:
+        """Return the outputs, found by encoding zeros of one size, and of another where sizes vary."""
+        own = [sample_schema[name] for name in self._fields]
+        folds = any(field.plain for field in own)
+        if not any(field.ragged for field in own):
+            probed = again = self._probe(sample_schema, length=4)
+        elif not folds:
+            probed, again = (self._probe(sample_schema, length=length) for length in (4, 6))
+        else:
+            probed, again = self._probe_in_pairs(sample_schema)
+        return {name: self._field_of(probed[name], again[name], folds=folds) for name in probed}
+
+    def _probe_in_pairs(self, sample_schema: Schema) -> list[dict[str, Tensor]]:
+        """Return the outputs for two sizes of images or videos that the module takes."""
+        own = [sample_schema[name] for name in self._fields]
+        fitting = [
+            pair
+            for pair in PROBED_SIZES
+            if all(math.prod([*f.made_up_sizes(pair[1]), *f.shape[1:]]) <= PROBED_VALUES for f in own)
+        ]
+        for pair in fitting:
+            try:
+                return [self._probe(sample_schema, length=length) for length in pair]
+            except EncoderError:
+                if pair is fitting[-1]:
+                    raise
+        raise EncoderError("a sample of the smallest size has too many values to probe the module with")
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """Return the size given, else about 8 MiB of samples and records a call."""
@@ -473,6 +511,16 @@ class ModuleEncoder:
                 "the encoder's module is in training mode",
                 hint="Call `module.eval()` and keep it in eval mode",
             )
+        shaped = self._called(batch)
+        folds = any(name + SHAPE_SUFFIX in batch for name in self._fields)
+        for name, lead in self._folded.items() if folds else ():
+            sizes = shaped[name].shape[1 : 1 + lead]
+            shaped[name + SHAPE_SUFFIX] = torch.tensor([[*sizes]], device=shaped[name].device)
+            shaped[name] = shaped[name].flatten(1, lead)
+        return {**shaped, **{name: v for name, v in batch.items() if name not in self._taken(batch)}}
+
+    def _called(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the module makes of a batch, by output, in its own axes."""
         inputs = [_in_own_axes(batch, name) for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
@@ -484,8 +532,7 @@ class ModuleEncoder:
                     f"output {name!r} has shape {tuple(tensor.shape)} for {lead.numel()} inputs",
                     hint="Axis 0 must count the inputs, also when there is one",
                 )
-        shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
-        return {**shaped, **{name: v for name, v in batch.items() if name not in self._taken(batch)}}
+        return {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
 
     def _taken(self, sample: Mapping[str, object]) -> set[str]:
         """Return the fields that the module takes, with the sizes of those of particles and meshes."""
@@ -531,13 +578,13 @@ class ModuleEncoder:
         zeros: dict[str, Tensor] = {}
         for name in self._fields:
             field = sample_schema[name]
-            sizes = [length + word.startswith("p") for word in field.axes] or [length]
+            sizes = field.made_up_sizes(length) or [length]
             shape = (math.prod(sizes), *field.shape[1:]) if field.ragged else field.shape
             if field.folded:
                 zeros[name + SHAPE_SUFFIX] = torch.tensor([sizes], device=self._device)
             zeros[name] = torch.zeros((1, *shape), dtype=getattr(torch, field.dtype), device=self._device)
         try:
-            return self.encode(zeros)
+            return self._called(zeros)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
             steps = ""
@@ -548,13 +595,18 @@ class ModuleEncoder:
                 hint=f"Give it what it takes: {steps}another field, or other shapes in the source",
             ) from error
 
-    def _field_of(self, tensor: Tensor, longer: Tensor) -> Field:
+    def _field_of(self, tensor: Tensor, longer: Tensor, *, folds: bool) -> Field:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise EncoderError(
                 f"the module returns {dtype}, which cannot be stored", hint="Cast it in the module"
             )
         ragged = tensor.shape != longer.shape
+        if folds and tensor.ndim == longer.ndim and tensor.shape[2:] != longer.shape[2:]:
+            pairs = [*zip(tensor.shape[1:], longer.shape[1:], strict=True)]
+            lead = 1 + max(axis for axis, (one, other) in enumerate(pairs) if one != other)
+            axes = tuple(str(one) if one == other else VARIES for one, other in pairs[:lead])
+            return Field(shape=(-1, *tensor.shape[1 + lead :]), dtype=dtype, ragged=True, axes=axes)
         if tensor.shape[2:] != longer.shape[2:]:
             raise EncoderError(
                 f"the module returns {tuple(tensor.shape)} and {tuple(longer.shape)} for samples of two "

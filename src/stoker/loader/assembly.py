@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError
+from stoker.errors import ConfigError, RecordError, arg
 from stoker.loader.batch import (
     REUSE_FROM_BYTES,
     STATES,
@@ -39,6 +39,7 @@ from stoker.loader.batch import (
 from stoker.loader.gather import RowConverter, make_converter
 from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
+from stoker.loader.records import stacked_fields
 from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
@@ -457,6 +458,28 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat([*tensors]), to_device(_starts(sizes), tensors[0].device)
 
 
+PACKED = ("cu_seqlens", "position_ids", "max_seqlen")
+"""Names of what comes with records packed by tokens."""
+
+
+def _sequences(lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """Return what kernels for sequences of varying length take, as `PACKED`."""
+    sizes = np.array(lengths, np.int64)
+    starts = _starts(sizes)
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
+    values = to_device(starts.astype(np.int32), device), to_device(places, device), max(lengths)
+    return dict(zip(PACKED, values, strict=True))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the records one after another, without a copy where they are parts of one tensor already."""
+    base, total = tensors[0]._base, sum(map(len, tensors))  # pyright: ignore[reportPrivateUsage]
+    if base is None or base.shape != (total, *tensors[0].shape[1:]) or not base.is_contiguous():
+        return torch.cat([*tensors])
+    parts = all(tensor._base is base for tensor in tensors)  # pyright: ignore[reportPrivateUsage]
+    return base if parts else torch.cat([*tensors])
+
+
 def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
@@ -494,36 +517,41 @@ POINTS = "points"
 BATCH = ".batch"
 
 
-def make_joiner(
-    ragged: Ragged, outputs: tuple[OutputSpec, ...], schema: Schema, windows: Windows | None
-) -> Joiner | None:
+def make_joiner(options: Options, outputs: tuple[OutputSpec, ...], schema: Schema) -> Joiner | None:
     """Return what joins the lists of a batch; None: they stay lists, without axes to restore.
 
     Raises:
         ConfigError: `ragged` is unknown, a name that joining adds is taken, or `Pad(to=...)` is asked for of
             fields with several axes.
     """
+    windows, tokens = options.windows, options.batch_tokens is not None
+    ragged = "pack" if tokens else options.ragged
+    stacked = stacked_fields(schema, options.batch_by)
     if not (isinstance(ragged, Pad) or ragged in ("list", "pad", "pack")):
         raise ConfigError(
             f"ragged is {ragged!r}", hint="Expected list, pad, pack or stoker.loader.Pad(to=..., value=...)"
         )
-    points = any(schema[output.field].axes for output in outputs if output.field in schema)
-    lists = {output.name: output for output in outputs if output.ragged}
+    folded = any(schema[output.field].axes for output in outputs if output.field in schema)
+    lists = {o.name: o for o in outputs if o.ragged and o.field not in stacked}
     how = ragged if isinstance(ragged, Pad) else Pad() if ragged == "pad" else None
     if ragged != "list" and lists:
-        added = {name + end for name in lists for end in (LENGTHS, MASK, OFFSETS)}
+        added = {*PACKED} if tokens else {n + end for n in lists for end in (LENGTHS, MASK, OFFSETS)}
         if taken := sorted(added & {output.name for output in outputs}):
+            by, also = (
+                (arg("batch_tokens"), "") if tokens else (f"ragged={ragged!r}", ", or take ragged='list'")
+            )
             raise ConfigError(
-                f"ragged={ragged!r} adds {', '.join(taken)} to batches, and records have fields of that name",
-                hint="Give them other names in the source, or take ragged='list'",
+                f"{by} adds {', '.join(taken)} to batches, and records have fields of that name",
+                hint=f"Give them other names in the source{also}",
             )
         if how is not None:
             _check_values(how, lists)
-    elif not points:
+    elif not folded and not stacked:
         return None
-    if points and how is not None and how.to is not None:
+    folded = any(schema[output.field].folded for output in lists.values())
+    if folded and how is not None and how.to is not None:
         raise ConfigError(
-            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary",
+            f"ragged={how!r} gives one length, and fields of this cache have several axes that vary",
             hint="Use ragged='pad', or Pad(multiple=...)",
         )
     return Joiner(
@@ -533,6 +561,8 @@ def make_joiner(
         pack=ragged == "pack",
         windows=windows,
         main=None if windows is None else time_field(schema, windows.field),
+        stacked=stacked,
+        tokens=tokens,
     )
 
 
@@ -544,7 +574,7 @@ def check_lengths(join: Joiner, cache: Cache, table: RecordTable) -> None:
     """
     if join.pad is None or join.pad.to is None:
         return
-    for name in (output.name for output in join.outputs if output.ragged):
+    for name in (o.name for o in join.outputs if o.ragged and o.field not in join.stacked):
         lengths = table.of_all(cache.lengths(name))
         longest = int(np.argmax(lengths)) if len(lengths) else 0
         if len(lengths) and lengths[longest] > join.pad.to:
@@ -562,6 +592,10 @@ class Joiner:
     windows: Windows | None
     main: str | None
     """The field that windows are cut from; None: records are served entire."""
+    stacked: frozenset[str] = frozenset()
+    """Fields of which all examples of a batch have one shape."""
+    tokens: bool = False
+    """Fields of varying length come as one sequence, with `PACKED`."""
 
     def __call__(self, batch: RecordBatch) -> Any:
         """Return the batch as handed out: a `RecordBatch`, or a `PointBatch` of windows.
@@ -577,14 +611,25 @@ class Joiner:
         counts = None
         made = RecordBatch()
         made.position = batch.position
+        lengths: list[int] = []
         for output in self.outputs:
             name, value = output.name, batch[output.name]
             if not output.ragged:
                 # Lists have their axes already, and need no sizes.
-                if output.role is not Role.SIZES or self.pad is not None or self.pack:
+                joined = self.pad is not None or self.pack
+                if output.role is Role.SIZES and name.removesuffix(SHAPE_SUFFIX) in self.stacked:
+                    joined = False
+                if output.role is not Role.SIZES or joined:
                     made[name] = value
                 continue
             field, tensors = self.schema[output.field], cast("list[Tensor]", value)
+            if output.field in self.stacked:
+                shape = batch[name + SHAPE_SUFFIX][0].tolist() if field.folded else [len(tensors[0])]
+                made[name] = _joined(tensors).view(len(tensors), *shape, *tensors[0].shape[1:])
+                continue
+            if self.tokens:
+                made[name], lengths = _joined(tensors), [len(tensor) for tensor in tensors]
+                continue
             if field.folded and not self.pack:
                 shapes = batch[name + SHAPE_SUFFIX].tolist()
                 tensors = [t.view(*s, *t.shape[1:]) for t, s in zip(tensors, shapes, strict=True)]
@@ -595,6 +640,8 @@ class Joiner:
                 _check_fits(name, tensors, batch["index"], self.pad.to)
             self._put(made, name, tensors, axes=max(1, len(field.axes)))
         made["index"] = batch["index"]
+        if self.tokens:
+            made.update(_sequences(lengths, batch["index"].device))
         return made
 
     def _counts(self, batch: RecordBatch) -> list[int]:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.loader.batch import to_device
 from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.loader.batch import Examples
+    from stoker.loader.batching import BatchPlan
     from stoker.loader.order import Ids, Order, RankShare
     from stoker.loader.records import Cuts, RecordTable
     from stoker.loader.tiers import Memory
@@ -66,7 +68,16 @@ class Span:
     last: bool
     """The epoch ends with this span."""
     ends: Sequence[int] = ()
-    """Position after each batch, where they are not one `step` apart: some examples were passed over."""
+    """Position after each batch, where they are not one `step` apart: some examples were passed over, or
+    batches differ in size."""
+    begins: NDArray[np.int64] | None = field(default=None, compare=False)
+    """Where each batch begins in the order, where batches differ in size; None: at the rank's part of a step.
+    """
+
+    @property
+    def end(self) -> int:
+        """Position after the last batch."""
+        return self.ends[-1] if self.ends else self.position + self.batches * self.step
 
     def positions(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return where a loader resumes after each of `count` batches from the `first` on."""
@@ -132,13 +143,13 @@ class Locator:
     cuts: Cuts | None = None
     """How windows are cut from fields whose steps are many rows; None: they are not."""
 
-    def extent(self, field: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def extent(self, name: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first row in the record, and the number of rows, that examples take of a field."""
         own = to_host(records)
-        if self.cuts is not None and field in self.cuts.rows:
-            rows = self.cuts.rows[field][own]
+        if self.cuts is not None and name in self.cuts.rows:
+            rows = self.cuts.rows[name][own]
             return to_host(starts) * rows, self.cuts.steps * rows
-        return np.zeros(len(own), np.int64), self.lengths[field][own]
+        return np.zeros(len(own), np.int64), self.lengths[name][own]
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
         """Return records, starts and `index` of examples, as in `Chunk`."""
@@ -197,6 +208,9 @@ class Chunks:
         """Yield how the rest of an epoch is cut into chunks; the short last batch is one of its own."""
         share = self._share
         most = CHUNK_EXAMPLES if self._device.type == "cpu" else DEVICE_CHUNK_EXAMPLES
+        if share.batches is not None:
+            yield from planned_spans(share.batches.epoch(epoch), share.rank, epoch, position, most)
+            return
         per_chunk = max(1, most // share.batch_size)
         whole, tail = share.whole_and_tail(position)
         for first in range(0, whole, per_chunk):
@@ -229,7 +243,7 @@ class Chunks:
                     self._prefetched = (following[0], self._pool.submit(partial(self._make, following)))
             middle = self._order.positions // 2 - span.position
             long = self._order.positions > CHUNK_EXAMPLES
-            if long and self._pool is not None and middle in range(span.batches * span.step):
+            if long and self._pool is not None and middle in range(span.end - span.position):
                 # The next order takes longer than a chunk is served, so it is begun earlier.
                 self._pool.submit(partial(self._ids, [epoch + 1]))
             yield chunk
@@ -241,7 +255,7 @@ class Chunks:
     def _following(self, span: Span) -> list[Span]:
         """Return the spans after `span` that are made in one piece of work, also those of later epochs."""
         epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES
-        rest = iter(()) if span.last else self.spans(epoch, span.position + span.batches * span.step)
+        rest = iter(()) if span.last else self.spans(epoch, span.end)
         while True:
             for one in rest:
                 room -= one.batches * one.batch
@@ -249,7 +263,7 @@ class Chunks:
                     return found
                 found.append(one)
             epoch += 1
-            if not self._share.steps():
+            if not self._share.steps(epoch=epoch):
                 return found
             rest = self.spans(epoch, 0)
 
@@ -268,12 +282,7 @@ class Chunks:
     def _make(self, spans: Sequence[Span]) -> list[Chunk]:
         """Return the chunks of consecutive spans, all arrays in one go."""
         orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
-        parts = [
-            self._share.take_tail(orders[span.epoch], span.position)
-            if span.short
-            else self._share.take(orders[span.epoch], span.position, span.batches)
-            for span in spans
-        ]
+        parts = [self._examples(orders[span.epoch], span) for span in spans]
         examples = parts[0] if len(parts) == 1 else np.concatenate(parts)
         records, starts, index = self._locator.locate(examples)
         memory = self._serving()
@@ -295,6 +304,19 @@ class Chunks:
             )
         return chunks
 
+    def _examples(self, ids: Ids, span: Span) -> Any:
+        """Return the examples of a span, in serving order."""
+        if span.begins is not None:
+            first = int(span.begins[0])
+            between = ids(first, int(span.begins[-1]) + span.batch)
+            if len(between) == span.batches * span.batch:
+                return between
+            places = (span.begins[:, None] - first + np.arange(span.batch)).reshape(-1)
+            return between[places if isinstance(between, np.ndarray) else to_device(places, between.device)]
+        if span.short:
+            return self._share.take_tail(ids, span.position)
+        return self._share.take(ids, span.position, span.batches)
+
     def _ids(self, epochs: Sequence[int]) -> dict[int, Ids]:
         with self._lock:
             missing = [epoch for epoch in epochs if epoch not in self._orders]
@@ -305,6 +327,30 @@ class Chunks:
                 self._orders = {e: ids for e, ids in self._orders.items() if e in keep}
                 self._orders.update(zip(missing, made, strict=True))
             return self._orders
+
+
+def planned_spans(plan: BatchPlan, rank: int, epoch: int, position: int, most: int) -> Iterator[Span]:
+    """Yield the batches of a rank from a position on, as runs of equal size of up to `most` examples."""
+    begins, sizes = plan.of_rank(rank)
+    bounds, step = plan.step_bounds, plan.step_at(position)
+    breaks = np.flatnonzero(np.diff(sizes)) + 1
+    while step < plan.steps:
+        size = int(sizes[step])
+        after = int(np.searchsorted(breaks, step, side="right"))
+        stop = int(breaks[after]) if after < len(breaks) else plan.steps
+        stop = min(stop, step + max(1, most // max(1, size)))
+        yield Span(
+            epoch=epoch,
+            position=int(bounds[step]),
+            batches=stop - step,
+            batch=size,
+            step=size * plan.world_size,
+            short=False,
+            last=stop == plan.steps,
+            ends=bounds[step + 1 : stop + 1].tolist(),
+            begins=begins[step:stop],
+        )
+        step = stop
 
 
 def to_host(values: Any) -> NDArray[np.int64]:

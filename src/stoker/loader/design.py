@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, number_examples, time_field
+from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
 from stoker.loader.options import Options, check_share, check_static
 from stoker.loader.order import (
     Draws,
@@ -40,7 +41,9 @@ from stoker.loader.records import (
     cuts_of,
     cuts_points,
     find_records,
+    groups_of,
     lengths_of,
+    tokens_of,
     trajectory_lengths,
 )
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
@@ -120,7 +123,8 @@ def decide(
     """
     outputs = outputs_of(cache, options)
     table = find_records(cache, options.indices)
-    join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
+    batches = make_planner(cache, table, options)
+    join = make_joiner(options, outputs, cache.schema)
     if join is not None:
         check_lengths(join, cache, table)
     cuts, examples = _number(cache, table, options.windows)
@@ -128,14 +132,14 @@ def decide(
     lengths = _sizes(cache, table, outputs) if options.order.startswith("bucket") else None
     if lengths is not None and cuts is not None:  # windows: as long as their records
         lengths = lengths[examples.locate(np.arange(examples.count), examples.first)[0]]
-    order = options.follow or order_of(options, outputs, examples.count, draws, lengths)
+    order = options.follow or order_of(options, outputs, examples.count, draws, lengths, batches)
     if order.count != examples.count:
         raise MissingRecordError(
             f"{cache.path} has {examples.count} records for {order.count} of another cache"
         )
     table = replace(table, own=own_records(order, examples, options.rank, options.world_size))
     demand = replace(
-        _demand(cache, table, outputs, options.batch_size, str(options.device)),
+        _demand(cache, table, outputs, order.global_batch // options.world_size, str(options.device)),
         table_bytes=0 if options.device.type == "cpu" else table_bytes(order, len(table.indices)),
         remote=describe_remote(
             cache,
@@ -189,7 +193,7 @@ def decide_filling(cache: Cache, options: Options, fill: FillOrder) -> Design:
         table=fill.table,
         examples=fill.examples,
         outputs=outputs,
-        join=make_joiner(options.ragged, outputs, cache.schema, options.windows),
+        join=make_joiner(options, outputs, cache.schema),
         order=order_of(options, outputs, fill.examples.count, fill.draws),
         fill=fill,
     )
@@ -223,17 +227,48 @@ def order_of(
     count: int,
     draws: Draws | None,
     lengths: NDArray[np.int64] | None = None,
+    batches: BatchPlanner | None = None,
 ) -> Order:
-    """Return the order of `count` examples that was asked for; `lengths`: of each, where they differ."""
+    """Return the order of `count` examples that was asked for.
+
+    Args:
+        options, outputs: Of the loader.
+        count: Examples to order.
+        draws: What they are drawn from; None: each comes once.
+        lengths: Of each, where they differ.
+        batches: Puts them into batches of varying size.
+    """
     example_bytes = gathered_bytes(outputs)
     return Order(
         kind=parse_order(options.order, world_size=options.world_size, example_bytes=example_bytes),
         count=count,
         seed=options.seed,
-        global_batch=options.batch_size * options.world_size,
+        global_batch=(options.batch_size if batches is None else batches.batch_size) * options.world_size,
         draws=draws,
         lengths=lengths,
+        batches=batches,
     )
+
+
+def make_planner(cache: Cache, table: RecordTable, options: Options) -> BatchPlanner | None:
+    """Return what puts records into batches of varying size; None: batches have `batch_size` of them.
+
+    Raises:
+        ConfigError: No field can be batched by so, or a record has more tokens than a batch.
+    """
+    settings: dict[str, Any] = {
+        "seed": options.seed,
+        "world_size": options.world_size,
+        "shuffle": options.order == "full",
+        "drop_last": bool(options.drop_last),
+    }
+    if options.batch_tokens is not None:
+        lengths = tokens_of(cache, table, options.batch_tokens)
+        return TokenPlanner(lengths, options.batch_tokens, **settings)
+    if options.batch_by is not None:
+        groups = groups_of(cache, table, options.batch_by)
+        return GroupPlanner(groups, options.batch_size, by=options.batch_by, **settings)
+    return None
 
 
 def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
@@ -321,6 +356,8 @@ def check_filling(cache: Cache, options: Options) -> None:
             cuts_points(cache.schema, options.windows),
             "how many steps and points a record has is known once it is stored",
         ),
+        "batch_by=": (options.batch_by is not None, "shapes and keys are known once all are stored"),
+        "batch_tokens=": (options.batch_tokens is not None, "lengths are known once all are stored"),
         "static=True": (options.static, "batches at fixed addresses are gathered on a device that holds all"),
         f"an order of {options.order}": (
             options.order.startswith(("static", "bucket")),
@@ -405,6 +442,8 @@ def _sizes(cache: Cache, table: RecordTable, outputs: tuple[OutputSpec, ...]) ->
 def _share(order: Order, rank: int, world_size: int, drop_last: bool | None) -> RankShare:
     """Return this rank's part; by default `drop_last` is set for training over ranks, else not."""
     sequential = order.kind.kind == "sequential"
+    if order.batches is not None:
+        sequential, drop_last = False, bool(drop_last)
     return RankShare(
         positions=order.positions,
         batch_size=order.global_batch // world_size,
@@ -412,6 +451,7 @@ def _share(order: Order, rank: int, world_size: int, drop_last: bool | None) -> 
         world_size=world_size,
         drop_last=world_size > 1 and not sequential if drop_last is None else drop_last,
         contiguous=sequential and world_size > 1,
+        batches=order.batches,
     )
 
 

@@ -473,6 +473,11 @@ def _select(
             out.index_copy_(0, places[begin:end], torch.index_select(view, 0, index[begin:end]))
 
 
+LONG_ROWS = 1 << 10
+"""Rows of a record from which on it is copied as one piece, on average over a batch. An image of varying
+size has a row for each number, and an index of as many entries would cost more than the copy."""
+
+
 class RaggedGather:
     """Gathers whole records of varying length: a list of tensors that share one fresh allocation."""
 
@@ -484,6 +489,10 @@ class RaggedGather:
     def __call__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[Tensor]:
         """Return the steps `starts .. starts + lengths` of each record."""
         ends = np.cumsum(lengths)
+        if ends[-1] >= LONG_ROWS * len(ends):
+            pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+            rows = torch.cat([self._view.narrow(0, start, length) for start, length in pairs])
+            return list(_cut(rows if self._converter is None else self._converter(rows), lengths.tolist()))
         steps = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
         rows = torch.index_select(self._view, 0, to_device(steps, self._view.device))
         return list(_cut(rows if self._converter is None else self._converter(rows), lengths.tolist()))

@@ -75,6 +75,8 @@ class Loader(EpochIterable):
         dtype: DtypeName | None = None,
         normalize: Mapping[str, Normalization] | None = None,
         ragged: Ragged = "list",
+        batch_by: str | None = None,
+        batch_tokens: int | None = None,
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
@@ -109,8 +111,14 @@ class Loader(EpochIterable):
             dtype: Hand floats out as this dtype instead of the stored one, `"bfloat16"` or `torch.bfloat16`.
             normalize: By field how values are normalized on the way, in float32 and on every tier alike.
             ragged: Entire records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
+            batch_by: What examples of a batch have in common: `"shape"`, all of their shapes; the name of a
+                field of varying shape, its shape; or of an integer field, its value. Fields whose shape is
+                then the same are stacked to `(B, *shape)`. See docs/how-to/batching.md.
+            batch_tokens: Tokens of a batch at most, in place of `batch_size`: entire records of fields of one
+                varying length, packed to `(total, *step)`, with `cu_seqlens`, `position_ids`, `max_seqlen`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
-            drop_last: Leave out a short last batch. None: only with several ranks and shuffled.
+            drop_last: Leave out a short last batch. None: only with several ranks and shuffled, and never
+                with `batch_by` or `batch_tokens`.
             reserve_bytes: Bytes of the device's memory to leave to the model; None: automatic.
             verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
                 of each block by this process, or `off`. The other tiers do once, as they are filled.
@@ -159,6 +167,8 @@ class Loader(EpochIterable):
             verify=verify,
             normalize=normalize,
             ragged=ragged,
+            batch_by=batch_by,
+            batch_tokens=batch_tokens,
             transforms=cast("tuple[Transform, ...]", transforms),
             pin_memory=pin_memory,
             meter=meter,
@@ -212,7 +222,7 @@ class Loader(EpochIterable):
 
     @property
     def batch_size(self) -> int:
-        """Examples in a full batch of this rank."""
+        """Examples in a full batch of this rank; with `batch_tokens`, about those of a batch."""
         return self._serving.design.share.batch_size
 
     @property
@@ -231,12 +241,14 @@ class Loader(EpochIterable):
         return self._serving.faulted
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank in an entire epoch.
+        """Return the number of batches of this rank in the entire current epoch.
+
+        With `batch_tokens` the next epoch may have a few more or fewer, for each shuffle packs otherwise.
 
         Raises:
             UncountedError: Windows are cut from trajectories of varying length, not all of which are encoded.
         """
-        steps = self._serving.steps
+        steps = self._serving.steps(self.epoch)
         if steps is None:
             raise UncountedError(
                 f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
@@ -273,16 +285,23 @@ class Loader(EpochIterable):
 
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
-        steps, examples = self._serving.steps, format_count(design.examples.count, "example")
+        steps, examples = self._serving.steps(self.epoch), format_count(design.examples.count, "example")
         if steps is None:
             examples, batches = "windows still to be counted", "batches"
         else:
             batches = "1 batch" if steps == 1 else f"{format_count(steps)} batches"
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
-            f"{self.batch_size}, "
+            f"{self._size_text()}, "
             f"{_ORDER_WORDS[design.order.kind.kind]}, {self.plan.tier} tier, {format_bytes(size)})"
         )
+
+    def _size_text(self) -> str:
+        options = self._options
+        if options.batch_tokens is not None:
+            return f"up to {format_count(options.batch_tokens, 'token')}"
+        by = "" if options.batch_by is None else f" of one {options.batch_by}"
+        return f"{self.batch_size}{by}"
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Return where to resume: after the batches handed out so far, or after the one at `position`.
@@ -444,7 +463,7 @@ def design_of(loader: Loader) -> Design:
             f"a mixture takes one cache of each member, and {loader!r} joins several",
             hint="Iterate over its loaders in turn",
         )
-    if loader._serving.steps is None:
+    if loader._serving.steps(0) is None:
         raise ConfigError(
             f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
             "once it is filled",

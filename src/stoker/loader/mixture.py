@@ -627,6 +627,12 @@ def _check_together(members: Members) -> None:
                 f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins",
                 hint="Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)",
             )
+        if design.order.batches is not None:
+            raise ConfigError(
+                f"the loader of {name!r} has batches of varying size ({design.order.batches.text}), and "
+                "turns of a mixture are laid out by batches of one size",
+                hint="Iterate over that Loader alone, or make it without batch_by= and batch_tokens=",
+            )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world_size", designs[first].share.world_size, design.share.world_size),

@@ -86,6 +86,8 @@ class Options:
     verify: Verify
     normalize: Mapping[str, Normalization] | None
     ragged: Ragged
+    batch_by: str | None = None
+    batch_tokens: int | None = None
     transforms: tuple[Transform, ...]
     pin_memory: bool
     meter: StallMeter | None
@@ -107,6 +109,7 @@ class Options:
             object.__setattr__(self, name, value)
         check_ranks(self.batch_size, self.rank, self.world_size)
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
+        check_batching(self)
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify is {self.verify!r}", hint=f"Expected {', '.join(get_args(Verify))}")
         if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
@@ -182,7 +185,7 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
     return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
 
 
-_EXAMPLES = {"batch_size": 64, "rank": 0, "world_size": 1, "seed": 0, "epoch": 0}
+_EXAMPLES = {"batch_size": 64, "batch_tokens": 4096, "rank": 0, "world_size": 1, "seed": 0, "epoch": 0}
 
 
 def check_cache(cache: object, what: str = "the cache") -> None:
@@ -217,6 +220,44 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
             f"reserve_bytes is {reserve_bytes!r}", hint="Expected a number of bytes, as 2 * 2**30"
         )
     as_transforms(transforms)
+
+
+def check_batching(options: Options) -> None:
+    """Refuse settings that have no meaning together with batches by shape or by tokens.
+
+    Raises:
+        ConfigError: As said.
+    """
+    tokens = options.batch_tokens
+    if options.batch_by is None and tokens is None:
+        return
+    if options.batch_by is not None and not isinstance(cast(object, options.batch_by), str):
+        raise ConfigError(f"batch_by is {options.batch_by!r}", hint="Expected 'shape' or the name of a field")
+    if tokens is not None:
+        (tokens,) = whole_numbers(batch_tokens=tokens)
+        if tokens < 1:
+            raise ConfigError(f"batch_tokens is {tokens}", hint="Expected at least 1")
+    given = arg("batch_by", options.batch_by) if tokens is None else arg("batch_tokens", tokens)
+    both = "do not go together"
+    refused = {
+        "batch_by": (options.batch_by is not None and tokens is not None, f"{both}: each decides on batches"),
+        "batch_size": (tokens is not None and options.batch_size != 1, f"{both}: each decides on the size"),
+        "windows": (options.windows is not None, f"{both}: windows have one shape"),
+        "weights": (options.weights is not None, f"{both}: drawn records have no fixed groups"),
+        "static": (options.static, f"{both}: batches differ in size"),
+        "ragged": (
+            tokens is not None and options.ragged not in ("list", "pack"),
+            f"{both}: the records of a batch are packed one after another",
+        ),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise ConfigError(f"{given} and {name}= {why}", hint=f"Leave {name}= out")
+    if options.order not in ("full", "sequential"):
+        raise ConfigError(
+            f"{given} puts examples of the entire set into a batch, and the order is {options.order!r}",
+            hint=f"Give {arg('shuffle', True)} or False, and leave partition out",
+        )
 
 
 def check_share(share: RankShare) -> None:

@@ -46,6 +46,7 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.loader.batch import Examples
+    from stoker.loader.batching import BatchPlanner
     from stoker.loader.records import RecordTable
     from stoker.store import Cache
 
@@ -264,6 +265,8 @@ class Order:
     """Set when examples are drawn by weight instead of permuted."""
     lengths: NDArray[np.int64] | None = None
     """Of each example, for `bucket`; None: they have one shape."""
+    batches: BatchPlanner | None = None
+    """Puts examples into batches of varying size; None: the next `global_batch` are a step."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that have no meaning."""
@@ -297,12 +300,14 @@ class Order:
     @property
     def sorted_on_host(self) -> bool:
         """True if an epoch is sorted at once, by numbers of the host's making."""
-        return self.kind.kind == "bucket" or (self.draws is not None and self.draws.weights is not None)
+        drawn = self.draws is not None and self.draws.weights is not None
+        return self.kind.kind == "bucket" or drawn or self.batches is not None
 
     def epochs(self, epochs: Sequence[int], device: torch.device | None = None) -> list[Ids]:
         """`epoch` of several epochs, on the host in hardly more calls than one takes."""
         on_host = device is None or device.type == "cpu"
-        if on_host and self.kind.kind == "full" and self.draws is None and self.count <= SORTED_LIMIT:
+        plain = self.kind.kind == "full" and self.draws is None and self.batches is None
+        if on_host and plain and self.count <= SORTED_LIMIT:
             whole = permutations(self.count, [stream(self.seed, epoch) for epoch in epochs])
             return [partial(_between, order) for order in whole]
         return [self.epoch(epoch, device) for epoch in epochs]
@@ -315,6 +320,8 @@ class Order:
         """
         if device is not None and device.type == "cuda":
             return epoch_on(self, epoch, device)
+        if self.batches is not None:
+            return partial(_between, self.batches.epoch(epoch).ids)
         return _made(self, epoch, HostArrays())
 
 
@@ -413,7 +420,7 @@ def _made(order: Order, epoch: int, arrays: Arrays) -> Ids:
     if order.draws is not None:
         return _drawn(order.draws, base, arrays)
     if kind == "full":
-        return _shuffled(order.count, base, arrays)
+        return shuffled(order.count, base, arrays)
     if kind == "sequential":
         return arrays.arange
     if kind == "static":
@@ -425,7 +432,8 @@ def _between(order: Any, start: int, stop: int) -> Any:
     return order[start:stop]
 
 
-def _shuffled(count: int, base: int, arrays: Arrays) -> Ids:
+def shuffled(count: int, base: int, arrays: Arrays) -> Ids:
+    """Return all examples of an epoch, shuffled; `base` is the random stream of seed and epoch."""
     if count > SORTED_LIMIT:
         return lambda start, stop: bijection(arrays.arange(start, stop), count, base)
     return partial(_between, arrays.permutation(count, base))
@@ -481,12 +489,12 @@ def _static(order: Order, base: int, arrays: Any) -> Ids:
     parts, step = order.kind.parts, order.global_batch
     share = step // parts
     begins = [order.count * part // parts for part in range(parts + 1)]
-    shuffled = [_shuffled(begins[p + 1] - begins[p], mix(base + p + 1), arrays) for p in range(parts)]
+    orders = [shuffled(begins[p + 1] - begins[p], mix(base + p + 1), arrays) for p in range(parts)]
 
     def ids(start: int, stop: int) -> Any:
         first, last = start // step, -(-stop // step)
         own = [
-            (shuffled[part](first * share, last * share) + begins[part]).reshape(-1, share)
+            (orders[part](first * share, last * share) + begins[part]).reshape(-1, share)
             for part in range(parts)
         ]
         return arrays.stack(own, 1).reshape(-1)[start - first * step : stop - first * step]
@@ -503,7 +511,7 @@ def _blocks(count: int, kind: OrderKind, base: int, arrays: Any) -> Ids:
     block, window = kind.block, kind.window
     blocks = count // block
     offset = mix(base + 1) % max(1, blocks) * block
-    order = _shuffled(blocks, mix(base + 2), arrays) if blocks else None
+    order = shuffled(blocks, mix(base + 2), arrays) if blocks else None
 
     def windows(begin: int, end: int, size: int) -> Any:
         """Return the examples of the positions `begin .. end`, which are entire windows of `size`."""
@@ -809,6 +817,8 @@ class RankShare:
     """Leave out the last, short step; every rank then has the same number of batches."""
     contiguous: bool
     """This rank's positions are one piece (sequential order) instead of a slice of every step."""
+    batches: BatchPlanner | None = None
+    """Puts examples into batches of varying size; `steps` and `begin` alone know of it."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for impossible ranks and sizes."""
@@ -826,8 +836,18 @@ class RankShare:
             self.positions * self.rank // self.world_size, self.positions * (self.rank + 1) // self.world_size
         )
 
-    def steps(self, position: int = 0) -> int:
+    def begin(self, epoch: int, batch: int) -> int:
+        """Return the position at which the batch of that number of an epoch begins."""
+        if self.batches is not None:
+            plan = self.batches.epoch(epoch)
+            return int(plan.step_bounds[min(batch, plan.steps)])
+        return min(batch * self.step, self.positions)
+
+    def steps(self, position: int = 0, epoch: int = 0) -> int:
         """Return the batches that this rank serves from `position` to the end of the epoch."""
+        if self.batches is not None:
+            plan = self.batches.epoch(epoch)
+            return plan.steps - plan.step_at(position)
         if self.contiguous:
             left, size = len(self.own) - position // self.world_size, self.batch_size
         else:

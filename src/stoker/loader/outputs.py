@@ -324,7 +324,7 @@ def _point_outputs(schema: Schema, conversion: Mapping[str, Conversion | None]) 
     points = [
         replace(_output(name, name, field, conversion[name]), role=Role.STEPS if field.folded else Role.NODES)
         for name, field in schema.items()
-        if field.axes and not field.kept
+        if field.axes and not field.kept and not field.plain
     ]
     for name, field in without_points(schema).items():
         if not field.kept:

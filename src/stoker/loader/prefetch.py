@@ -34,6 +34,7 @@ from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:
     from stoker.loader.batch import Examples
+    from stoker.loader.batching import BatchPlanner
     from stoker.loader.order import Ids, OrderKind, RankShare
     from stoker.loader.records import RecordTable
     from stoker.schema import Field
@@ -289,6 +290,9 @@ class UpcomingBlocks:
 
     def _add(self, epoch: int, position: int) -> None:
         share = self._share
+        if share.batches is not None:
+            self._add_planned(share.batches, epoch, position)
+            return
         whole, tail = share.whole_and_tail(position)
         if not whole and not tail:
             epoch, position = epoch + 1, 0
@@ -305,7 +309,32 @@ class UpcomingBlocks:
             end = share.positions
             every = own if share.contiguous else self._blocks(ids(position, end))
         after = (epoch, end) if steps and (whole > steps or tail) else (epoch + 1, 0)
-        self.stretches.append(Stretch(begin=(epoch, position), end=after, own=own, every=every))
+        self._append((epoch, position), after, own, every, steps)
+
+    def _add_planned(self, batches: BatchPlanner, epoch: int, position: int) -> None:
+        """As `_add`, of batches that differ in size."""
+        plan = batches.epoch(epoch)
+        if (step := plan.step_at(position)) == plan.steps:
+            epoch, position, step = epoch + 1, 0, 0
+            plan = batches.epoch(epoch)
+        mean = max(1, len(plan.ids) // max(1, plan.steps))
+        stop = min(plan.steps, step + max(1, min(self._steps, MOST_EXAMPLES // mean)))
+        every = plan.ids[plan.step_bounds[step] : plan.step_bounds[stop]]
+        begins, sizes = (values[step:stop] for values in plan.of_rank(self._share.rank))
+        own = [plan.ids[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        after = (epoch, int(plan.step_bounds[stop])) if stop < plan.steps else (epoch + 1, 0)
+        blocks = self._blocks(np.concatenate(own)), self._blocks(every)
+        self._append((epoch, position), after, *blocks, stop - step)
+
+    def _append(
+        self,
+        begin: tuple[int, int],
+        end: tuple[int, int],
+        own: NDArray[np.int64],
+        every: NDArray[np.int64],
+        steps: int,
+    ) -> None:
+        self.stretches.append(Stretch(begin=begin, end=end, own=own, every=every))
         self._known += len(every)
         each = max(1, len(every) // max(1, steps))
         self._steps = max(1, min(2 * max(1, steps), self._most_blocks() // each))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError, MissingRecordError
+from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.batch import Windows, time_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.store.access import MemorySink, read_column
@@ -130,6 +130,97 @@ def lengths_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64
 
 
 # ----------------------------------------------------------------------------------------------------------
+# What records are put into batches by: their shapes, a key, or their tokens.
+
+
+def stacked_fields(schema: Schema, batch_by: str | None) -> frozenset[str]:
+    """Return the fields of varying shape that have one shape in each batch.
+
+    Raises:
+        ConfigError: `batch_by` names no field that records can be batched by.
+    """
+    varying = [name for name, field in schema.items() if field.ragged]
+    if batch_by is None:
+        return frozenset()
+    if batch_by in schema:
+        if batch_by in varying:
+            return frozenset({batch_by})
+        if schema[batch_by].shape in ((), (1,)) and schema[batch_by].dtype in INTEGERS:
+            return frozenset()
+    elif batch_by == "shape":
+        if varying:
+            return frozenset(varying)
+        raise ConfigError(
+            f"{arg('batch_by', 'shape')}, and all records have one shape", hint=f"Leave {arg('batch_by')} out"
+        )
+    keys = [n for n, f in schema.items() if f.ragged or (f.shape in ((), (1,)) and f.dtype in INTEGERS)]
+    raise ConfigError(
+        f"{arg('batch_by', batch_by)} is neither 'shape' nor a field of varying shape or of one whole number",
+        hint=f"Fields that records can be batched by: {', '.join(keys) or 'none'}",
+    )
+
+
+INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
+"""Dtypes of keys."""
+
+
+def groups_of(cache: Cache, table: RecordTable, batch_by: str) -> NDArray[np.int64]:
+    """Return the group of each record, numbered in the order of first appearance, `(records,)`.
+
+    Raises:
+        ConfigError: As `stacked_fields`.
+        CorruptError: Sizes or keys do not match their checksums.
+    """
+    fields = sorted(stacked_fields(cache.schema, batch_by))
+    keys = [_shapes_of(cache, table, name) for name in fields] or [column_of(cache, table, batch_by)]
+    every = np.concatenate([key.reshape(len(table.indices), -1).astype(np.int64) for key in keys], axis=1)
+    _, first, group = np.unique(every, axis=0, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[group.reshape(-1)]
+
+
+def _shapes_of(cache: Cache, table: RecordTable, name: str) -> NDArray[np.int64]:
+    return sizes_of(cache, table, name) if cache.schema[name].folded else lengths_of(cache, table, name)
+
+
+def tokens_of(cache: Cache, table: RecordTable, most: int) -> NDArray[np.int64]:
+    """Return the tokens of each record, its length in all fields of varying length, `(records,)`.
+
+    Raises:
+        ConfigError: No field has such a length, two differ in it, or a record has more than `most`.
+    """
+    schema = cache.schema
+    names = [name for name, field in schema.items() if field.ragged]
+    if not names or any(schema[name].axes for name in names):
+        several = next((name for name in names if schema[name].axes), None)
+        raise ConfigError(
+            f"{arg('batch_tokens', most)} packs records of one varying length, and "
+            + ("all records have one shape" if several is None else f"{several!r} has other axes that vary"),
+            hint=f"Leave {arg('batch_tokens')} out",
+        )
+    found = {name: lengths_of(cache, table, name) for name in names}
+    lengths = found[names[0]]
+    for name, own in found.items():
+        if (differ := own != lengths).any():
+            at = int(np.argmax(differ))
+            raise ConfigError(
+                f"{arg('batch_tokens', most)} packs fields of one length, and sample {table.indices[at]} has "
+                f"{lengths[at]} in {names[0]!r} and {own[at]} in {name!r}",
+                hint="Store the cache without one of them, or use ragged='pack' and a batch_size",
+            )
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > most:
+        raise ConfigError(
+            f"sample {table.indices[longest]} has {lengths[longest]} tokens, more than "
+            f"{arg('batch_tokens', most)}",
+            hint=f"Give at least {arg('batch_tokens', int(lengths[longest]))}, or leave such samples out "
+            "with indices=",
+        )
+    return lengths
+
+
+# ----------------------------------------------------------------------------------------------------------
 # How many steps a record has in the field that windows are cut from, and how windows over points are cut.
 
 
@@ -154,10 +245,20 @@ def sizes_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64]:
     Raises:
         CorruptError: The bytes do not match their checksums.
     """
-    name, axes = field + SHAPE_SUFFIX, len(cache.schema[field].axes)
-    found = np.zeros((len(table.indices), axes), np.int64)
+    return column_of(cache, table, field + SHAPE_SUFFIX)
+
+
+def column_of(cache: Cache, table: RecordTable, name: str) -> NDArray[Any]:
+    """Return a field of fixed shape of each record, `(records, *shape)`, read and verified.
+
+    Raises:
+        CorruptError: The bytes do not match their checksums.
+    """
+    field = cache.schema[name]
+    found = np.zeros((len(table.indices), *field.shape), field.dtype)
     for shard, own in table.by_shard():
-        column = torch.empty((cache.shard(shard).rows, axes), dtype=torch.int64, device="cpu")
+        shape = (cache.shard(shard).rows, *field.shape)
+        column = torch.empty(shape, dtype=getattr(torch, field.dtype), device="cpu")
         read_column(cache, shard, name, MemorySink(column))
         found[own] = column.numpy()[table.row[own]]
     return found

@@ -412,10 +412,9 @@ class Serving:
         self._options = replace(self._options, weights=weights)
         return self._decided(cache, self._options)
 
-    @property
-    def steps(self) -> int | None:
-        """Batches of this rank in an epoch; None: not known yet."""
-        return self.design.share.steps()
+    def steps(self, epoch: int) -> int | None:
+        """Return the batches of this rank in an epoch; None: not known yet."""
+        return self.design.share.steps(epoch=epoch)
 
     @property
     def plan(self) -> Plan:
@@ -434,8 +433,7 @@ class Serving:
 
     def begin(self, epoch: int, batch: int) -> int:
         """Position at which the batch of that number of an epoch begins."""
-        share = self.design.share
-        return min(batch * share.step, share.positions)
+        return self.design.share.begin(epoch, batch)
 
     def complete(self, *, wait: bool = False) -> Cache | None:
         """Return a complete cache to serve from now on; None while this one is to be served."""
@@ -548,8 +546,7 @@ class FillServing(Serving):
         options = self._options
         return decide_filling(cache, options, FillOrder(cache.recipe, options))
 
-    @property
-    def steps(self) -> int | None:
+    def steps(self, epoch: int) -> int | None:
         """As `Serving.steps`; None while trajectories of varying length are still to be counted."""
         share = self.design.share
         if self._fill.varying:

@@ -40,7 +40,8 @@ def dump(design: Design, at: tuple[int, int], *, filled: bool = False) -> dict[s
         "position": at[1],
         "seed": order.seed,
         "order": str(order.kind),
-        "global_batch": order.global_batch,
+        "global_batch": order.global_batch if order.batches is None else order.batches.global_batch,
+        **({} if order.batches is None else {BATCHES: order.batches.text}),
         "examples": _examples(order),
         "fingerprint": cache.fingerprint,
         "generation": cache.index.generation,
@@ -76,29 +77,39 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
     here = dump(design, (0, 0))
-    there = check_state(state, "loader", here.keys() - {NOTED})
+    there = check_state(state, "loader", here.keys() - {NOTED, BATCHES})
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
     if FILLED in there and not at[1]:  # between two epochs; counted with samples that may be quarantined now
         ignored |= {"records", "examples"}
-    if here["order"] != "sequential" or not at[1]:
+    batches = design.order.batches
+    if not at[1] or (
+        here["order"] != "sequential"
+        if batches is None
+        else there.get(BATCHES) == batches.text and batches.resumes(*at, there["world"])
+    ):
         ignored.add("world")
-    if allow_rebatch and design.order.kind.kind not in ("static", "bucket"):
+    if allow_rebatch and batches is None and design.order.kind.kind not in ("static", "bucket"):
         ignored.add("global_batch")
-    differing = [name for name in here if name not in ignored and there[name] != here[name]]
+    names = [*here, *({BATCHES} & there.keys() - here.keys())]
+    differing = [name for name in names if name not in ignored and there.get(name) != here.get(name)]
     if differing:
         hint = (
             "load_state_dict(state, allow_rebatch=True) continues from the same example with other batches"
             if differing == ["global_batch"]
             else "Make the loader as it was, or start the epoch again"
         )
-        different = "; ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in differing)
+        different = "; ".join(
+            f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in differing
+        )
         raise StaleStateError(f"the saved state belongs to another loader: {different}", hint=hint)
     check_within(at, _examples(design.order), "example")
     note_transforms(there, here)
     return at
 
 
+BATCHES = "batches"
+"""The entry that says by what examples are put into batches, where these differ in size."""
 FILLED = "filled"
 """The entry that says: this place is after the epoch in which the cache was filled."""
 NOTED = "transforms"

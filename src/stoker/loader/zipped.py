@@ -21,7 +21,7 @@ from torch import Tensor
 from stoker.errors import ConfigError, MissingRecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
-from stoker.schema import Schema, digest_json
+from stoker.schema import SHAPE_SUFFIX, Schema, digest_json
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
 from stoker.store.cache import open_cache, served_schema
@@ -155,7 +155,9 @@ class Zip:
         Args:
             name: Of the cache, here.
         """
-        fields = served_schema(self.caches[name])
+        schema = served_schema(self.caches[name])
+        sizes = {field + SHAPE_SUFFIX for field, one in schema.items() if one.folded}
+        fields = [field for field in schema if field not in sizes]
         return {field: name if len(fields) == 1 else f"{name}.{field}" for field in fields}
 
     def keys(self) -> list[str]:
@@ -433,12 +435,30 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
             indices=None if all_of_it else joined.numbers[name][place],
             normalize=_own(options.normalize, names),
             ragged=_own_pad(options.ragged, names),
+            batch_by=_first_field(options.batch_by, joined),
             zipped=told if number == 0 else (),
         )
         if number:
-            own = replace(own, transforms=(), meter=None, weights=None)
+            ragged = own.ragged if options.batch_tokens is None else "pack"
+            own = replace(own, transforms=(), meter=None, weights=None, batch_by=None, batch_tokens=None)
+            own = replace(own, ragged=ragged)
         found[name] = Member(cache, own, names)
     return found
+
+
+def _first_field(batch_by: str | None, joined: Zip) -> str | None:
+    """Return the field of the first cache that batches go by.
+
+    Raises:
+        ConfigError: It is a field of another cache.
+    """
+    own = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
+    if batch_by is not None and batch_by != "shape" and batch_by not in own:
+        raise ConfigError(
+            f"{arg('batch_by', batch_by)} is no field of the first cache, which are {', '.join(own)}",
+            hint="Name the cache first whose field batches go by",
+        )
+    return own.get(batch_by, batch_by) if batch_by is not None else None
 
 
 def _own(settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> Mapping[str, Any] | None:

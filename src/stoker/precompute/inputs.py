@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
-from stoker.schema import Schema
+from stoker.schema import without_sizes
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 from stoker.sources.torch_items import first_array
@@ -71,7 +71,7 @@ def _field_of(source: Source) -> str:
     Raises:
         ConfigError: There are several.
     """
-    schema: Schema = source.schema()
+    schema = without_sizes(source.schema())
     if "data" in schema or not schema:
         return "data"
     if len(schema) == 1:

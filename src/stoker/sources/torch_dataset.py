@@ -34,7 +34,7 @@ from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Child
 from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import Field, Json, Sample, Schema, digest_json
+from stoker.schema import SHAPE_SUFFIX, VARIES, Field, Json, Sample, Schema, digest_json, size_field
 from stoker.sources.arguments import check_dataset
 from stoker.sources.pickling import (
     estimate_pickle_bytes,
@@ -233,13 +233,19 @@ def digests_of(item: Item, *, without: Sequence[str] = ()) -> dict[str, str]:
 
 
 def common_schema(
-    name: str, items: Mapping[int, Item], *, time: Sequence[str], ragged: Sequence[str]
+    name: str, items: Mapping[int, Item], *, time: Sequence[str], ragged: Mapping[str, tuple[int, ...]]
 ) -> Schema:
-    """Return the fields that all items have.
+    """Return the fields that all items have, each folded one followed by the field of its sizes.
+
+    Args:
+        name: Of the Dataset, for messages.
+        items: Probed ones by index.
+        time: Fields whose axis 0 is time.
+        ragged: By field the axes that vary, in addition to those that the items show.
 
     Raises:
-        SourceError: They differ in more than the length of axis 0.
-        ConfigError: A field that the user names is not there.
+        SourceError: They differ in dtype or number of axes.
+        ConfigError: A field that the user names is not there, or has no such axis.
     """
     first_index = next(iter(items))
     first = items[first_index]
@@ -253,29 +259,74 @@ def common_schema(
     for field in first:
         others = {index: item[field] for index, item in items.items()}
         where = f"{name}: field {field!r}"
-        schema[field] = _common_field(where, others, time=field in time, ragged=field in ragged)
+        schema[field] = _common_field(where, others, time=field in time, ragged=ragged.get(field, ()))
+    for field in [name for name, found in schema.items() if found.folded]:
+        if field + SHAPE_SUFFIX in schema:
+            raise SourceError(
+                f"{name}: the sizes of {field!r} are stored as {field + SHAPE_SUFFIX!r}, which items have as "
+                "a field of their own",
+                hint="Rename that in the Dataset",
+            )
+        schema[field + SHAPE_SUFFIX] = size_field(schema[field])
     if unknown := ({*time, *ragged} - schema.keys()):
         raise ConfigError(f"time or ragged name {sorted(unknown)}; the fields are {', '.join(schema)}")
     return schema
 
 
 def _common_field(
-    where: str, others: Mapping[int, tuple[NDArray[Any], str]], *, time: bool, ragged: bool
+    where: str, others: Mapping[int, tuple[NDArray[Any], str]], *, time: bool, ragged: tuple[int, ...]
 ) -> Field:
     first_index, (array, dtype) = next(iter(others.items()))
     for index, (other, kind) in others.items():
-        if kind != dtype or other.ndim != array.ndim or other.shape[1:] != array.shape[1:]:
+        if kind != dtype or other.ndim != array.ndim:
             raise SourceError(
                 f"{where} is {dtype} {array.shape} in sample {first_index} and {kind} {other.shape} in "
                 f"sample {index}",
-                hint="Only axis 0 may vary; resize or pad",
+                hint="Sizes of axes may vary; return one dtype and one number of axes",
             )
-    lengths = {other.shape[:1] for other, _ in others.values()}
-    if len(lengths) > 1 and not ragged:
-        _log.info("%s varies along axis 0 and is kept ragged", where)
-        ragged = True
-    shape = (-1, *array.shape[1:]) if ragged else array.shape
-    return Field(shape=shape, dtype=dtype, time=time, ragged=ragged)
+    if ragged and max(ragged) >= max(1, array.ndim):
+        raise ConfigError(f"{where} has {array.ndim} axes", hint=f"{max(ragged)} in ragged= is not one")
+    sizes = [{size} for size in array.shape]
+    for other, _ in others.values():
+        for own, size in zip(sizes, other.shape, strict=True):
+            own.add(size)
+    varying = {*ragged, *(axis for axis, own in enumerate(sizes) if len(own) > 1)}
+    if varying - {*ragged}:
+        named = " and ".join(f"axis {axis}" for axis in sorted(varying))
+        _log.info("%s varies along %s and is kept ragged", where, named)
+    last = max(varying, default=0)
+    if not last:
+        shape = (-1, *array.shape[1:]) if varying else array.shape
+        return Field(shape=shape, dtype=dtype, time=time, ragged=bool(varying))
+    if time:
+        raise ConfigError(
+            f"{where} is named in time= and varies along axes {sorted(varying)}",
+            hint="Of a field with time axis 0 alone may vary: leave it out of time=, or resize or pad",
+        )
+    axes = tuple(VARIES if axis in varying else str(array.shape[axis]) for axis in range(last + 1))
+    return Field(shape=(-1, *array.shape[last + 1 :]), dtype=dtype, ragged=True, axes=axes)
+
+
+def _fits(shape: tuple[int, ...], field: Field) -> bool:
+    """Return True if an array of this shape is one of the field."""
+    if not field.folded:
+        return shape == field.shape or (
+            field.ragged and len(shape) == len(field.shape) and shape[1:] == field.shape[1:]
+        )
+    lead = len(field.axes)
+    return shape[lead:] == field.shape[1:] and all(
+        word in (VARIES, str(size)) for word, size in zip(field.axes, shape, strict=False)
+    )
+
+
+def _shown(field: Field) -> str:
+    """Return the shape of a field as arrays have it, -1 for a size that varies.
+
+    >>> _shown(Field(shape=(-1, 4), dtype="uint8", ragged=True, axes=("3", "*")))
+    '(3, -1, 4)'
+    """
+    axes = tuple(-1 if word == VARIES else int(word) for word in field.axes)
+    return str((*axes, *field.shape[1:]) if field.folded else field.shape)
 
 
 @contextmanager
@@ -360,7 +411,8 @@ class TorchSource:
             dataclasses or (nested) dictionaries of these.
         version: Names the content in place of what can be seen of it; change it when the data changes.
         time: Fields whose axis 0 is time, so that windows may be cut from them.
-        ragged: Fields whose length along axis 0 varies; also found by probing.
+        ragged: Fields whose length along axis 0 varies; or by field the axes that vary, as
+            `{"image": (1, 2)}`. Axes that vary among the probed samples are found without it.
         keys: One stable key per sample, for splits; absent: the sample's index.
         text: What becomes of text, by field: a list of words (stored as the place in it), `"bytes"`, or
             `"drop"`, which leaves any field out.
@@ -393,7 +445,7 @@ class TorchSource:
         *,
         version: str | None = None,
         time: Sequence[str] = (),
-        ragged: Sequence[str] = (),
+        ragged: Sequence[str] | Mapping[str, Sequence[int]] = (),
         keys: Sequence[str] | None = None,
         text: Mapping[str, Rule] | None = None,
         random: Literal["refuse", "freeze"] = "refuse",
@@ -424,7 +476,7 @@ class TorchSource:
         self._dataset = dataset
         self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"
-        self._time, self._ragged = tuple(time), tuple(ragged)
+        self._time, self._ragged = tuple(time), _varying_axes(ragged)
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: ProbeResult | None = None
         self._seen: Description | None = None
@@ -545,7 +597,12 @@ class TorchSource:
 
     def identity(self) -> SourceIdentity:
         """Return the user's word, or what can be seen: code, files, indices and probed samples."""
-        settings: dict[str, Json] = {"time": list(self._time), "ragged": list(self._ragged)}
+        axes: dict[str, Json] = {name: list[Json](own) for name, own in self._ragged.items()}
+        along_first = all(own == (0,) for own in self._ragged.values())
+        settings: dict[str, Json] = {
+            "time": list(self._time),
+            "ragged": list[Json](axes) if along_first else axes,
+        }
         if self._text.names:
             settings["text"] = self._text.to_json()
         if self._freeze:
@@ -655,24 +712,30 @@ class TorchSource:
             return sample
         where = self.locate(index)
         found = flatten_item(item, where=where, text=self._text)
-        if found.keys() != schema.keys():
+        folded = [name for name, field in schema.items() if field.folded]
+        expected = schema.keys() - {name + SHAPE_SUFFIX for name in folded}
+        if found.keys() != expected:
             raise SourceError(
-                f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples",
+                f"{where} has fields {sorted(found)}, expected {sorted(expected)} as in the probed samples",
                 hint="Return the same fields in every item",
             )
         for name, (array, dtype) in found.items():
             field = schema[name]
-            shape = (-1, *array.shape[1:]) if field.ragged and array.ndim else array.shape
-            if shape != field.shape or dtype != field.dtype:
-                longer = dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
-                cure = f"; if its length may vary, give stoker.TorchSource(dataset, ragged=({name!r},))"
+            if dtype != field.dtype or not _fits(array.shape, field):
                 raise SourceError(
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} "
-                    f"{field.shape} as in the probed samples",
-                    hint=f"Fix the item{cure if longer else ''}",
+                    f"{_shown(field)} as in the probed samples",
+                    hint=f"Fix the item{_cure(name, array, dtype, field)}",
                 )
-        self._plain = self._plain or PlainItems(item, found)
-        return {name: array for name, (array, _) in found.items()}
+        sample = {name: array for name, (array, _) in found.items()}
+        if not folded:
+            self._plain = self._plain or PlainItems(item, found)
+            return sample
+        for name in folded:
+            array, lead = sample[name], len(schema[name].axes)
+            sample[name] = array.reshape(-1, *array.shape[lead:])
+            sample[name + SHAPE_SUFFIX] = np.array(array.shape[:lead], np.int64)
+        return sample
 
     def _look_ahead(self) -> None:
         """Read what will be probed in a second process first, where a read may stop all threads of this one.
@@ -748,6 +811,35 @@ class TorchSource:
         unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
         if unknown:
             raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
+
+
+def _varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return by field the axes that vary.
+
+    Raises:
+        ConfigError: An axis is not a whole number from 0 on, or a field has none.
+    """
+    if not isinstance(ragged, Mapping):
+        return dict.fromkeys(ragged, (0,))
+    found = {name: tuple(sorted({*axes})) for name, axes in ragged.items()}
+    for name, axes in found.items():
+        if not axes or not all(isinstance(axis, int) and axis >= 0 for axis in axes):
+            raise ConfigError(
+                f"ragged[{name!r}] is {ragged[name]!r}", hint="Expected the axes that vary, as (1, 2)"
+            )
+    return found
+
+
+def _cure(name: str, array: NDArray[Any], dtype: str, field: Field) -> str:
+    """Return how to declare the axes that vary, where nothing else differs."""
+    known = field.axes or ((VARIES,) if field.ragged else ())
+    words = [*known, *map(str, field.shape[1 if field.ragged else 0 :])]
+    if dtype != field.dtype or array.ndim != len(words):
+        return ""
+    pairs = enumerate(zip(words, array.shape, strict=True))
+    axes = tuple(axis for axis, (word, size) in pairs if word in (VARIES, "-1") or word != str(size))
+    ragged = (name,) if axes == (0,) else {name: axes}
+    return f"; if its size may vary, give stoker.TorchSource(dataset, ragged={ragged!r})"
 
 
 # ----------------------------------------------------------------------------------------------------------

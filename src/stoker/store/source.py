@@ -154,12 +154,13 @@ def _check_alike(caches: Sequence[Cache]) -> None:
     """Refuse caches that cannot be read as samples of one kind.
 
     Raises:
-        SourceError: They have different fields, or fields of particles or meshes.
+        SourceError: They have different fields, or fields of particles, meshes or several varying axes.
     """
     first = caches[0]
     if folded := [name for name, field in first.schema.items() if field.axes]:
         raise SourceError(
-            f"{first.path} holds particles or meshes ({folded[0]})", hint="Train on it with stoker.Loader"
+            f"{first.path} holds particles, meshes or a field of several varying axes ({folded[0]})",
+            hint="Train on it with stoker.Loader",
         )
     for other in caches[1:]:
         if other.schema != first.schema:
