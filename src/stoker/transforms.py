@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
+from stoker.loader.latent_transforms import DrawLatent, DropCondition
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import FieldTransform, ImageCut, run
 from stoker.runtime.threads import Pool
@@ -32,6 +33,8 @@ __all__ = [
     "Crop",
     "CropImages",
     "Decode",
+    "DrawLatent",
+    "DropCondition",
     "Flip",
     "Noise",
     "Normalize",
