@@ -43,7 +43,7 @@ class DrawLatent(FieldTransform):
     std: str | None = None
     """Field of the deviations. `"std"` if none of the three is named."""
     logvar: str | None = None
-    """Field of the logarithms of the variances, in place of deviations; held to -30 .. 20, as in diffusers."""
+    """Field of the logarithms of the variances in place of deviations; held to -30 .. 20, as in diffusers."""
     moments: str | None = None
     """Field `(B, 2C, ...)` of the means, then the logarithms of the variances, in place of both."""
     name: str = "latent"
