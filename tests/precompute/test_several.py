@@ -224,10 +224,13 @@ def test_a_sample_set_aside_in_one_cache_is_tried_for_another(tmp_path: Path) ->
     broken, sound = FakeSource((20,), faults={7: "raise"}), FakeSource((20,))
     encoders = {"a": FakeEncoder(samples=4), "b": FakeEncoder(samples=6)}
     run_alone(broken, encoders["a"], tmp_path, name="a", workers=0)
+    for shard in (tmp_path / "a").glob("*/shard-*"):
+        shard.unlink()  # so that both lack something
     reports = fill(sound, encoders, tmp_path)
 
     assert [*reports["a"].cache.quarantined] == [7]
     assert not reports["b"].cache.quarantined
+    check_alone({"b": reports["b"]}, encoders, sound)
     again = fill(sound, encoders, tmp_path, retry_quarantined=True)
     assert [(report.encoded, report.records) for report in again.values()] == [(1, 20), (0, 20)]
 

@@ -2,8 +2,8 @@
 
 What is read at a time need not be an encode batch. Each cache has a batch size of its own, and its batches
 are put together here from what arrives (`BatchAssembly`). So a record has the bits that it would have alone.
-Each cache also has a quarantine of its own: a sample that cannot be read is set aside in all of them, one on
-which an encoder fails in the cache of that encoder.
+Each cache also has its own quarantine. A sample that cannot be read is set aside in all caches. One on which
+an encoder fails is set aside in the cache of that encoder.
 """
 
 from __future__ import annotations
@@ -577,7 +577,7 @@ class SeveralBuilder(StageBuilder):
 
 
 def _unit(schema: Schema, builders: Sequence[StageBuilder]) -> int:
-    """Return how many samples are read at a time: the largest encode batch, if that is no large piece."""
+    """Return how many samples are read at a time: at most the largest encode batch, and 64 MiB."""
     largest = max(one.folder.recipe.encode_batch.samples for one in builders)
     if any(field.ragged for field in schema.values()):
         return 1
