@@ -46,9 +46,10 @@ def main(
     source = (RaggedSource if ragged else FakeSource)((samples,), delay_s=delay_s, run=3)
     encoder = FakeEncoder(samples=1 if ragged else 4, by_shape=True, ragged=ragged)
     place = f"{folder}-{rank}" if "own" in kind else folder
+    part = {"part": (rank, world)} if "parts" in kind else {}
     loader = stoker.cached(
         source, encoder, cache_dir=place, name="c", batch_size=size, shuffle=True, wait=False, drop_last=True,
-        rank=rank, world_size=world,
+        rank=rank, world_size=world, precompute=part,
     )  # fmt: skip
     say("incomplete" if is_filling(loader) else "complete")
     kept, step = Path(state), 0

@@ -49,7 +49,7 @@ def steps(tmp_path: Path, world: int) -> tuple[list[str], int, list[list[str]]]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["plain", "ragged own"])
+@pytest.mark.parametrize("kind", ["plain parts", "ragged own"])
 def test_ranks_killed_in_mid_fill_continue_with_the_batches_of_one_rank(tmp_path: Path, kind: str) -> None:
     """In one folder, and where each node has a disk of its own and fills its own cache (`own`)."""
     alone = start(tmp_path, tmp_path / "alone", 0.0, kind, tmp_path / "alone.state", 1)

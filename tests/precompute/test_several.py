@@ -426,6 +426,22 @@ def test_a_mapping_of_encoders_gives_the_caches_that_calls_alone_give(tmp_path: 
     assert [records(caches["labels"])[i]["label"].item() for i in range(4)] == [0, 1, 2, 0]
 
 
+def test_a_cache_that_would_hold_mostly_raw_samples_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae, text = models()
+    given: Any = {"name": "c", "progress": None}
+    stoker.precompute(pictures(), {"a": vae, "b": text}, tmp_path, fields={"a": "latent"}, **given)
+    (warning,) = [text for text in caplog.messages if "hands on" in text]
+    assert "c_b" in warning
+    assert "image" in warning
+    assert "fields=['latent']" in warning
+
+    caplog.clear()
+    stoker.precompute(pictures(), {"a": vae, "b": text}, tmp_path, fields="latent", **given)
+    assert "hands on" not in caplog.text
+
+
 def test_a_cache_of_several_encodes_damaged_records_again_alone(tmp_path: Path) -> None:
     vae, text = models()
     caches = stoker.precompute(pictures(), {"latents": vae, "text": text}, tmp_path, name="c", progress=None)

@@ -99,6 +99,16 @@ def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict
     return found
 
 
+def handed_on(samples: Schema, records: Schema) -> tuple[list[str], float]:
+    """Return the fields of a sample that a record holds as they are, and their part of its bytes.
+
+    Fields that differ in length count as one row.
+    """
+    size = {name: field.size_bytes(1 if field.ragged else None) for name, field in records.items()}
+    names = [name for name, field in records.items() if samples.get(name) == field and not field.kept]
+    return names, sum(size[name] for name in names) / max(1, sum(size.values()))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Put encode batches together from what is read.
 
