@@ -69,7 +69,7 @@ from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
 from stoker.store.storage import INDEX_WAIT_S, open_storage, resolve_local
-from stoker.units import format_count
+from stoker.units import format_count, format_percent
 
 if TYPE_CHECKING:
     import torch
