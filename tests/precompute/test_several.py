@@ -66,7 +66,7 @@ def check_alone(
 # The same records.
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 23), min_size=1, max_size=4).filter(any),
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
@@ -127,6 +127,7 @@ def test_an_encoder_process_that_is_lost_costs_no_sample_that_is_read_again(tmp_
     reports = fill(source, encoders, tmp_path / "caches", workers=1, always_in_child=True)
 
     assert (tmp_path / "killed").exists()
+    assert "encoder-0-cpu-1" in "".join(path.name for path in tmp_path.glob("caches/.workers/*-b.txt"))
     assert Counter(reads_of(tmp_path / "reads")) == Counter(range(60))
     check_alone(reports, encoders, FakeSource((60,)))
 
@@ -150,6 +151,8 @@ def test_a_cache_that_is_complete_is_not_encoded_again(tmp_path: Path) -> None:
     assert {path: path.stat() for path in before.path.glob("shard-*")} == shards
     check_alone(reports, encoders, FakeSource((20,)))
     assert [report.encoded for report in fill(FakeSource((20,)), encoders, tmp_path).values()] == [0, 0, 0]
+    again = fill(FakeSource((20,)), encoders, tmp_path, overwrite=True)
+    assert [report.encoded for report in again.values()] == [20, 20, 20]
 
 
 def test_what_each_cache_lacks_is_encoded_and_nothing_else(tmp_path: Path) -> None:

@@ -364,6 +364,11 @@ class StageBuilder:
         return bool(self.children) or isinstance(whole_source(self._source), TorchSource)
 
     @property
+    def batches_here(self) -> float:
+        """Batches that were encoded, of those that are read."""
+        return self.clock.batches
+
+    @property
     def seconds_for_children(self) -> float:
         """Seconds spent in the encoder here that a child could have spent; 0 where none encodes."""
         return self.clock.seconds if self.children else 0.0
@@ -543,6 +548,7 @@ class StageBuilder:
             limit_s=limits.encode,
             compare_first=compare_first,
             logs=self.logs,
+            cache=self.name,
         )
 
     def recognizing(self, inner: EncodeStage, same: SampleLookup | None) -> EncodeStage:
@@ -631,7 +637,7 @@ class HeadStart:
             if is_longer := queue.is_worth_a_start(elapsed_s, part_read=part_read):
                 preload(TORCH)
             return is_longer and now >= self._until
-        builder, batches = self._builder, self._builder.clock.batches
+        builder, batches = self._builder, self._builder.batches_here
         if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
             builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches
         ):

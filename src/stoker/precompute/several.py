@@ -509,6 +509,12 @@ class SeveralBuilder(StageBuilder):
         here = all(can_begin_in_process(one.settings) for one in self._builders)
         return super().head_start() if here else None
 
+    @property
+    def batches_here(self) -> float:
+        """See `StageBuilder`: of each that is read, every encoder has a batch, a part of one, or more."""
+        sizes = (one.folder.recipe.encode_batch.samples for one in self._builders)
+        return self.clock.batches / sum(self.samples_at_once / size for size in sizes)
+
     def prepare_children(self) -> bool:
         """See `StageBuilder`."""
         ready = [one.prepare_children() for one in self._builders]
