@@ -165,6 +165,8 @@ class StageBuilder:
         self._layout, self._first_workers, self.most_workers = self._plan()
         self.children = () if rehearsal else self._devices_of_children()
         """Devices on which a child encodes."""
+        self.calls_a_batch = 1.0
+        """Calls of encoders for what is read at a time."""
         self._encodes = encoder is not None
         self._encoded_here = False
         self._pickled: bytes | None = None
@@ -362,11 +364,6 @@ class StageBuilder:
     def needs_torch(self) -> bool:
         """True if the first children have to wait until a process has imported torch."""
         return bool(self.children) or isinstance(whole_source(self._source), TorchSource)
-
-    @property
-    def batches_here(self) -> float:
-        """Batches that were encoded, of those that are read."""
-        return self.clock.batches
 
     @property
     def seconds_for_children(self) -> float:
@@ -637,7 +634,7 @@ class HeadStart:
             if is_longer := queue.is_worth_a_start(elapsed_s, part_read=part_read):
                 preload(TORCH)
             return is_longer and now >= self._until
-        builder, batches = self._builder, self._builder.batches_here
+        builder, batches = self._builder, self._builder.clock.batches / self._builder.calls_a_batch
         if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
             builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches
         ):

@@ -474,6 +474,8 @@ class SeveralBuilder(StageBuilder):
         )
         self.name = ", ".join(one.name for one in self._builders)
         self._encodes = True
+        sizes = (one.folder.recipe.encode_batch.samples for one in self._builders)
+        self.calls_a_batch = sum(self.samples_at_once / size for size in sizes)
         self._count_children()
         self._writers: Sequence[WriteStage] = ()
         for one, batches in zip(self._builders, self._assemblies, strict=True):
@@ -508,12 +510,6 @@ class SeveralBuilder(StageBuilder):
         """See `StageBuilder`."""
         here = all(can_begin_in_process(one.settings) for one in self._builders)
         return super().head_start() if here else None
-
-    @property
-    def batches_here(self) -> float:
-        """See `StageBuilder`: of each that is read, every encoder has a batch, a part of one, or more."""
-        sizes = (one.folder.recipe.encode_batch.samples for one in self._builders)
-        return self.clock.batches / sum(self.samples_at_once / size for size in sizes)
 
     def prepare_children(self) -> bool:
         """See `StageBuilder`."""
