@@ -66,7 +66,7 @@ def check_alone(
 # The same records.
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 23), min_size=1, max_size=4).filter(any),
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
@@ -127,6 +127,7 @@ def test_an_encoder_process_that_is_lost_costs_no_sample_that_is_read_again(tmp_
     reports = fill(source, encoders, tmp_path / "caches", workers=1, always_in_child=True)
 
     assert (tmp_path / "killed").exists()
+    assert "encoder-0-cpu-1" in "".join(path.name for path in tmp_path.glob("caches/.workers/*-b.txt"))
     assert Counter(reads_of(tmp_path / "reads")) == Counter(range(60))
     check_alone(reports, encoders, FakeSource((60,)))
 
@@ -150,6 +151,8 @@ def test_a_cache_that_is_complete_is_not_encoded_again(tmp_path: Path) -> None:
     assert {path: path.stat() for path in before.path.glob("shard-*")} == shards
     check_alone(reports, encoders, FakeSource((20,)))
     assert [report.encoded for report in fill(FakeSource((20,)), encoders, tmp_path).values()] == [0, 0, 0]
+    again = fill(FakeSource((20,)), encoders, tmp_path, overwrite=True)
+    assert [report.encoded for report in again.values()] == [20, 20, 20]
 
 
 def test_what_each_cache_lacks_is_encoded_and_nothing_else(tmp_path: Path) -> None:
@@ -224,10 +227,13 @@ def test_a_sample_set_aside_in_one_cache_is_tried_for_another(tmp_path: Path) ->
     broken, sound = FakeSource((20,), faults={7: "raise"}), FakeSource((20,))
     encoders = {"a": FakeEncoder(samples=4), "b": FakeEncoder(samples=6)}
     run_alone(broken, encoders["a"], tmp_path, name="a", workers=0)
+    for shard in (tmp_path / "a").glob("*/shard-*"):
+        shard.unlink()  # so that both lack something
     reports = fill(sound, encoders, tmp_path)
 
     assert [*reports["a"].cache.quarantined] == [7]
     assert not reports["b"].cache.quarantined
+    check_alone({"b": reports["b"]}, encoders, sound)
     again = fill(sound, encoders, tmp_path, retry_quarantined=True)
     assert [(report.encoded, report.records) for report in again.values()] == [(1, 20), (0, 20)]
 
@@ -421,6 +427,22 @@ def test_a_mapping_of_encoders_gives_the_caches_that_calls_alone_give(tmp_path: 
         assert one.fingerprint == cache.fingerprint
         assert_same(records(one), records(cache))
     assert [records(caches["labels"])[i]["label"].item() for i in range(4)] == [0, 1, 2, 0]
+
+
+def test_a_cache_that_would_hold_mostly_raw_samples_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae, text = models()
+    given: Any = {"name": "c", "progress": None}
+    stoker.precompute(pictures(), {"a": vae, "b": text}, tmp_path, fields={"a": "latent"}, **given)
+    (warning,) = [text for text in caplog.messages if "hands on" in text]
+    assert "c_b" in warning
+    assert "image" in warning
+    assert "fields=['latent']" in warning
+
+    caplog.clear()
+    stoker.precompute(pictures(), {"a": vae, "b": text}, tmp_path, fields="latent", **given)
+    assert "hands on" not in caplog.text
 
 
 def test_a_cache_of_several_encodes_damaged_records_again_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
 from stoker.precompute import engine
 from stoker.precompute import run as run_module
-from stoker.precompute.run import fit_copies
+from stoker.precompute.checks import fit_copies
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.schema import Field
 from stoker.store.storage import attach_mirror

@@ -15,7 +15,7 @@ from torch import Tensor
 import stoker
 from stoker.encoders.wrappers import VariantEncoder, content_keys
 from stoker.errors import ConfigError, EncoderError
-from stoker.transforms import Flip, Noise, integers, uniform
+from stoker.transforms import Flip, Noise, uniform
 from tests.precompute.test_engine import assert_same, records
 
 COUNT = 24
@@ -149,15 +149,15 @@ def test_an_augmentation_in_place_harms_no_other_variant(tmp_path: Path) -> None
 
 def test_each_of_several_augmentations_draws_for_itself(tmp_path: Path) -> None:
     def two(batch: Any, keys: Tensor) -> Any:
-        return {**batch, "label": integers(keys, 1, 1000)[:, 0]}
+        return {**batch, "label": uniform(keys, 1)[:, 0]}
 
     cache = fill(tmp_path, encoder=None, augment=[noisy, two], variants=2)
     assert cache.variants == {"image": 2, "label": 2}
     drawn = torch.stack([record["label"] for record in records(cache).values()])
     images = torch.stack([record["image"] for record in records(cache).values()])
     originals = torch.stack([sample["image"] for sample in pictures()])
-    shifts = (images - originals[:, None]).mean((2, 3, 4)) * 1000
-    assert (shifts - drawn).abs().min() > 1e-3, "both drew the same words"
+    shifts = (images - originals[:, None]).mean((2, 3, 4))
+    assert ((shifts - drawn).abs() < 1e-5).sum() < 3, "both drew the same words"
 
 
 def test_transforms_of_stoker_are_described_by_their_settings(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_an_augmentation_that_fails_or_returns_no_batch_is_named(tmp_path: Path)
 
 def test_a_key_differs_by_each_byte_name_dtype_and_shape() -> None:
     """Also beyond the words that are digested at a time."""
-    base = torch.zeros(3 * 2**20 + 5, dtype=torch.uint8)
+    base = torch.zeros(2**23 + 13, dtype=torch.uint8)
     batches: list[dict[str, Tensor]] = [{"x": base[None]}]
-    for place in (0, 7, 8, 2**20 * 2, len(base) - 1):
+    for place in (0, 7, 8, 2**23, len(base) - 1):
         changed = base.clone()
         changed[place] = 1
         batches.append({"x": changed[None]})
@@ -283,3 +283,5 @@ def test_a_key_does_not_depend_on_layout_or_neighbors(dtype: str) -> None:
     alone = [content_keys({"x": values[i : i + 1], "n": torch.arange(5)[i : i + 1]}).item() for i in range(5)]
     assert whole.tolist() == strided.tolist() == alone
     assert len({*alone}) == 5
+    odd = torch.arange(17, dtype=torch.uint8)[1:].view(1, 16)  # as the second half of a batch may begin
+    assert torch.equal(content_keys({"x": odd}), content_keys({"x": odd.clone()}))

@@ -442,8 +442,9 @@ def content_keys(batch: Mapping[str, Tensor]) -> Tensor:
         rows = rows.view(torch.uint8) if rows.shape[1] else rows.new_zeros((len(rows), 0), dtype=torch.uint8)
         for begin in range(0, rows.shape[1], 8 * _WORDS):
             part = rows[:, begin : begin + 8 * _WORDS]
-            part = torch.nn.functional.pad(part, (0, -part.shape[1] % 8)).contiguous()
-            words = part.view(torch.int64)
+            flat = torch.nn.functional.pad(part, (0, -part.shape[1] % 8)).reshape(-1)
+            flat = flat.clone() if flat.storage_offset() % 8 else flat  # words begin at multiples of 8
+            words = flat.view(torch.int64).view(len(rows), -1)
             places = torch.arange(words.shape[1], device=words.device) + begin // 8
             keys += mix_(words ^ keys_of(base, places)).sum(1)
         keys = mix_(keys ^ signed(base))

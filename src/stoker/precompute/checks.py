@@ -1,22 +1,28 @@
-"""Whether a finished cache is good enough, and whether there is room for what is missing."""
+"""Checks before and after a run: disk space and memory, failures and stored values."""
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from stoker.errors import IncompleteError, RecordError, arg
+from stoker.errors import IncompleteError, RecordError, ResourceError, arg
 from stoker.plan.resources import Resources
+from stoker.precompute.arena import slot_size
 from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.disk import FreeSpace
 from stoker.schema import Schema, columns_of
 from stoker.store import Cache, Failure, Folder
+from stoker.store.recipe import Recipe
 from stoker.store.storage import mirror_limit
 from stoker.store.write import OPEN_PARTS
-from stoker.units import MIB, format_count, format_percent
+from stoker.units import MIB, format_bytes, format_count, format_percent
+
+log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
 # Whether a finished cache is good enough, and how to say which samples it lacks.
@@ -169,3 +175,99 @@ def check_space_together(folder: Path, wanted: Sequence[tuple[Schema, int]], res
         files=files,
         advice="choose another cache folder, or a smaller dtype",
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How much memory and how many workers a run may have.
+
+
+_WORKER_BYTES = 64 * MIB
+"""What a worker takes in addition to its arena: an interpreter, numpy and h5py are 35 MiB of its own."""
+_RAGGED_BYTES = MIB
+
+
+def fit_memory(
+    samples: Schema, recipe: Recipe, settings: PrecomputeSettings, resources: Resources
+) -> tuple[PrecomputeSettings, int]:
+    """Have the settings ask for no more memory than there is.
+
+    Half of what is free may be in flight and a quarter may be workers; the rest is the encoder's.
+
+    Args:
+        samples: Fields of a raw sample.
+        recipe: Its group, and its records as encoded and as stored.
+        settings: Their `memory_bytes` and `workers` are upper bounds.
+        resources: What is free for this process.
+
+    Returns:
+        The settings, and how many workers there may be at most.
+
+    Raises:
+        ResourceError: Not even one group with its records and a worker fit; nothing has been read.
+    """
+    group = recipe.encode_batch
+    needed = _WORKER_BYTES + sum(
+        _group_bytes(schema, group.samples, group.steps)
+        # In a slot and on its way to the encoder; as encoded; as stored.
+        for schema in (samples, samples, recipe.encoded, recipe.columns)
+    )
+    if needed > resources.host_bytes:
+        raise ResourceError(
+            f"{format_bytes(resources.host_bytes)} of host memory are free ({resources.host_limit}, "
+            f"{format_bytes(resources.host_total_bytes)} in all), a worker and one group of "
+            f"{format_count(group.samples)} samples need {format_bytes(needed)}",
+            hint="Raise the limit, end other programs, or give the encoder a smaller group",
+        )
+    most = max(1, resources.host_bytes // 4 // _WORKER_BYTES)
+    workers = settings.workers
+    if workers is not None and workers > most:
+        log.warning(
+            "%s instead of %d: %s of host memory are free (%s)",
+            format_count(most, "worker"),
+            workers,
+            format_bytes(resources.host_bytes),
+            resources.host_limit,
+        )
+        workers = most
+    memory_bytes = min(settings.memory_bytes, resources.host_bytes // 2)
+    return replace(settings, memory_bytes=memory_bytes, workers=workers), most
+
+
+def fit_copies(
+    held_bytes: int, settings: PrecomputeSettings, resources: Resources, *, wanted: int
+) -> tuple[PrecomputeSettings, int]:
+    """Bound workers by the data that each of them has a copy of.
+
+    A copy is there twice while a worker unpickles it, and once more here, for workers that have to be
+    replaced. All of that may take a quarter of what is free.
+
+    Args:
+        held_bytes: Data that the source holds in memory.
+        settings: Their `workers` are an upper bound.
+        resources: What is free for all processes that read on this machine.
+        wanted: Workers that there would be at most without this bound.
+
+    Returns:
+        The settings, whose `workers` are 0 where not even one copy fits, and how many there may be at most.
+    """
+    room = resources.host_bytes // 4
+    most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
+    if settings.workers == 0 or most >= wanted:
+        return settings, most
+    log.warning(
+        "the source holds %s in memory, of which each worker has a copy; %s of host memory are free (%s): "
+        "%s. Data in files, opened in __getitem__, is read by as many as pay",
+        format_bytes(held_bytes),
+        format_bytes(resources.host_bytes),
+        resources.host_limit,
+        f"{most} workers at most" if most else "samples are read in this process, without timeouts",
+    )
+    fewest = most if settings.workers is not None or not most else None
+    return replace(settings, workers=fewest), most
+
+
+def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
+    """Return the bytes of one group, or of one chunk over time."""
+    if any(field.ragged for field in schema.values()):
+        return _RAGGED_BYTES
+    return slot_size(schema, samples, steps or 0)

@@ -108,6 +108,8 @@ class EncoderLaunch:
     """See `BatchEncoder`."""
     logs: Path
     """Folder of output and stack dumps."""
+    cache: str
+    """Name of the cache, which is part of their names: one program may fill several."""
 
 
 def stored(payload: bytes) -> int:
@@ -399,7 +401,8 @@ class _Device:
             ResourceError: No process, descriptor or memory is left.
         """
         self._starts += 1
-        name = f"encoder-{self._place}-{self.name.replace(':', '')}-{self._starts}-{os.getpid()}.txt"
+        words = "encoder", self._place, self.name.replace(":", ""), self._starts, os.getpid(), launch.cache
+        name = f"{'-'.join(map(str, words))}.txt"
         shared = [SharedArrays.create() for _ in range(2 * DESKS)]
         fds = [launch.task_fd, *(exchange.fd for exchange in shared)]
         try:

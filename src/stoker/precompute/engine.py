@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
-from stoker.encoders.wrappers import Augmentation, VariantEncoder, keep_fields, select_fields
+from stoker.encoders.wrappers import (
+    Augmentation,
+    FieldSelectingEncoder,
+    VariantEncoder,
+    keep_fields,
+    select_fields,
+)
 from stoker.errors import ConfigError, IncompleteError, Interrupted, Problem, StokerError, arg
 from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, FillTask, folder_mark, recipe_of
@@ -45,7 +51,7 @@ from stoker.precompute.settings import (
     Timeouts,
     as_timeouts,
 )
-from stoker.precompute.several import encode_together, refuse_alone, settings_of
+from stoker.precompute.several import encode_together, handed_on, refuse_alone, settings_of
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import sync_folder
 from stoker.runtime.libc import keep_freed_memory
@@ -64,7 +70,7 @@ from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
 from stoker.store.format import INDEX_FILE
 from stoker.store.storage import INDEX_WAIT_S, open_storage, resolve_local
-from stoker.units import format_count
+from stoker.units import format_count, format_percent
 
 if TYPE_CHECKING:
     import torch
@@ -223,6 +229,8 @@ log = logging.getLogger("stoker")
 Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device] | None"
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
+_MOSTLY = 0.5
+"""A cache of several with more of its bytes in fields of the sample is warned of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -638,6 +646,8 @@ def run_together(
     caches = [_WishedCache(source, wish, cache_dir, start_early=engine is None) for wish in wishes]
     if lacking := [cache for cache in caches if cache.cache is None]:
         with Interrupts() as interrupts, ExitStack() as turn:
+            if len(wishes) > 1:
+                _warn_of_samples(lacking)
             # In one order in every process, so that no two wait for each other.
             for one in sorted(lacking, key=lambda one: one.folder.path):
                 one.take_turn(turn, interrupts)
@@ -648,6 +658,21 @@ def run_together(
             elif lacking:
                 _fill_together(lacking, interrupts)
     return [one.report() for one in caches]
+
+
+def _warn_of_samples(caches: Sequence[_WishedCache]) -> None:
+    """Warn of caches that are mostly raw samples, which encoders hand on: each of several would hold them."""
+    for one in caches:
+        if one.encoder is None or isinstance(one.encoder, FieldSelectingEncoder):
+            continue
+        names, part = handed_on(one.source.schema(), one.folder.recipe.encoded)
+        if part > _MOSTLY:
+            made = [name for name in one.folder.recipe.encoded if name not in names]
+            log.warning(
+                "%s of the bytes of %s are fields of the sample that its encoder hands on: %s. To store only "
+                "what it makes, give fields=%r for this cache",
+                format_percent(part), one.name, ", ".join(names), made,
+            )  # fmt: skip
 
 
 def _start_early(encoder: Encoder | None, settings: PrecomputeSettings) -> None:

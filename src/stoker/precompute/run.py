@@ -20,6 +20,7 @@ from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, plan_layout, slot_size
+from stoker.precompute.checks import fit_copies, fit_memory
 from stoker.precompute.encode import (
     PRECISION,
     BatchEncoder,
@@ -59,7 +60,6 @@ from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload, start_method
 from stoker.runtime.signals import Interrupts
-from stoker.schema import Schema
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
 from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
@@ -69,7 +69,7 @@ from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
 from stoker.store.recipe import Recipe
-from stoker.units import MIB, format_bytes, format_count
+from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
 # Build the stages.
@@ -165,6 +165,8 @@ class StageBuilder:
         self._layout, self._first_workers, self.most_workers = self._plan()
         self.children = () if rehearsal else self._devices_of_children()
         """Devices on which a child encodes."""
+        self.calls_a_batch = 1.0
+        """Calls of encoders for what is read at a time."""
         self._encodes = encoder is not None
         self._encoded_here = False
         self._pickled: bytes | None = None
@@ -543,6 +545,7 @@ class StageBuilder:
             limit_s=limits.encode,
             compare_first=compare_first,
             logs=self.logs,
+            cache=self.name,
         )
 
     def recognizing(self, inner: EncodeStage, same: SampleLookup | None) -> EncodeStage:
@@ -631,7 +634,7 @@ class HeadStart:
             if is_longer := queue.is_worth_a_start(elapsed_s, part_read=part_read):
                 preload(TORCH)
             return is_longer and now >= self._until
-        builder, batches = self._builder, self._builder.clock.batches
+        builder, batches = self._builder, self._builder.clock.batches / self._builder.calls_a_batch
         if batches >= _TELLING_BATCHES and not queue.is_worth_a_start(
             builder.seconds_for_children, times=_TORCH_FACTOR, batches=batches
         ):
@@ -870,99 +873,3 @@ def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> En
     if feed.pool is not None:
         feed.pool.wake_fd = wake_fd
     return inner if share.encoder is None else builder.recognizing(inner, share.same)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# How much memory and how many workers a run may have.
-
-
-_WORKER_BYTES = 64 * MIB
-"""What a worker takes in addition to its arena: an interpreter, numpy and h5py are 35 MiB of its own."""
-_RAGGED_BYTES = MIB
-
-
-def fit_memory(
-    samples: Schema, recipe: Recipe, settings: PrecomputeSettings, resources: Resources
-) -> tuple[PrecomputeSettings, int]:
-    """Have the settings ask for no more memory than there is.
-
-    Half of what is free may be in flight and a quarter may be workers; the rest is the encoder's.
-
-    Args:
-        samples: Fields of a raw sample.
-        recipe: Its group, and its records as encoded and as stored.
-        settings: Their `memory_bytes` and `workers` are upper bounds.
-        resources: What is free for this process.
-
-    Returns:
-        The settings, and how many workers there may be at most.
-
-    Raises:
-        ResourceError: Not even one group with its records and a worker fit; nothing has been read.
-    """
-    group = recipe.encode_batch
-    needed = _WORKER_BYTES + sum(
-        _group_bytes(schema, group.samples, group.steps)
-        # In a slot and on its way to the encoder; as encoded; as stored.
-        for schema in (samples, samples, recipe.encoded, recipe.columns)
-    )
-    if needed > resources.host_bytes:
-        raise ResourceError(
-            f"{format_bytes(resources.host_bytes)} of host memory are free ({resources.host_limit}, "
-            f"{format_bytes(resources.host_total_bytes)} in all), a worker and one group of "
-            f"{format_count(group.samples)} samples need {format_bytes(needed)}",
-            hint="Raise the limit, end other programs, or give the encoder a smaller group",
-        )
-    most = max(1, resources.host_bytes // 4 // _WORKER_BYTES)
-    workers = settings.workers
-    if workers is not None and workers > most:
-        log.warning(
-            "%s instead of %d: %s of host memory are free (%s)",
-            format_count(most, "worker"),
-            workers,
-            format_bytes(resources.host_bytes),
-            resources.host_limit,
-        )
-        workers = most
-    memory_bytes = min(settings.memory_bytes, resources.host_bytes // 2)
-    return replace(settings, memory_bytes=memory_bytes, workers=workers), most
-
-
-def fit_copies(
-    held_bytes: int, settings: PrecomputeSettings, resources: Resources, *, wanted: int
-) -> tuple[PrecomputeSettings, int]:
-    """Bound workers by the data that each of them has a copy of.
-
-    A copy is there twice while a worker unpickles it, and once more here, for workers that have to be
-    replaced. All of that may take a quarter of what is free.
-
-    Args:
-        held_bytes: Data that the source holds in memory.
-        settings: Their `workers` are an upper bound.
-        resources: What is free for all processes that read on this machine.
-        wanted: Workers that there would be at most without this bound.
-
-    Returns:
-        The settings, whose `workers` are 0 where not even one copy fits, and how many there may be at most.
-    """
-    room = resources.host_bytes // 4
-    most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
-    if settings.workers == 0 or most >= wanted:
-        return settings, most
-    log.warning(
-        "the source holds %s in memory, of which each worker has a copy; %s of host memory are free (%s): "
-        "%s. Data in files, opened in __getitem__, is read by as many as pay",
-        format_bytes(held_bytes),
-        format_bytes(resources.host_bytes),
-        resources.host_limit,
-        f"{most} workers at most" if most else "samples are read in this process, without timeouts",
-    )
-    fewest = most if settings.workers is not None or not most else None
-    return replace(settings, workers=fewest), most
-
-
-def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
-    """Return the bytes of one group, or of one chunk over time."""
-    if any(field.ragged for field in schema.values()):
-        return _RAGGED_BYTES
-    return slot_size(schema, samples, steps or 0)

@@ -2,8 +2,8 @@
 
 What is read at a time need not be an encode batch. Each cache has a batch size of its own, and its batches
 are put together here from what arrives (`BatchAssembly`). So a record has the bits that it would have alone.
-Each cache also has a quarantine of its own: a sample that cannot be read is set aside in all of them, one on
-which an encoder fails in the cache of that encoder.
+Each cache also has its own quarantine. A sample that cannot be read is set aside in all caches. One on which
+an encoder fails is set aside in the cache of that encoder.
 """
 
 from __future__ import annotations
@@ -97,6 +97,16 @@ def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict
         else:
             found[name] = _DEFAULTS.get(name)
     return found
+
+
+def handed_on(samples: Schema, records: Schema) -> tuple[list[str], float]:
+    """Return the fields of a sample that a record holds as they are, and their part of its bytes.
+
+    Fields that differ in length count as one row.
+    """
+    size = {name: field.size_bytes(1 if field.ragged else None) for name, field in records.items()}
+    names = [name for name, field in records.items() if samples.get(name) == field and not field.kept]
+    return names, sum(size[name] for name in names) / max(1, sum(size.values()))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -464,6 +474,8 @@ class SeveralBuilder(StageBuilder):
         )
         self.name = ", ".join(one.name for one in self._builders)
         self._encodes = True
+        sizes = (one.folder.recipe.encode_batch.samples for one in self._builders)
+        self.calls_a_batch = sum(self.samples_at_once / size for size in sizes)
         self._count_children()
         self._writers: Sequence[WriteStage] = ()
         for one, batches in zip(self._builders, self._assemblies, strict=True):
@@ -577,7 +589,7 @@ class SeveralBuilder(StageBuilder):
 
 
 def _unit(schema: Schema, builders: Sequence[StageBuilder]) -> int:
-    """Return how many samples are read at a time: the largest encode batch, if that is no large piece."""
+    """Return how many samples are read at a time: at most the largest encode batch, and 64 MiB."""
     largest = max(one.folder.recipe.encode_batch.samples for one in builders)
     if any(field.ragged for field in schema.values()):
         return 1

@@ -818,14 +818,9 @@ def _reopened(path: Path, joined: JoinedColumns | None) -> Cache:
 
 
 def same_fields(caches: Sequence[Cache]) -> bool:
-    """Return True if records of these caches have the same fields, stored dtypes and joined columns."""
-    first = caches[0]
-    return all(
-        cache.schema == first.schema
-        and cache.recipe.entries["dtype"] == first.recipe.entries["dtype"]
-        and served_schema(cache) == served_schema(first)
-        for cache in caches
-    )
+    """Return True if records of these caches have the same fields, dtypes, variants and joined columns."""
+    kinds = [(one.schema, one.recipe.entries["dtype"], served_schema(one), one.variants) for one in caches]
+    return all(kind == kinds[0] for kind in kinds)
 
 
 class _JointFiller:
