@@ -128,7 +128,12 @@ class WorkQueue:
     @property
     def finished(self) -> bool:
         """Nothing left to hand out, and nothing handed out that has not come back."""
-        return self._outstanding == 0 and not self._again and not self.untaken
+        return self._outstanding == 0 and not self.has_more
+
+    @property
+    def has_more(self) -> bool:
+        """Something is left to hand out."""
+        return bool(self._again) or self.untaken > 0
 
     def wanted(self, work: ReadTask) -> list[int]:
         """Return the members to encode: missing, and neither set aside nor settled in the meantime."""
@@ -325,6 +330,11 @@ class SampleFeed(Protocol):
     @property
     def finished(self) -> bool:
         """Nothing will come any more."""
+        ...
+
+    @property
+    def reading(self) -> bool:
+        """Something is being read, or is left to read; what was read may still have to be read again."""
         ...
 
     def views(self) -> list[WorkerView]:

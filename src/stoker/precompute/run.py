@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.encoders.protocol import Encoder
+from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
-from stoker.precompute.arena import Layout, plan_layout, slot_size
+from stoker.precompute.arena import Layout, LoadedBatch, plan_layout, slot_size
+from stoker.precompute.by_length import (
+    MOST_READ,
+    MOST_READ_SERVED,
+    LengthGatherer,
+    LengthStage,
+    check_lengths,
+)
 from stoker.precompute.encode import (
     PRECISION,
     BatchEncoder,
@@ -52,7 +59,7 @@ from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload, start_method
 from stoker.runtime.signals import Interrupts
-from stoker.schema import Schema
+from stoker.schema import Schema, with_lengths
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
 from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
@@ -75,6 +82,8 @@ _MAKE_LATE_HINT = "Make what it holds of that kind at its first call"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _ARENA_SHARE = 0.75
+_WAITING_SHARE = 0.125
+"""Of the memory in flight: what samples may take that wait for others of their length."""
 FEW_GROUPS = 16
 """Encode batches that start no child: at most 128 MiB of samples and records by default.
 
@@ -138,7 +147,7 @@ class StageBuilder:
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
-        _check_group(recipe, ragged=self._ragged)
+        _check_group(recipe, self._schema)
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         self._parts = _part_names(recipe, source)
@@ -165,6 +174,16 @@ class StageBuilder:
         self._pickled: bytes | None = None
         self._wanted: set[tuple[str, ...]] = set()
         """Modules of the processes that children are forked from, once these are started."""
+        self._digests: dict[int, NDArray[np.uint64]] = {}
+        self._gatherer: LengthGatherer | None = None
+        """Samples that wait for others of their length; passed on from stage to stage."""
+        if recipe.encode_batch.lengths:
+            self._gatherer = LengthGatherer(
+                recipe,
+                self._schema,
+                limit_bytes=int(settings.memory_bytes * _WAITING_SHARE),
+                most_read=MOST_READ_SERVED if settings.by_blocks else MOST_READ,
+            )
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
 
@@ -174,7 +193,7 @@ class StageBuilder:
         Without an encoder, no bit depends on it. With small parts a kill loses little, progress is seen,
         and more workers share a small set. Blocks of the filling order still end where parts do.
         """
-        size, source = self.folder.recipe.encode_batch.samples, whole_source(self._source)
+        size, source = self.folder.recipe.encode_batch.consecutive, whole_source(self._source)
         if self._encoder is not None or not isinstance(source, TorchSource):
             return size
         most = min(size, _LONGEST_READ_S / max(source.seconds_per_item, 1e-9))
@@ -208,7 +227,7 @@ class StageBuilder:
         memory = int(settings.memory_bytes * _ARENA_SHARE)
         asked = settings.workers
         share = memory // (asked or 2)
-        layout = plan_layout(self._schema, group.samples, group.steps, share)
+        layout = plan_layout(self._schema, group.consecutive, group.steps, share)
         most = max(1, memory // layout.flight_bytes)
         if asked is None:
             return layout, min(1, self.queue.groups), min(most, self.queue.groups)
@@ -498,7 +517,7 @@ class StageBuilder:
         self._make_logs()
         return EncoderLaunch(
             task_fd=stored(payload),
-            samples=self._schema,
+            samples=with_lengths(self._schema) if recipe.encode_batch.lengths else self._schema,
             records=recipe.encoded,
             start_s=limits.start,
             limit_s=limits.encode,
@@ -509,7 +528,26 @@ class StageBuilder:
     def recognizing(self, inner: EncodeStage, same: SampleLookup | None) -> EncodeStage:
         """Return the same, which keeps back samples that sibling caches have records of."""
         recipe = self.folder.recipe
-        return SampleRecognizer(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
+        return SampleRecognizer(
+            inner, same, queue=self.queue, recipe=recipe, schema=self._schema, digests=self._digests
+        )
+
+    def gathering(self, inner: EncodeStage, feed: SampleFeed) -> EncodeStage:
+        """Return the same, with samples gathered by length where the recipe has them padded."""
+        return inner if self._gatherer is None else LengthStage(inner, self._gatherer, feed, self.queue)
+
+    def gathered(self, batch: LoadedBatch | None) -> list[LoadedBatch]:
+        """Return what to encode after one more batch was read, stages taking turns; None: nothing more."""
+        gatherer = self._gatherer
+        if gatherer is None:
+            return [] if batch is None else [batch]
+        if batch is None:
+            gatherer.flush()
+        else:
+            gatherer.add(batch)
+        calls = [*gatherer.ready]
+        gatherer.ready.clear()
+        return calls
 
     def leave_device(self) -> None:
         """Put the encoder back where it was, and free the memory of a GPU: a model will need it next.
@@ -623,13 +661,17 @@ def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Fa
     folder.quarantine_many([failure for failure in failures if failure.kind in kinds])
 
 
-def _check_group(recipe: Recipe, *, ragged: bool) -> None:
+def _check_group(recipe: Recipe, schema: Schema) -> None:
     group = recipe.encode_batch
+    if group.lengths:
+        check_lengths(group, schema)
+        return
+    ragged = any(spec.ragged for spec in schema.values())
     if (ragged or group.steps is not None) and group.samples != 1:
         raise EncoderError(
             f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
             "time are encoded one by one",
-            hint="Give the encoder a group of 1",
+            hint="Give the encoder a group of 1, or lengths that samples are padded to",
         )
 
 
@@ -787,6 +829,7 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteThread, 
         return False
     try:
         encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        encoding = builder.gathering(encoding, head.reader)
         if share.encoder is not None:
             encoding = builder.recognizing(encoding, share.same)
         stages = builder.stages(head.reader, encoding, writer)
@@ -825,7 +868,8 @@ def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> En
         inner.watch(share.interrupts.fd)
     if feed.pool is not None:
         feed.pool.wake_fd = inner.fd if children else share.interrupts.fd
-    return inner if share.encoder is None else builder.recognizing(inner, share.same)
+    stage = builder.gathering(inner, feed)
+    return stage if share.encoder is None else builder.recognizing(stage, share.same)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -858,7 +902,7 @@ def fit_memory(
     """
     group = recipe.encode_batch
     needed = _WORKER_BYTES + sum(
-        _group_bytes(schema, group.samples, group.steps)
+        _group_bytes(schema, group)
         # In a slot and on its way to the encoder; as encoded; as stored.
         for schema in (samples, samples, recipe.encoded, recipe.columns)
     )
@@ -917,8 +961,10 @@ def fit_copies(
     return replace(settings, workers=fewest), most
 
 
-def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
+def _group_bytes(schema: Schema, group: EncodeBatchSize) -> int:
     """Return the bytes of one group, or of one chunk over time."""
     if any(field.ragged for field in schema.values()):
-        return _RAGGED_BYTES
-    return slot_size(schema, samples, steps or 0)
+        longest = max(group.lengths, default=0)
+        sample = sum(field.size_bytes(longest if field.ragged else None) for field in schema.values())
+        return max(_RAGGED_BYTES, group.samples * sample if group.lengths else 0)
+    return slot_size(schema, group.samples, group.steps or 0)
