@@ -121,7 +121,10 @@ def test_bits_do_not_depend_on_who_reads_and_encodes(
     assert_same_bits(records(report.cache), whole)
 
 
-def test_every_call_of_a_length_has_one_shape_and_the_rest_are_encoded_alone(tmp_path: Path) -> None:
+def test_every_call_of_a_length_has_one_shape_and_the_rest_are_encoded_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "FEW_GROUPS", 1000)  # the encoder is called here, and counts
     encoder = PlacedEncoder()
 
     cache = run(RaggedData(COUNTS), encoder, tmp_path).cache
@@ -146,7 +149,7 @@ def test_killed_at_random_moments_and_resumed_no_record_differs(whole: Any, tmp_
         command = [sys.executable, "-m", "tests.precompute.ragged_once", *map(str, arguments)]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    chance, first = random.Random(1), None
+    chance = random.Random(1)
     for _ in range(3):
         before = len([*tmp_path.glob("c/*/shard-*.safetensors")])
         process = start(0.03)
@@ -156,7 +159,7 @@ def test_killed_at_random_moments_and_resumed_no_record_differs(whole: Any, tmp_
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.3))
         process.kill()
-        first = first or process.communicate()
+        process.communicate()
 
     process = start(0.0)
     out, err = process.communicate(timeout=60)
@@ -216,7 +219,7 @@ def test_single_records_are_encoded_on_demand_with_the_same_bits(whole: Any, tmp
     for path in cache.path.glob("shard-*"):
         path.unlink()
     cache.filler.fill([7, 60], 30.0)
-    found = open_cache(tmp_path / "c")
+    found = open_cache(tmp_path / "c", require_complete=False)
     for number in (7, 60):
         assert torch.equal(found[number]["latent"], whole[number]["latent"])
 
