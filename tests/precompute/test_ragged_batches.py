@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -278,16 +280,41 @@ def test_samples_wait_no_longer_than_the_encoder_is_idle(tmp_path: Path) -> None
 
     class Slow(RaggedData):
         def read(self, number: int, start: Any = None, stop: Any = None) -> Any:
-            if number == 11:
+            if number == 6:
                 time.sleep(3.0)
             return super().read(number, start, stop)
 
     encoder = PlacedEncoder(lengths=(64,), samples=8)
 
-    run(Slow((12,)), encoder, tmp_path, workers=1)
+    run(Slow((7,)), encoder, tmp_path, workers=1)
 
-    assert len(encoder.at) > 1
-    assert encoder.at[-1] - encoder.at[0] > 1.5, "the first call did not wait for the last sample"
+    together = [at for at, shape in zip(encoder.at, encoder.calls, strict=True) if shape == (8, 64, 5)]
+    assert together[-1] - together[0] > 1.5, "the first call did not wait for the last sample"
+
+
+class Dying(PlacedEncoder):
+    """Its process is killed at the third call, once."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker = marker
+
+    def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if len(self.calls) == 3 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(batch)
+
+
+def test_an_encoder_process_that_is_killed_costs_no_record(
+    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = run(RaggedData(COUNTS), Dying(tmp_path / "died"), tmp_path, workers=1, devices=("cpu", "cpu"))
+
+    assert (tmp_path / "died").exists()
+    assert "killed by signal 9" in caplog.text
+    assert (report.encoded, report.quarantined) == (sum(COUNTS), 0)
+    assert_same_bits(records(report.cache), whole)
 
 
 def gatherer(lengths: list[int], **limits: Any) -> tuple[LengthGatherer, list[LoadedBatch]]:
