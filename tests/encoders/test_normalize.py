@@ -177,7 +177,7 @@ def test_weights_hold_the_numbers_and_the_inner_weights() -> None:
 
 
 def test_padding_of_ragged_samples_stays_zeros() -> None:
-    statistics = fit_statistics(Arrays(arrays() + 7.0), "data", method="zscore")
+    statistics = fit_statistics(Arrays(arrays() + 7.0), "data")
     data = torch.ones(2, 4, *arrays().shape[2:])
     data[0, 1:] = 0
 

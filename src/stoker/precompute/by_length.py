@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from stoker.encoders.protocol import EncodeBatchSize
     from stoker.precompute.encode import EncodeClock, EncodedRecords, EncodeStage
     from stoker.precompute.queue import SampleFeed, WorkQueue
+    from stoker.precompute.settings import PrecomputeSettings
     from stoker.store.recipe import Recipe
 
 MOST_READ = 4096
 """Samples that may be read while one waits for others of its length. Rare lengths wait no longer."""
 MOST_READ_SERVED = 512
 """The same where training reads what is stored meanwhile: the first samples are soon complete."""
+WAITING_SHARE = 0.125
+"""Of the memory in flight: what samples may take that wait for others of their length."""
 WAIT_S = 10.0
 """Seconds after which a sample is encoded with those that are there, once the encoder has nothing to do."""
 IDLE_S = 0.5
@@ -212,6 +215,31 @@ class LengthGatherer:
 
 def _size(arrays: Sample) -> int:
     return sum(array.nbytes for array in arrays.values())
+
+
+def gatherer_of(recipe: Recipe, schema: Schema, settings: PrecomputeSettings) -> LengthGatherer | None:
+    """Return the gatherer of a run; None where the recipe does not have samples padded."""
+    if not recipe.encode_batch.lengths:
+        return None
+    return LengthGatherer(
+        recipe,
+        schema,
+        limit_bytes=int(settings.memory_bytes * WAITING_SHARE),
+        most_read=MOST_READ_SERVED if settings.by_blocks else MOST_READ,
+    )
+
+
+def calls_of(gatherer: LengthGatherer | None, batch: LoadedBatch | None) -> list[LoadedBatch]:
+    """Return what to encode after one more batch was read, stages taking turns; `batch` None: the rest."""
+    if gatherer is None:
+        return [] if batch is None else [batch]
+    if batch is None:
+        gatherer.flush()
+    else:
+        gatherer.add(batch)
+    calls = [*gatherer.ready]
+    gatherer.ready.clear()
+    return calls
 
 
 def split_by_part(found: EncodedRecords, recipe: Recipe) -> list[EncodedRecords]:

@@ -22,7 +22,7 @@ from stoker.encoders.weights import on_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
 from stoker.plan.resources import probe
 from stoker.precompute.arena import LoadedBatch
-from stoker.precompute.by_length import split_by_part
+from stoker.precompute.by_length import calls_of, split_by_part
 from stoker.precompute.encode import full_precision, is_out_of_memory
 from stoker.precompute.run import StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
@@ -202,10 +202,10 @@ def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
     try:
         while not feed.finished and time.monotonic() < end:
             for batch in feed.poll(0.0):
-                for call in builder.gathered(batch):
+                for call in calls_of(builder.gatherer, batch):
                     encode(call)
                 feed.release(batch)
-        for call in builder.gathered(None):
+        for call in calls_of(builder.gatherer, None):
             encode(call)
     finally:
         feed.close()

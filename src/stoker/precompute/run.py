@@ -19,14 +19,8 @@ from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
-from stoker.precompute.arena import Layout, LoadedBatch, plan_layout, slot_size
-from stoker.precompute.by_length import (
-    MOST_READ,
-    MOST_READ_SERVED,
-    LengthGatherer,
-    LengthStage,
-    check_lengths,
-)
+from stoker.precompute.arena import Layout, plan_layout, slot_size
+from stoker.precompute.by_length import LengthStage, check_lengths, gatherer_of
 from stoker.precompute.encode import (
     PRECISION,
     BatchEncoder,
@@ -82,8 +76,6 @@ _MAKE_LATE_HINT = "Make what it holds of that kind at its first call"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _ARENA_SHARE = 0.75
-_WAITING_SHARE = 0.125
-"""Of the memory in flight: what samples may take that wait for others of their length."""
 FEW_GROUPS = 16
 """Encode batches that start no child: at most 128 MiB of samples and records by default.
 
@@ -174,16 +166,8 @@ class StageBuilder:
         self._pickled: bytes | None = None
         self._wanted: set[tuple[str, ...]] = set()
         """Modules of the processes that children are forked from, once these are started."""
+        self.gatherer = gatherer_of(recipe, self._schema, settings)
         self._digests: dict[int, NDArray[np.uint64]] = {}
-        self._gatherer: LengthGatherer | None = None
-        """Samples that wait for others of their length; passed on from stage to stage."""
-        if recipe.encode_batch.lengths:
-            self._gatherer = LengthGatherer(
-                recipe,
-                self._schema,
-                limit_bytes=int(settings.memory_bytes * _WAITING_SHARE),
-                most_read=MOST_READ_SERVED if settings.by_blocks else MOST_READ,
-            )
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
 
@@ -534,20 +518,7 @@ class StageBuilder:
 
     def gathering(self, inner: EncodeStage, feed: SampleFeed) -> EncodeStage:
         """Return the same, with samples gathered by length where the recipe has them padded."""
-        return inner if self._gatherer is None else LengthStage(inner, self._gatherer, feed, self.queue)
-
-    def gathered(self, batch: LoadedBatch | None) -> list[LoadedBatch]:
-        """Return what to encode after one more batch was read, stages taking turns; None: nothing more."""
-        gatherer = self._gatherer
-        if gatherer is None:
-            return [] if batch is None else [batch]
-        if batch is None:
-            gatherer.flush()
-        else:
-            gatherer.add(batch)
-        calls = [*gatherer.ready]
-        gatherer.ready.clear()
-        return calls
+        return inner if self.gatherer is None else LengthStage(inner, self.gatherer, feed, self.queue)
 
     def leave_device(self) -> None:
         """Put the encoder back where it was, and free the memory of a GPU: a model will need it next.
