@@ -106,6 +106,8 @@ SCALE_SUFFIX = ".scale"
 
 SHAPE_SUFFIX = ".shape"
 """Ends the name of the field that holds the sizes of a folded field's axes, int64."""
+LENGTHS_SUFFIX = ".lengths"
+"""Ends the name under which a call of an encoder has the lengths of a padded ragged field, `(n,)` int64."""
 AXIS_WORDS = ("t", "p", "e", "k")
 """Axes of particles and meshes: time, points, edges, cells. Edges and cells hold numbers of points."""
 VARIES = "*"
@@ -261,6 +263,20 @@ def columns_of(schema: Schema) -> Schema:
         if field.quantized:
             columns[name + SCALE_SUFFIX] = scale_field(field)
     return columns
+
+
+def with_lengths(schema: Schema) -> Schema:
+    """Return the fields of a padded batch: each ragged one is followed by `<name>.lengths`.
+
+    >>> list(with_lengths({"x": Field(shape=(-1, 3), dtype="float32", ragged=True)}))
+    ['x', 'x.lengths']
+    """
+    padded: Schema = {}
+    for name, field in schema.items():
+        padded[name] = field
+        if field.ragged:
+            padded[name + LENGTHS_SUFFIX] = Field(shape=(), dtype="int64")
+    return padded
 
 
 def size_field(field: Field) -> Field:

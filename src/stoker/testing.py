@@ -22,6 +22,7 @@ from stoker.encoders.protocol import EncodeBatchSize, Encoder
 from stoker.errors import ConfigError, StokerError
 from stoker.schema import (
     FLOATS,
+    LENGTHS_SUFFIX,
     SHAPE_SUFFIX,
     Field,
     Json,
@@ -263,14 +264,17 @@ def _check_promises(
     before = {name: tensor.clone() for name, tensor in batch.items()}
     first = encoder.encode(batch)
     assert _equal(batch, before), "encode() writes to its input"
-    _check_record(first, schema, _rows(batch), steps)
+    _check_record(_unpadded(first, batch, schema), schema, _rows(batch), steps)
     kept = {name: tensor.clone() for name, tensor in first.items()}
     assert _equal(encoder.encode(batch), kept), "encode() differs from call to call for equal input"
     other = _made_up(sample_schema, batch_size, steps, seed + 1)
     encoder.encode(other)
     assert _equal(first, kept), "encode() reuses the memory of an earlier result"
-    _check_neighbours(encoder, batch, other, kept, tolerance)
-    if encoder.independent_steps:
+    unpadded = _unpadded(kept, batch, schema)
+    _check_neighbours(encoder, schema, batch, other, unpadded, tolerance)
+    if batch_size.lengths:
+        _check_padding(encoder, schema, batch, unpadded, tolerance)
+    elif encoder.independent_steps:
         _check_steps(encoder, sample_schema, batch, kept, tolerance)
     assert _equal(encoder.encode(batch), kept), "encode() keeps a state between calls"
 
@@ -279,9 +283,11 @@ def _check_batch_size(encoder: Encoder, sample_schema: Schema) -> EncodeBatchSiz
     size = encoder.encode_batch_size(sample_schema)
     assert size == encoder.encode_batch_size(sample_schema), "encode_batch_size() differs from call to call"
     assert size.samples >= 1, f"encode_batch_size() has {size.samples} samples"
-    if any(field.ragged for field in sample_schema.values()):
+    ragged = any(field.ragged for field in sample_schema.values())
+    assert ragged or not size.lengths, "encode_batch_size() has lengths for samples of one length"
+    if ragged and not size.lengths:
         assert size.samples == 1, (
-            "samples with ragged fields are encoded one by one: EncodeBatchSize(samples=1)"
+            "samples with ragged fields are encoded one by one: EncodeBatchSize(samples=1); or have lengths"
         )
     if size.steps is not None:
         assert size.steps >= 1, f"encode_batch_size() has {size.steps} steps"
@@ -343,7 +349,38 @@ def _made_up(schema: Schema, batch_size: EncodeBatchSize, steps: int, seed: int)
             batch[name] = torch.randint(0, 2, size, generator=generator, device="cpu").to(dtype)
         if field.folded:
             made[name + SHAPE_SUFFIX] = torch.tensor([sizes], device="cpu")
+    if batch_size.lengths:
+        padded = batch_size.padded(steps) or batch_size.lengths[-1]
+        rows = batch_size.samples
+        lengths = torch.randint(1, padded + 1, (rows,), generator=generator, device="cpu")
+        for name in [name for name, field in schema.items() if field.ragged]:
+            shape = (rows, padded, *schema[name].shape[1:])
+            whole = torch.zeros(shape, dtype=batch[name].dtype, device="cpu")
+            for row, length in enumerate(lengths.tolist()):
+                whole[row, :length] = batch[name][row, torch.arange(length, device="cpu") % steps]
+            batch[name], made[name + LENGTHS_SUFFIX] = whole, lengths.clone()
     return batch | made
+
+
+def _unpadded(record: Mapping[str, Tensor], batch: Mapping[str, Tensor], schema: Schema) -> dict[str, Tensor]:
+    """Return what an encoder gave with zeros behind the end of each sample, where samples are padded."""
+    import torch
+
+    given = [name for name in batch if name.endswith(LENGTHS_SUFFIX)]
+    found = dict(record)
+    for name, field in schema.items():
+        if not (given and field.ragged and name in record):
+            continue
+        key = name + LENGTHS_SUFFIX
+        lengths = found.pop(key, batch.get(key, batch[given[0]]))
+        assert int(lengths.max()) <= record[name].shape[1], (
+            f"field {name!r} has {record[name].shape[1]} rows for a sample of {int(lengths.max())}; return "
+            f"{key!r} where an output is shorter than the input"
+        )
+        real = torch.arange(record[name].shape[1], device="cpu")[None] < lengths[:, None]
+        real = real.reshape(*real.shape, *([1] * (record[name].ndim - 2)))
+        found[name] = torch.where(real, record[name], torch.zeros_like(record[name]))
+    return {name: tensor for name, tensor in found.items() if name not in given}
 
 
 def _rows(batch: Mapping[str, Tensor]) -> int:
@@ -379,6 +416,7 @@ def _check_shape(name: str, shape: tuple[int, ...], field: Field) -> None:
 
 def _check_neighbours(
     encoder: Encoder,
+    schema: Schema,
     batch: Mapping[str, Tensor],
     other: Mapping[str, Tensor],
     kept: Mapping[str, Tensor],
@@ -388,18 +426,47 @@ def _check_neighbours(
     import torch
 
     rows = _rows(batch)
+    zeros = {
+        name: torch.ones_like(tensor) if name.endswith(LENGTHS_SUFFIX) else torch.zeros_like(tensor)
+        for name, tensor in batch.items()
+    }
     for row in sorted({0, rows - 1}) if rows > 1 else ():
-        for fill in (other, {name: torch.zeros_like(tensor) for name, tensor in batch.items()}):
+        for fill in (other, zeros):
             mixed = {name: tensor.clone() for name, tensor in fill.items()}
             for name, tensor in batch.items():
                 mixed[name][row] = tensor[row]
-            found = encoder.encode(mixed)
+            found = _unpadded(encoder.encode(mixed), mixed, schema)
             for name, tensor in kept.items():
                 far = _distance(found[name][row], tensor[row])
                 assert far <= tolerance, (
                     f"field {name!r} of a sample moves by {far:.1e} of its largest value when its neighbors "
                     "change; normalize over the sample, not over the batch"
                 )
+
+
+def _check_padding(
+    encoder: Encoder,
+    schema: Schema,
+    batch: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    tolerance: float,
+) -> None:
+    """Each sample has the record that it has when it is encoded alone, without padding."""
+    padded = [name for name in batch if name + LENGTHS_SUFFIX in batch]
+    for row in range(min(4, _rows(batch))):
+        length = int(batch[padded[0] + LENGTHS_SUFFIX][row])
+        one = {name: tensor[row : row + 1].clone() for name, tensor in batch.items()}
+        alone = one | {name: one[name][:, :length].clone() for name in padded}
+        found = _unpadded(encoder.encode(alone), alone, schema)
+        for name, tensor in found.items():
+            in_batch = kept[name][row : row + 1]
+            if schema[name].ragged:
+                in_batch = in_batch[:, : tensor.shape[1]]
+            far = _distance(in_batch, tensor)
+            assert far <= tolerance, (
+                f"field {name!r} of a sample of {length} rows moves by {far:.1e} of its largest value when "
+                "it is padded; mask the padding by the lengths"
+            )
 
 
 def _check_steps(

@@ -174,3 +174,15 @@ def test_weights_hold_the_numbers_and_the_inner_weights() -> None:
     assert set(NormalizedEncoder(grid(), statistics()).weights()) == {
         "normalize.shift", "normalize.scale", "project", "position",
     }  # fmt: skip
+
+
+def test_padding_of_ragged_samples_stays_zeros() -> None:
+    statistics = fit_statistics(Arrays(arrays() + 7.0), "data")
+    data = torch.ones(2, 4, *arrays().shape[2:])
+    data[0, 1:] = 0
+
+    found = NormalizedEncoder(None, statistics).encode({"data": data, "data.lengths": torch.tensor([1, 4])})
+
+    assert found["data"][0, :1].all()
+    assert not found["data"][0, 1:].any()
+    assert found["data"][1].all()

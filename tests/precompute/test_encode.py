@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import EncoderError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.precompute.arena import LoadedBatch, ReadTask, ReusedMemory, private_arrays
@@ -82,7 +83,7 @@ def test_an_encoder_is_called_with_its_gpu_as_the_current_one(monkeypatch):
             return super().encode({name: value.cpu() for name, value in batch.items()})
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    recipe = SimpleNamespace(encoded={}, encode_batch=SimpleNamespace(samples=4, steps=None))
+    recipe = SimpleNamespace(encoded={}, encode_batch=EncodeBatchSize(samples=4))
     encoder = BatchEncoder(Encoder(), recipe, {}, device="cpu", nan="reject")
     encoder._device = GPU = SimpleNamespace(type="cuda")
     batch = {"data": Moving(torch.ones(4, 6, 5)), "nu": Moving(torch.ones(4))}

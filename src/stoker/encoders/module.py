@@ -29,7 +29,16 @@ from stoker.encoders.weights import (
     weights_device,
 )
 from stoker.errors import EncoderError, arg
-from stoker.schema import DTYPE_BYTES, SHAPE_SUFFIX, VARIES, Field, Json, Schema, size_field
+from stoker.schema import (
+    DTYPE_BYTES,
+    LENGTHS_SUFFIX,
+    SHAPE_SUFFIX,
+    VARIES,
+    Field,
+    Json,
+    Schema,
+    size_field,
+)
 from stoker.units import format_count
 from stoker.used_code import (
     bytecode_text,
@@ -377,7 +386,12 @@ class ModuleEncoder:
             and axis 0 of a record is time.
         version: Stands for the code in the identity. None: source text and settings of the module do.
             Compiled functions and modules (TorchScript) have neither and need it.
-        encode_batch: Samples in one call; None: about 8 MiB of samples and records.
+        encode_batch: Samples in one call; None: about 8 MiB of samples and records. With `lengths`, 16 at
+            most: more keep a GPU busier, and leave more empty rows in the last calls.
+        lengths: Lengths that samples of varying length are padded to, ascending, so that samples of similar
+            length are encoded together; longer ones are encoded alone. None: each is.
+        mask: Keyword by which the module gets a bool tensor `(n, L)`, True at real elements and False in the
+            padding. Without it, padding must not change what is before it.
 
     Raises:
         EncoderError: A weight has no value yet, a part uses statistics of its batch, or the code has no
@@ -393,7 +407,7 @@ class ModuleEncoder:
         {'code': (5, 16), 'label': (5,)}
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all by name
         self,
         module: nn.Module | Callable[..., Any],
         *,
@@ -402,12 +416,15 @@ class ModuleEncoder:
         time: Time = "none",
         version: str | None = None,
         encode_batch: int | None = None,
+        lengths: Sequence[int] | None = None,
+        mask: str | None = None,
     ) -> None:
         self._module = module
         self._fields = (field,) if isinstance(field, str) else tuple(field)
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
         self._time: Time = time
         self._encode_batch = encode_batch
+        self._lengths, self._mask = tuple(lengths or ()), mask
         self._digest = WeightsDigest()
         self._folded: dict[str, int] = {}
         """Outputs of which several axes vary, and how many leading axes are folded; `schema` finds them."""
@@ -415,6 +432,12 @@ class ModuleEncoder:
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
         if encode_batch is not None and encode_batch < 1:
             raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
+        if mask is not None and time == "steps":
+            raise EncoderError(
+                f"mask={mask!r} with time='steps': the module is given single steps, and no padding",
+                hint=f"Leave mask out, or use {_argument('time', 'whole')}",
+            )
+        EncodeBatchSize(samples=1, lengths=self._lengths)  # refuses what no batch can have
         self._owner = bound_module(module)
         if self._owner is not None:
             _freeze(self._owner)
@@ -496,9 +519,13 @@ class ModuleEncoder:
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """Return the size given, else about 8 MiB of samples and records a call."""
+        ragged = any(field.ragged for field in sample_schema.values())
+        lengths = self._lengths if ragged else ()
         if self._encode_batch is not None:
-            return EncodeBatchSize(samples=self._encode_batch)
-        return fixed_batch_size(sample_schema, self.schema(sample_schema), cut_time=self.independent_steps)
+            return EncodeBatchSize(samples=self._encode_batch, lengths=lengths)
+        return fixed_batch_size(
+            sample_schema, self.schema(sample_schema), cut_time=self.independent_steps, lengths=lengths
+        )
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Encode one batch; the module sees `(n, *shape)`, or `(n T, *shape)` with `time="steps"`.
@@ -523,8 +550,9 @@ class ModuleEncoder:
         """Return what the module makes of a batch, by output, in its own axes."""
         inputs = [_in_own_axes(batch, name) for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
+        masks = {} if self._mask is None else {self._mask: self._mask_of(batch)}
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
-            result = self._module(*[x.reshape(-1, *x.shape[len(lead) :]) for x in inputs])
+            result = self._module(*[x.reshape(-1, *x.shape[len(lead) :]) for x in inputs], **masks)
         outputs = self._named(result)
         for name, tensor in outputs.items():
             if not tensor.ndim or tensor.shape[0] != lead.numel():
@@ -534,9 +562,19 @@ class ModuleEncoder:
                 )
         return {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
 
+    def _mask_of(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what is real, `(n, L)`: all of it where samples come alone, without lengths."""
+        given = [name for name in self._fields if name + LENGTHS_SUFFIX in batch]
+        values = batch[given[0] if given else self._fields[0]]
+        steps = torch.arange(values.shape[1], device=values.device)
+        if not given:
+            return steps.new_ones((len(values), len(steps)), dtype=torch.bool)
+        return steps[None] < batch[given[0] + LENGTHS_SUFFIX][:, None]
+
     def _taken(self, sample: Mapping[str, object]) -> set[str]:
         """Return the fields that the module takes, with the sizes of those of particles and meshes."""
-        return {*self._fields, *({name + SHAPE_SUFFIX for name in self._fields} & sample.keys())}
+        known = {name + suffix for name in self._fields for suffix in (SHAPE_SUFFIX, LENGTHS_SUFFIX)}
+        return {*self._fields, *(known & sample.keys())}
 
     def to(self, device: torch.device) -> None:
         """Move the module to `device`; a plain function must follow the device of its inputs."""
@@ -554,6 +592,7 @@ class ModuleEncoder:
             "field": list(self._fields),
             "output": list(self._outputs),
             "time": self._time,
+            **({} if self._mask is None else {"mask": self._mask}),
         }
         return {
             "class": qualified_name(self._module),

@@ -16,7 +16,7 @@ from stoker.encoders.module import bound_module, describe_function, qualified_na
 from stoker.encoders.protocol import EncodeBatchSize, Encoder, fixed_batch_size
 from stoker.encoders.weights import digest_weights, module_weights, weights_device
 from stoker.errors import ConfigError, EncoderError, RecordError, arg
-from stoker.schema import SHAPE_SUFFIX, Field, Json, Sample, Schema, as_json
+from stoker.schema import LENGTHS_SUFFIX, SHAPE_SUFFIX, Field, Json, Sample, Schema, as_json
 from stoker.splitmix import GAMMA, keys_of, mix, mix_, signed
 from stoker.units import MIB
 
@@ -606,6 +606,9 @@ class NormalizedEncoder:
         if values.ndim == 1:  # a scalar field has one channel and no axis of channels
             shift, scale = shift[0], scale[0]
         scaled = {**batch, name: (values - shift).div_(scale)}
+        if (lengths := batch.get(name + LENGTHS_SUFFIX)) is not None:  # padding stays zeros
+            padding = torch.arange(values.shape[1], device=values.device)[None] >= lengths[:, None]
+            scaled[name][padding] = 0
         return scaled if self.inner is None else self.inner.encode(scaled)
 
     def to(self, device: torch.device) -> None:

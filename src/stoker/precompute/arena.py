@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -357,6 +357,26 @@ class LoadedBatch:
     """For the feed that made it: what to free on release."""
     over: bool = False
     """It holds nothing: no more of a sample will come of which stretches came before."""
+    members: tuple[int, ...] = ()
+    """Of samples gathered by length: the number in each row, -1: none. Empty: those of `work`, in order."""
+    works: tuple[ReadTask, ...] = ()
+    """The groups of `members`, of which `work` is the first. Their feed has its arrays back already."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Sample of each row; -1: none."""
+        return self.members or self.work.numbers
+
+    @property
+    def tasks(self) -> tuple[ReadTask, ...]:
+        """Groups that are dealt with once this is encoded."""
+        return self.works or (self.work,)
+
+    @property
+    def span(self) -> range:
+        """From the first to the last sample, for messages."""
+        known = [number for number in self.members if number >= 0]
+        return range(min(known), max(known) + 1) if known else self.work.numbers
 
     @classmethod
     def end(cls, work: ReadTask) -> LoadedBatch:

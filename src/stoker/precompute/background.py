@@ -675,7 +675,8 @@ class EncodeFiller:
             feed = builder.feed()
             ends.callback(builder.close)
             ends.callback(feed.close)
-            encoding, writer = builder.encoding(feed, compare_first=False), builder.writer()
+            encoding = builder.gathering(builder.encoding(feed, compare_first=False), feed)
+            writer = builder.writer()
             ends.callback(encoding.close)
             loop = PrecomputeLoop(
                 totals,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import IncompleteError, RecordError, ResourceError, arg
 from stoker.plan.resources import Resources
 from stoker.precompute.arena import slot_size
@@ -207,7 +208,7 @@ def fit_memory(
     """
     group = recipe.encode_batch
     needed = _WORKER_BYTES + sum(
-        _group_bytes(schema, group.samples, group.steps)
+        _group_bytes(schema, group)
         # In a slot and on its way to the encoder; as encoded; as stored.
         for schema in (samples, samples, recipe.encoded, recipe.columns)
     )
@@ -266,8 +267,10 @@ def fit_copies(
     return replace(settings, workers=fewest), most
 
 
-def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
+def _group_bytes(schema: Schema, group: EncodeBatchSize) -> int:
     """Return the bytes of one group, or of one chunk over time."""
     if any(field.ragged for field in schema.values()):
-        return _RAGGED_BYTES
-    return slot_size(schema, samples, steps or 0)
+        longest = max(group.lengths, default=0)
+        sample = sum(field.size_bytes(longest if field.ragged else None) for field in schema.values())
+        return max(_RAGGED_BYTES, group.samples * sample if group.lengths else 0)
+    return slot_size(schema, group.samples, group.steps or 0)

@@ -5,6 +5,8 @@ names. Short encode batches are padded with zeros, and missing samples are zeros
 chunks of equal length, of which the last is padded. In return an encoder promises that a sample does not
 depend on its neighbors. So a sample may be zeros today, because it is quarantined, and real after a retry:
 the other records of the encode batch stay as they were.
+
+Ragged samples are encoded one by one, or padded, with others of their padded length (`by_length.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
 from stoker.precompute.arena import LoadedBatch, ReusedMemory
+from stoker.precompute.by_length import pad_together
 from stoker.precompute.worker import SampleFault
 from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.signals import guard_page
-from stoker.schema import FLOATS, SHAPE_SUFFIX, Schema
+from stoker.schema import FLOATS, LENGTHS_SUFFIX, SHAPE_SUFFIX, Schema, with_lengths
 from stoker.store.cache import Cache
 from stoker.store.recipe import Recipe
 from stoker.store.values import view_bytes
@@ -254,9 +257,12 @@ class BatchEncoder:
         clock: EncodeClock | None = None,
     ) -> None:
         self._encoder = encoder
-        self._sample_schema = schema
+        self._recipe = recipe
+        self._lengths = recipe.encode_batch.lengths
+        self._sample_schema = with_lengths(schema) if self._lengths else schema
+        self._ragged = [name for name, field in schema.items() if field.ragged]
+        self._length_names = {name + LENGTHS_SUFFIX for name in self._ragged} if self._lengths else set[str]()
         self._record_schema = recipe.encoded
-        self._samples = recipe.encode_batch.samples
         self._steps = recipe.encode_batch.steps
         self._device = torch.device(device)
         self._reject_nan = nan == "reject"
@@ -291,10 +297,12 @@ class BatchEncoder:
             refused.add(reason.number)
             fault(reason)
 
-        self.clock.numbers = loaded.work.numbers
+        self.clock.numbers = loaded.span
         if loaded.over or not wanted:
             self.forget(loaded.work.key)
             return None
+        if self._lengths and not loaded.members:
+            loaded = pad_together([loaded], self._recipe, self._sample_schema)
         batch = {
             name: _tensor(array, self._sample_schema[name].dtype) for name, array in loaded.arrays.items()
         }
@@ -307,7 +315,7 @@ class BatchEncoder:
             output, marked = self._encode_group(batch, loaded, refuse)
         if output is None:
             return None
-        self.clock.batches += self._encoder is not None
+        self.clock.batches += len(loaded.tasks) if self._encoder is not None else 0
         kept = [number for number in wanted if number not in refused]
         return self._select(output, loaded, kept, fault, marked=marked)
 
@@ -332,29 +340,32 @@ class BatchEncoder:
         nothing = {name: self._zeros(name, value) for name, value in batch.items()}
         if self._fails(nothing) and not self._succeeded:
             raise EncoderError(
-                f"the encoder failed on samples {_span(loaded.work.numbers)} and fails on zeros of the same "
+                f"the encoder failed on samples {_span(loaded.span)} and fails on zeros of the same "
                 f"shapes as well, so it is not the data: {type(error).__name__}: {error}"
             ) from error
         rest = {name: value.clone() for name, value in batch.items()}
         culprits: list[int] = []
-        for member, number in enumerate(loaded.work.numbers):
+        members = {member: number for member, number in enumerate(loaded.numbers) if number >= 0}
+        for member, number in members.items():
             alone = {name: value.clone() for name, value in nothing.items()}
             for name, value in alone.items():
                 value[member] = batch[name][member]
             if self._fails(alone):
                 culprits.append(number)
-                for value in rest.values():
-                    value[member] = 0
-        if not culprits or len(culprits) == len(loaded.work.numbers) or self._fails(rest):
-            culprits = list(loaded.work.numbers)
+                for name, value in rest.items():
+                    value[member] = nothing[name][member]
+        if not culprits or len(culprits) == len(members) or self._fails(rest):
+            culprits = [*members.values()]
         for number in culprits:
             fault(_encoder_fault(number, f"{type(error).__name__}: {error}"))
-        if len(culprits) == len(loaded.work.numbers):
+        if len(culprits) == len(members):
             return None, False
         return self._call_with_halving(rest)
 
     def _zeros(self, name: str, value: Tensor) -> Tensor:
         """Return zeros of the same shape; sizes of axes stay, since rows are as many as they say."""
+        if name in self._length_names:
+            return torch.ones_like(value)
         folded = self._sample_schema.get(name.removesuffix(SHAPE_SUFFIX))
         sizes = name.endswith(SHAPE_SUFFIX) and folded is not None and folded.folded
         return value.clone() if sizes else torch.zeros_like(value)
@@ -398,7 +409,7 @@ class BatchEncoder:
             {n: v[rows // 2 :] for n, v in batch.items()},
         ]
         parts = [self._call_with_halving(half)[0] for half in halves]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, True
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}, True
 
     def _call(self, batch: Batch) -> Batch:
         """Call the encoder once: to its device, encode, back to the CPU, checked."""
@@ -420,9 +431,20 @@ class BatchEncoder:
             device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
             with torch.inference_mode(), device:
                 moved = {name: value.to(self._device) for name, value in batch.items()}
-                return {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
+                output = {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
         finally:
             self.clock.end()
+        return self._with_lengths(output, batch) if self._lengths else output
+
+    def _with_lengths(self, output: Batch, batch: Batch) -> Batch:
+        """Return padded output with the lengths of each ragged field, by the rule of `Encoder.encode`."""
+        found = {name: value for name, value in output.items() if name not in self._length_names}
+        for name, spec in self._record_schema.items():
+            if spec.ragged:
+                of = name if name in self._ragged else self._ragged[0]
+                given = output.get(name + LENGTHS_SUFFIX)
+                found[name + LENGTHS_SUFFIX] = batch[of + LENGTHS_SUFFIX] if given is None else given
+        return found
 
     def _refuse_random(self, batch: Batch, output: Batch, *, drew: bool) -> None:
         """Call an encoder again where it drew from global generators, or may draw from one of its own.
@@ -440,7 +462,8 @@ class BatchEncoder:
         Padding and samples that could not be read are zeros, on which some random operations do nothing.
         """
         rows = next(iter(batch.values())).shape[0]
-        filled = (n for n in range(rows) if any(bool(value[n].any()) for value in batch.values()))
+        fields = [value for name, value in batch.items() if name not in self._length_names]
+        filled = (n for n in range(rows) if any(bool(value[n].any()) for value in fields))
         some = [*itertools.islice(filled, _COMPARED)]
         if 0 < len(some) < rows and "torch._inductor" not in sys.modules:  # a compiled encoder compiles again
             parts = [{name: _alike(value[some]) for name, value in batch.items()} for _ in range(2)]
@@ -449,9 +472,10 @@ class BatchEncoder:
         return output, self._output(batch)
 
     def _check(self, output: Batch, rows: int) -> None:
-        if output.keys() != self._record_schema.keys():
+        found = [name for name in output if not self._lengths or not name.endswith(LENGTHS_SUFFIX)]
+        if {*found} != self._record_schema.keys():
             raise EncoderError(
-                f"the encoder returned fields {sorted(output)}, its schema says {sorted(self._record_schema)}"
+                f"the encoder returned fields {sorted(found)}, its schema says {sorted(self._record_schema)}"
             )
         for name, spec in self._record_schema.items():
             shape = tuple(output[name].shape)
@@ -465,6 +489,23 @@ class BatchEncoder:
                     f"the encoder returned {name!r} as {dtype} {shape}, its schema says {spec.dtype} "
                     f"{spec.shape} for each of {rows} samples"
                 )
+            if self._lengths and spec.ragged:
+                self._check_lengths(name, output[name + LENGTHS_SUFFIX], rows, shape[1])
+
+    @staticmethod
+    def _check_lengths(name: str, lengths: Tensor, rows: int, padded: int) -> None:
+        if tuple(lengths.shape) == (rows,) and lengths.dtype == torch.int64:
+            low, high = map(int, lengths.aminmax())
+            if low >= 0 and high <= padded:
+                return
+            said = f"from {low} to {high}, and rows of {padded}"
+        else:
+            said = f"as {lengths.dtype} {tuple(lengths.shape)}, expected int64 {(rows,)}"
+        raise EncoderError(
+            f"the lengths of the encoder's output {name!r} are {said}",
+            hint=f"Return {name + LENGTHS_SUFFIX!r} with the length of each of its rows, where these are not "
+            "the lengths of the input",
+        )
 
     def _encode_steps(
         self, batch: Batch, loaded: LoadedBatch, fault: Callable[[SampleFault], object]
@@ -539,6 +580,8 @@ class BatchEncoder:
         marked: bool,
     ) -> EncodedRecords | None:
         """Return the rows of the wanted members, in memory that outlives the loaded batch."""
+        if self._lengths:
+            return self._cut(output, loaded, wanted, fault, marked=marked)
         first = loaded.work.numbers.start
         rows = [number - first for number in wanted]
         if self._reject_nan and self._encoder is not None:
@@ -563,6 +606,50 @@ class BatchEncoder:
             numbers=numbers, records=records, marked=numbers if marked else [], size_bytes=size
         )
 
+    def _cut(
+        self,
+        output: Batch,
+        loaded: LoadedBatch,
+        wanted: list[int],
+        fault: Callable[[SampleFault], object],
+        *,
+        marked: bool,
+    ) -> EncodedRecords | None:
+        """Return the rows of the wanted members without their padding, ascending by number."""
+        ends = {
+            name: output[name + LENGTHS_SUFFIX].tolist()
+            for name, spec in self._record_schema.items()
+            if spec.ragged
+        }
+        rows = {number: row for row, number in enumerate(loaded.numbers)}
+        cut: dict[int, Batch] = {}
+        for number in sorted(wanted):
+            row = rows[number]
+            record = {
+                name: (output[name][row, : ends[name][row]] if name in ends else output[name][row]).clone()
+                for name in self._record_schema
+            }
+            bad = self._reject_nan and self._encoder is not None and self._field_with_nan(record)
+            if bad:
+                fault(_encoder_fault(number, f"field {bad!r} of the record holds NaN or infinity"))
+            else:
+                cut[number] = record
+        if not cut:
+            return None
+        records: dict[str, Tensor | list[Tensor]] = {}
+        for name in self._record_schema:
+            values = [record[name] for record in cut.values()]
+            records[name] = values if name in ends else torch.stack(values)
+        size = sum(value.nbytes for record in cut.values() for value in record.values())
+        return EncodedRecords(
+            numbers=[*cut], records=records, marked=[*cut] if marked else [], size_bytes=size
+        )
+
+    def _field_with_nan(self, record: Batch) -> str:
+        """Return a field that holds NaN or infinity; empty where none does."""
+        floats = (name for name, spec in self._record_schema.items() if spec.dtype in FLOATS)
+        return next((name for name in floats if not bool(torch.isfinite(record[name]).all())), "")
+
     def _copied(self, value: Tensor) -> Tensor:
         """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
         room = self._memory.take(value.nbytes)
@@ -582,6 +669,18 @@ class BatchEncoder:
                 if not bool(torch.isfinite(rows[row]).all()):
                     found.setdefault(row, name)
         return found
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return the rows of several outputs, padded to the longest where they differ in length."""
+    longest = max(part.shape[1] for part in parts) if parts[0].ndim > 1 else 0
+    padded = [
+        torch.cat([part, part.new_zeros((len(part), longest - part.shape[1], *part.shape[2:]))], 1)
+        if part.ndim > 1 and part.shape[1] < longest
+        else part
+        for part in parts
+    ]
+    return torch.cat(padded)
 
 
 def _encoder_fault(number: int, error: str) -> SampleFault:

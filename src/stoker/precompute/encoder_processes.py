@@ -60,7 +60,7 @@ from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.runtime.processes.preloaded import FORK_S
 from stoker.runtime.processes.wire import Frame, WorkerChannel
-from stoker.schema import Sample, Schema
+from stoker.schema import Sample, Schema, with_lengths
 from stoker.store import Recipe
 from stoker.store.folder import SampleLookup, digest_samples
 from stoker.store.values import from_array, view_bytes
@@ -210,9 +210,11 @@ class EncoderProcesses:
         if not free:
             return False
         device = min(free, key=lambda one: len(one.held))
-        device.take(batch, self._queue.wanted(work), self._launch.samples)
-        self._feed.release(replace(batch, last=False))  # done with only when its records are here
-        self.clock.numbers = work.numbers
+        wanted = [number for task in batch.tasks for number in self._queue.wanted(task)]
+        device.take(batch, wanted, self._launch.samples)
+        if not batch.works:
+            self._feed.release(replace(batch, last=False))  # done with only when its records are here
+        self.clock.numbers = batch.span
         return True
 
     def results(self) -> list[EncodedRecords]:
@@ -290,7 +292,7 @@ class EncoderProcesses:
 
     def _records(self, device: _Device, frame: Frame) -> None:
         """Take the records of a group from a desk, which is free then."""
-        work, last = device.held.pop(frame["desk"])
+        batch = device.held.pop(frame["desk"])
         for fault in frame["faults"]:
             self._ledger.fault(SampleFault(**fault))
         self.clock.seconds += frame["seconds"]
@@ -299,11 +301,12 @@ class EncoderProcesses:
             shapes = {name: tuple(shape) for name, shape in frame["shapes"].items()}
             arrays = device.shared[DESKS + frame["desk"]].arrays(self._launch.records, shapes)
             self._ready.append(_owned(frame, arrays, self._launch.records))
-        if last:
-            del device.works[work.key]
+        if batch.last:
+            del device.works[batch.work.key]
             device.failures = 0
-            self._tries.pop(work.key, None)
-            self._queue.done(work)
+            for task in batch.tasks:
+                self._tries.pop(task.key, None)
+                self._queue.done(task)
 
     def _failed(self, device: _Device, child: LoggedChild, frame: Frame) -> None:
         kind = getattr(errors, frame["error"], StokerError)
@@ -317,23 +320,24 @@ class EncoderProcesses:
         Raises:
             StokerError: It was the last device, or not the first process to end at this group.
         """
-        works = [work for work, _ in device.works.values()]
-        at = f" at samples {works[0].numbers.start}-{works[0].numbers.stop - 1}" if works else ""
+        batches = [*device.works.values()]
+        at = f" at samples {batches[0].span.start}-{batches[0].span.stop - 1}" if batches else ""
         child.record(str(error))
         self._end(device, child, keep_log=True)
         # The newest first: `give_back` puts each in front of the queue, so the oldest is read first again.
-        for work, whole in reversed(device.works.values()):
+        for batch in reversed(batches):
             # Of a sample that came in part, more stretches are on their way. `take` drops them, and gives the
             # work back at the last one.
-            if whole:
-                self._queue.give_back(work)
+            if batch.last:
+                for task in reversed(batch.tasks):
+                    self._queue.give_back(task)
             else:
-                self._broken.add(work.key)
+                self._broken.add(batch.work.key)
         device.held, device.works = {}, {}
         device.failures += 1
-        if works:
-            self._tries[works[0].key] += 1
-            if self._tries[works[0].key] >= MAX_TRIES:
+        if batches:
+            self._tries.update(task.key for task in batches[0].tasks)
+            if max(self._tries[task.key] for task in batches[0].tasks) >= MAX_TRIES:
                 raise type(error)(
                     f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: "
                     f"{error.problem.fact}",
@@ -377,9 +381,9 @@ class _Device:
         """Desks with samples, then desks with records."""
         self.ready = False
         """The encoder is on the device."""
-        self.held: dict[int, tuple[ReadTask, bool]] = {}
-        """By desk: the group, and whether nothing of it comes after."""
-        self.works: dict[int, tuple[ReadTask, bool]] = {}
+        self.held: dict[int, LoadedBatch] = {}
+        """By desk, without its arrays."""
+        self.works: dict[int, LoadedBatch] = {}
         """The same by key, oldest first, until all records of the group are here."""
         self.begun = 0.0
         """When its process was started, `time.monotonic()`."""
@@ -451,7 +455,7 @@ class _Device:
         for name, array in batch.arrays.items():
             np.copyto(arrays[name], array)
         work = batch.work
-        self.held[desk] = self.works[work.key] = (work, batch.last)
+        self.held[desk] = self.works[work.key] = replace(batch, arrays={})
         self.child.channel.send(
             {
                 "kind": "work",
@@ -463,6 +467,7 @@ class _Device:
                 "start": batch.start,
                 "last": batch.last,
                 "wanted": wanted,
+                "members": list(batch.members),
                 "shapes": {name: list(shape) for name, shape in shapes.items()},
             }
         )
@@ -483,9 +488,10 @@ def _gone(child: LoggedChild, timeout_s: float) -> bool:
 def _owned(frame: Frame, arrays: Sample, schema: Schema) -> EncodedRecords:
     """Return the records in memory that outlives the desk."""
     tensors = {name: from_array(array.copy(), schema[name].dtype) for name, array in arrays.items()}
+    ragged = {name: [*tensors[name].split(lengths)] for name, lengths in frame["lengths"].items()}
     return EncodedRecords(
         numbers=frame["numbers"],
-        records={name: list(value) if schema[name].ragged else value for name, value in tensors.items()},
+        records={**tensors, **ragged},
         marked=frame["marked"],
         size_bytes=sum(value.nbytes for value in tensors.values()),
     )
@@ -555,16 +561,23 @@ def _encoded(encoder: BatchEncoder, task: EncodeTask, frame: Frame, shared: list
     numbers = range(frame["first"], frame["first"] + frame["count"])
     batch = LoadedBatch(
         work=ReadTask(key=frame["key"], part=frame["part"], numbers=numbers),
-        arrays=shared[desk].arrays(task.schema, frame["shapes"]),
+        arrays=shared[desk].arrays(with_lengths(task.schema), frame["shapes"]),
         start=frame["start"],
         last=frame["last"],
+        members=tuple(frame["members"]),
     )
     encoded = encoder.encode(batch, frame["wanted"], fault)
     encoder.clock.alive(bounded=False)  # it may wait for the next group as long as it takes
-    answer: Frame = {"numbers": [], "marked": [], "shapes": {}}
+    answer: Frame = {"numbers": [], "marked": [], "shapes": {}, "lengths": {}}
     if encoded is not None:
         shapes = put_records(shared[DESKS + desk], task.recipe.encoded, encoded.records)
-        answer = {"numbers": encoded.numbers, "marked": encoded.marked, "shapes": shapes}
+        lengths = {name: [*map(len, v)] for name, v in encoded.records.items() if isinstance(v, list)}
+        answer = {
+            "numbers": encoded.numbers,
+            "marked": encoded.marked,
+            "shapes": shapes,
+            "lengths": lengths,
+        }
     return {
         "kind": "encoded",
         "desk": desk,
@@ -577,10 +590,8 @@ def _encoded(encoder: BatchEncoder, task: EncodeTask, frame: Frame, shared: list
 def put_records(
     exchange: SharedArrays, schema: Schema, records: dict[str, Tensor | list[Tensor]]
 ) -> dict[str, list[int]]:
-    """Copy records, `(n, *shape)` or a list of them by field, into shared memory; their shapes."""
-    whole = {
-        name: torch.stack(value) if isinstance(value, list) else value for name, value in records.items()
-    }
+    """Copy records into shared memory, ragged ones one after another along axis 0; return all shapes."""
+    whole = {name: torch.cat(value) if isinstance(value, list) else value for name, value in records.items()}
     arrays = exchange.arrays(schema, {name: tuple(value.shape) for name, value in whole.items()})
     for name, value in whole.items():
         if value.numel():
@@ -599,6 +610,7 @@ class SampleRecognizer:
         inner: What encodes the others.
         same: Records of sibling caches; None: none are looked up.
         queue, recipe, schema: Of the run.
+        digests: Of samples whose records have not come yet, by number: kept from one stage to the next.
     """
 
     def __init__(
@@ -609,10 +621,11 @@ class SampleRecognizer:
         queue: WorkQueue,
         recipe: Recipe,
         schema: Schema,
+        digests: dict[int, NDArray[np.uint64]],
     ) -> None:
         self._inner, self._same = inner, same
         self._queue, self._recipe, self._schema = queue, recipe, schema
-        self._digests: dict[int, NDArray[np.uint64]] = {}
+        self._digests = digests
         self._looked_at: LoadedBatch | None = None
         self._copied: list[EncodedRecords] = []
         self.clock = inner.clock
@@ -643,8 +656,9 @@ class SampleRecognizer:
         first = batch.work.numbers.start
         digests = digest_samples(batch.arrays, self._schema, [number - first for number in numbers])
         if self._same is not None and len(self._same):
-            offset = self._recipe.parts[batch.work.part].offset
-            for match in self._same.find(digests, [number - offset for number in numbers]):
+            part = batch.work.part
+            local = [number - self._recipe.parts[part].offset for number in numbers]
+            for match in self._same.find(digests, [self._recipe.place(part, one) for one in local]):
                 own = [numbers[member] for member in match.members]
                 copied = CopiedRecords(
                     origin=match.cache,

@@ -142,7 +142,7 @@ ADDRESS_POLL_S = 5.0
 
 def part_of(recipe: Recipe, missing: NDArray[np.int64], part: tuple[int, int]) -> NDArray[np.int64]:
     """Return those of `missing` whose groups belong to rank `part[0]` of `part[1]`."""
-    size = recipe.encode_batch.samples
+    size = recipe.encode_batch.consecutive
     offsets = np.array([entry.offset for entry in recipe.parts], np.int64)
     counts = np.array([entry.count for entry in recipe.parts], np.int64)
     before = np.cumsum(-(-counts // size)) - -(-counts // size)

@@ -317,6 +317,11 @@ class InProcessReader:
         """See `SampleFeed.finished`."""
         return not self._todo and self._queue.finished
 
+    @property
+    def reading(self) -> bool:
+        """See `SampleFeed.reading`."""
+        return bool(self._todo) or self._queue.has_more
+
     def views(self) -> list[WorkerView]:
         """Return this process as the only worker."""
         return [WorkerView(number=0, stage=self._position.stage, sample=self._position.number, seconds=0.0)]
@@ -515,7 +520,7 @@ class InProcessEncoder:
         # Noted, and told here: a call that was given up must not write to the folder later on, and must not
         # keep it, with its lock, in memory.
         faults: list[SampleFault] = []
-        wanted = self._queue.wanted(batch.work)
+        wanted = [number for work in batch.tasks for number in self._queue.wanted(work)]
         try:
             encoded = self._call(lambda: self._encoder.encode(batch, wanted, faults.append))
         except Interrupted:
@@ -523,7 +528,11 @@ class InProcessEncoder:
         finally:
             for fault in [*faults]:
                 self._ledger.fault(fault)
-        self._feed.release(batch)
+        if batch.works:
+            for work in batch.works:
+                self._queue.done(work)
+        else:
+            self._feed.release(batch)
         if encoded is not None:
             self._ready.append(encoded)
         return True

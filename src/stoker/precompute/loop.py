@@ -309,7 +309,6 @@ class PrecomputeLoop:
         """Hand a batch to an encoder that has room; how many were handed over."""
         if not self._batches:
             return 0
-        self._first = self._first or time.monotonic()
         if not self._stages.encoding.take(self._batches[0]):
             return 0
         self._batches.popleft()
@@ -318,6 +317,8 @@ class PrecomputeLoop:
     def _store(self) -> bool:
         """Hand to the writer what has been encoded; whether there was something."""
         results = self._stages.encoding.results()
+        if self._stages.encoding.clock.calls or results:
+            self._first = self._first or time.monotonic()
         for encoded in results:
             while not self._stages.writer.offer(encoded, _OFFER_S):
                 # A slow disk has a timeout of its own, and must not keep us from noticing workers that hang.

@@ -21,6 +21,8 @@ from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
 from stoker.plan.resources import probe
+from stoker.precompute.arena import LoadedBatch
+from stoker.precompute.by_length import calls_of, split_by_part
 from stoker.precompute.encode import full_precision, is_out_of_memory
 from stoker.precompute.run import StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
@@ -127,7 +129,7 @@ def spread(recipe: Recipe, most: int) -> NDArray[np.int64]:
 
     A group is what is encoded together, so that a part of one would cost as much.
     """
-    size = recipe.encode_batch.samples
+    size = recipe.encode_batch.consecutive
     groups = [range(p.offset + at, p.offset + min(at + size, p.count)) for p in recipe.parts
               for at in range(0, p.count, size)]  # fmt: skip
     step = max(1, -(-len(groups) * size // max(most, size)))
@@ -184,20 +186,27 @@ def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
     """Go through the stages; the numbers of what was stored."""
     trial.stage, done = "encode", set[int]()
     feed, encoder, writer = builder.feed(), builder.encoder(), folder.writer()
+
+    def encode(batch: LoadedBatch) -> None:
+        trial.stage, begin = "encode", time.perf_counter()
+        wanted = [number for work in batch.tasks for number in builder.queue.wanted(work)]
+        encoded = encoder.encode(batch, wanted, builder.ledger.fault)
+        trial.encodes_s.append((time.perf_counter() - begin, len(wanted) if batch.last else 0))
+        trial.stage, begin = "write", time.perf_counter()
+        for one in () if encoded is None else split_by_part(encoded, folder.recipe):
+            writer.append(one.numbers, one.records, marked=one.marked)
+            done.update(one.numbers)
+        trial.writes_s += time.perf_counter() - begin
+
     end = time.monotonic() + SECONDS
     try:
         while not feed.finished and time.monotonic() < end:
             for batch in feed.poll(0.0):
-                trial.stage, begin = "encode", time.perf_counter()
-                wanted = builder.queue.wanted(batch.work)
-                encoded = encoder.encode(batch, wanted, builder.ledger.fault)
-                trial.encodes_s.append((time.perf_counter() - begin, len(wanted) if batch.last else 0))
+                for call in calls_of(builder.gatherer, batch):
+                    encode(call)
                 feed.release(batch)
-                if encoded is not None and encoded.numbers:
-                    trial.stage, begin = "write", time.perf_counter()
-                    writer.append(encoded.numbers, encoded.records, marked=encoded.marked)
-                    trial.writes_s += time.perf_counter() - begin
-                    done.update(encoded.numbers)
+        for call in calls_of(builder.gatherer, None):
+            encode(call)
     finally:
         feed.close()
         builder.leave_device()
@@ -302,7 +311,7 @@ def measure_encode_batch(
     records = encoder.schema(schema)
     fields = [*schema.values(), *records.values()]
     if any(f.ragged for f in fields):
-        why = "samples differ in length, so each is encoded alone"
+        why = "samples differ in length, so the encoder's own number is used"
         return EncodeBatch(samples=None, device=device, trials=(), why=why)
     if encoder.encode_batch_size(schema).steps is not None:
         why = "samples are so large that each is cut over time; one fills a call"

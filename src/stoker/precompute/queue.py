@@ -128,7 +128,12 @@ class WorkQueue:
     @property
     def finished(self) -> bool:
         """Nothing left to hand out, and nothing handed out that has not come back."""
-        return self._outstanding == 0 and not self._again and not self.untaken
+        return self._outstanding == 0 and not self.has_more
+
+    @property
+    def has_more(self) -> bool:
+        """Something is left to hand out."""
+        return bool(self._again) or self.untaken > 0
 
     def wanted(self, work: ReadTask) -> list[int]:
         """Return the members to encode: missing, and neither set aside nor settled in the meantime."""
@@ -310,6 +315,16 @@ class WorkerPool(Protocol):
 class BatchOwner(Protocol):
     """Owner of the arrays of batches that are lent to an encoder."""
 
+    @property
+    def pool(self) -> WorkerPool | None:
+        """The workers, which are looked after at every poll and have timeouts; None: this process reads."""
+        ...
+
+    @property
+    def reading(self) -> bool:
+        """Something is being read, or is left to read; what was read may still have to be read again."""
+        ...
+
     def release(self, batch: LoadedBatch) -> None:
         """Give the arrays back: they are not read any more."""
         ...
@@ -317,11 +332,6 @@ class BatchOwner(Protocol):
 
 class SampleFeed(BatchOwner, Protocol):
     """Origin of batches: worker processes, or this process itself."""
-
-    @property
-    def pool(self) -> WorkerPool | None:
-        """The workers, which are looked after at every poll and have timeouts; None: this process reads."""
-        ...
 
     def poll(self, timeout_s: float) -> list[LoadedBatch]:
         """Return the batches that are ready, after waiting at most `timeout_s` for the first."""

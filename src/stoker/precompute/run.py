@@ -20,6 +20,7 @@ from stoker.encoders.weights import on_device, weights_device
 from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError, SourceError, StokerError
 from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, plan_layout, slot_size
+from stoker.precompute.by_length import LengthStage, check_lengths, gatherer_of
 from stoker.precompute.checks import fit_copies, fit_memory
 from stoker.precompute.encode import (
     PRECISION,
@@ -60,6 +61,7 @@ from stoker.precompute.workers import Supervisor, WorkerLaunch
 from stoker.runtime.mounts import are_local
 from stoker.runtime.processes.child import LIGHT, TORCH, Drain, is_preloaded, preload, start_method
 from stoker.runtime.signals import Interrupts
+from stoker.schema import Schema, with_lengths
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import estimate_pickle_bytes, pickle_for_process
 from stoker.sources.protocol import LocatableSource, SelfCheckingSource, Source
@@ -148,7 +150,7 @@ class StageBuilder:
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
-        _check_group(self._group, ragged=self._ragged)
+        _check_group(self._group, self._schema)
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         self._parts = _part_names(recipe, source)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
@@ -172,6 +174,8 @@ class StageBuilder:
         self._pickled: bytes | None = None
         self._wanted: set[tuple[str, ...]] = set()
         """Modules of the processes that children are forked from, once these are started."""
+        self.gatherer = gatherer_of(recipe, self._schema, settings)
+        self._digests: dict[int, NDArray[np.uint64]] = {}
         self._encoders: EncoderLaunch | None = None
         """Made before this process first called the encoder, for the child that follows."""
 
@@ -206,7 +210,7 @@ class StageBuilder:
         Without an encoder, no bit depends on it. With small parts a kill loses little, progress is seen,
         and more workers share a small set. Blocks of the filling order still end where parts do.
         """
-        size, source = self._group.samples, whole_source(self._source)
+        size, source = self._group.consecutive, whole_source(self._source)
         if self._encoder is not None or not isinstance(source, TorchSource):
             return size
         most = min(size, _LONGEST_READ_S / max(source.seconds_per_item, 1e-9))
@@ -240,7 +244,7 @@ class StageBuilder:
         memory = int(settings.memory_bytes * _ARENA_SHARE)
         asked = settings.workers
         share = memory // (asked or 2)
-        layout = plan_layout(self._schema, group.samples, group.steps, share)
+        layout = plan_layout(self._schema, group.consecutive, group.steps, share)
         most = max(1, memory // layout.flight_bytes)
         if asked is None:
             return layout, min(1, self.queue.groups), min(most, self.queue.groups)
@@ -539,7 +543,7 @@ class StageBuilder:
         self._make_logs()
         return EncoderLaunch(
             task_fd=stored(payload),
-            samples=self._schema,
+            samples=with_lengths(self._schema) if recipe.encode_batch.lengths else self._schema,
             records=recipe.encoded,
             start_s=limits.start,
             limit_s=limits.encode,
@@ -551,7 +555,13 @@ class StageBuilder:
     def recognizing(self, inner: EncodeStage, same: SampleLookup | None) -> EncodeStage:
         """Return the same, which keeps back samples that sibling caches have records of."""
         recipe = self.folder.recipe
-        return SampleRecognizer(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
+        return SampleRecognizer(
+            inner, same, queue=self.queue, recipe=recipe, schema=self._schema, digests=self._digests
+        )
+
+    def gathering(self, inner: EncodeStage, feed: BatchOwner) -> EncodeStage:
+        """Return the same, with samples gathered by length where the recipe has them padded."""
+        return inner if self.gatherer is None else LengthStage(inner, self.gatherer, feed, self.queue)
 
     def leave_device(self) -> None:
         """Put the encoder back where it was, and free the memory of a GPU: a model will need it next.
@@ -665,12 +675,16 @@ def _note_failures(folder: Folder, kinds: tuple[str, ...], failures: Sequence[Fa
     folder.quarantine_many([failure for failure in failures if failure.kind in kinds])
 
 
-def _check_group(group: EncodeBatchSize, *, ragged: bool) -> None:
+def _check_group(group: EncodeBatchSize, schema: Schema) -> None:
+    if group.lengths:
+        check_lengths(group, schema)
+        return
+    ragged = any(spec.ragged for spec in schema.values())
     if (ragged or group.steps is not None) and group.samples != 1:
         raise EncoderError(
             f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
             "time are encoded one by one",
-            hint="Give the encoder a group of 1",
+            hint="Give the encoder a group of 1, or lengths that samples are padded to",
         )
 
 
@@ -835,7 +849,8 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteStage, s
     if (head := builder.head_start()) is None:
         return False
     try:
-        encoding = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        encoding: EncodeStage = builder.encoding_here(head.reader, compare_first=share.compare_first)
+        encoding = builder.gathering(encoding, head.reader)
         if share.encoder is not None:
             encoding = builder.recognizing(encoding, share.same)
         stages = builder.stages(head.reader, encoding, writer)
@@ -872,4 +887,5 @@ def _encoding(builder: StageBuilder, feed: SampleFeed, share: EncodeShare) -> En
     wake_fd = inner.watch(share.interrupts.fd)
     if feed.pool is not None:
         feed.pool.wake_fd = wake_fd
-    return inner if share.encoder is None else builder.recognizing(inner, share.same)
+    stage = builder.gathering(inner, feed)
+    return stage if share.encoder is None else builder.recognizing(stage, share.same)

@@ -152,6 +152,18 @@ class BatchAssembly(WorkQueue):
         self._ready: deque[LoadedBatch] = deque()
         self._lent: dict[int, LoadedBatch] = {}
         self._free: list[Sample] = []
+        self.is_read = False
+        """Nothing more will come."""
+
+    @property
+    def pool(self) -> None:
+        """See `BatchOwner`; whoever reads has workers, or none."""
+        return None
+
+    @property
+    def reading(self) -> bool:
+        """See `BatchOwner`."""
+        return not self.is_read
 
     def needed(self) -> NDArray[np.int64]:
         """Return every member of the encode batches in which records are missing, ascending."""
@@ -297,6 +309,7 @@ class SeveralEncoders:
         if self._reading.finished:
             for assembly in self._assemblies:
                 assembly.flush()
+                assembly.is_read = True
         self._lend()
         return [
             replace(encoded, cache=place)
@@ -341,6 +354,10 @@ class _SharedFeed:
     @property
     def pool(self) -> WorkerPool | None:
         return self._inner.pool
+
+    @property
+    def reading(self) -> bool:
+        return self._inner.reading
 
     @property
     def finished(self) -> bool:
@@ -449,7 +466,7 @@ class SeveralBuilder(StageBuilder):
         self._assemblies = [
             BatchAssembly(
                 one.spans,
-                one.folder.recipe.encode_batch.samples,
+                one.folder.recipe.encode_batch.consecutive,
                 one.missing,
                 bad=one.ledger.is_bad,
                 schema=schema,
@@ -542,7 +559,7 @@ class SeveralBuilder(StageBuilder):
         parts = zip(self._builders, self._shares, self._assemblies, begin, strict=True)
         try:
             for one, share, batches, start in parts:
-                stage = start(batches)
+                stage = one.gathering(start(batches), batches)
                 stages.append(stage if share.encoder is None else one.recognizing(stage, share.same))
         except BaseException:
             for stage in stages:
@@ -590,7 +607,7 @@ class SeveralBuilder(StageBuilder):
 
 def _unit(schema: Schema, builders: Sequence[StageBuilder]) -> int:
     """Return how many samples are read at a time: at most the largest encode batch, and 64 MiB."""
-    largest = max(one.folder.recipe.encode_batch.samples for one in builders)
+    largest = max(one.folder.recipe.encode_batch.consecutive for one in builders)
     if any(field.ragged for field in schema.values()):
         return 1
     return max(1, min(largest, _UNIT_BYTES // max(1, sum(field.size_bytes() for field in schema.values()))))

@@ -579,6 +579,12 @@ class Supervisor:
         return self._queue.finished and not self._ready
 
     @property
+    def reading(self) -> bool:
+        """See `SampleFeed.reading`."""
+        owed = any(worker.work for worker in self._roster.working.values())
+        return owed or bool(self._ready) or self._queue.has_more
+
+    @property
     def _works(self) -> bool:
         """Some worker has delivered something, so that the run can end without those that do not start."""
         return any(worker.delivering for worker in self._roster.working.values())

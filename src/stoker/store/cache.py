@@ -673,7 +673,7 @@ def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
     Blocks are whole groups, and come shuffled by the fingerprint: a source is often sorted, and training
     during the filling should not see it sorted.
     """
-    size = recipe.encode_batch.samples
+    size = recipe.encode_batch.consecutive
     firsts = np.concatenate(
         [np.arange(part.offset, part.offset + part.count, size, dtype=np.int64) for part in recipe.parts]
     )

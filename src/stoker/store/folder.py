@@ -110,7 +110,6 @@ class SampleLookup:
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._group = recipe.encode_batch.samples
         self._caches = _alike(folder, recipe)
         tables = [_table(cache, place) for place, cache in enumerate(self._caches)]
         table = np.concatenate([*tables, np.empty((0, 3), np.uint64)])
@@ -130,12 +129,12 @@ class SampleLookup:
         """Find these no more: their records are damaged."""
         self._refused |= {(int(high), int(low)) for high, low in digests}
 
-    def find(self, digests: NDArray[np.uint64], locals_: Sequence[int]) -> list[SampleMatch]:
+    def find(self, digests: NDArray[np.uint64], in_batch: Sequence[int]) -> list[SampleMatch]:
         """Return where the records of samples are, for those that are found.
 
         Args:
             digests: As `digest_samples`.
-            locals_: Their numbers within the part that they are in now.
+            in_batch: Their places in encode batches, `Recipe.place`.
         """
         found: dict[int, list[tuple[int, int, int]]] = {}
         begins = np.searchsorted(self._table[:, 0], digests[:, 0])
@@ -147,16 +146,16 @@ class SampleLookup:
             if here and (high, low) not in self._refused and (high or low):
                 cache, place = divmod(int(self._table[at, 2]), 1 << 2 * _BITS)
                 found.setdefault(cache, []).append((member, *divmod(place, 1 << _BITS)))
-        return [self._match(self._caches[i], rows, locals_) for i, rows in found.items()]
+        return [self._match(self._caches[i], rows, in_batch) for i, rows in found.items()]
 
-    def _match(self, cache: Cache, rows: list[tuple[int, int, int]], locals_: Sequence[int]) -> SampleMatch:
+    def _match(self, cache: Cache, rows: list[tuple[int, int, int]], in_batch: Sequence[int]) -> SampleMatch:
         moved: list[int] = []
         for member, shard, row in rows:
             try:
                 there = int(cache.shard(shard).numbers()[row])
             except (FormatError, OSError):
                 continue  # the copy will find out as well
-            if there % self._group != locals_[member] % self._group:
+            if cache.recipe.place(cache.index.shards[shard].part, there) != in_batch[member]:
                 moved.append(member)
         places = np.array([[shard, row] for _, shard, row in rows], np.int64)
         return SampleMatch(cache=cache, members=[member for member, _, _ in rows], places=places, moved=moved)

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -341,7 +342,20 @@ class Recipe:
     @cached_property
     def encode_batch(self) -> EncodeBatchSize:
         """The size of the encode batches, the same for all of the cache."""
-        return EncodeBatchSize(samples=self.entries["group"]["samples"], steps=self.entries["group"]["steps"])
+        group = self.entries["group"]
+        return EncodeBatchSize(
+            samples=group["samples"], steps=group["steps"], lengths=tuple(group.get("lengths", ()))
+        )
+
+    def place(self, part: int, local: int) -> int:
+        """Return the place of a sample in its encode batch, of which a record's last bits may depend.
+
+        With `lengths`, samples of one length come from any part, and each has its row by its number. Parts
+        begin at different rows, since each may hold a single sample.
+        """
+        size = self.encode_batch
+        first = zlib.crc32(self.parts[part].name.encode()) if size.lengths else 0
+        return (first + local) % size.samples
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -405,7 +419,11 @@ def make_recipe(
         "format": format_of(stored),
         "source": source_entries,
         "encoder": None if encoder is None else encoder.identity(),
-        "group": {"samples": group.samples, "steps": group.steps},
+        "group": {
+            "samples": group.samples,
+            "steps": group.steps,
+            **({"lengths": [*group.lengths]} if group.lengths else {}),
+        },
         "dtype": {name: f.dtype for name, f in stored.items()},
         "encoded": {name: f.dtype for name, f in encoded.items()},
         "schema": schema_to_json(stored),
@@ -445,7 +463,7 @@ def parse_recipe(data: bytes, folder: Path) -> Recipe:
     recipe = Recipe(entries=entries)
     try:
         _check_recipe(recipe)
-    except (KeyError, TypeError, AttributeError, RecordError) as error:
+    except (KeyError, TypeError, AttributeError, RecordError, EncoderError) as error:
         raise FormatError(f"{path} is not a recipe: {error!r}") from error
     return recipe
 
@@ -568,18 +586,18 @@ def _default_group(sample_schema: Schema) -> EncodeBatchSize:
 
 def _asked_group(fixed: EncodeBatchSize, samples: int | None, sample_schema: Schema) -> EncodeBatchSize:
     """Return the group of so many samples; one sample alone may be cut over time, as in the fixed group."""
-    if samples is None or (samples == 1 and fixed.samples == 1):
+    if samples is None or samples == fixed.samples == 1:
         return fixed
     if samples < 1:
         raise ConfigError(f"encode_batch must be at least 1 sample, got {samples}")
     ragged = sorted(name for name, f in sample_schema.items() if f.ragged)
-    if ragged and samples > 1:
+    if ragged and samples > 1 and not fixed.lengths:
         raise ConfigError(
             f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded "
             "alone",
-            hint=f"Leave it out, or give {arg('encode_batch', 1)}",
+            hint=f"Leave it out, or give {arg('encode_batch', 1)}; or give the encoder lengths to pad to",
         )
-    return EncodeBatchSize(samples=samples)
+    return EncodeBatchSize(samples=samples, lengths=fixed.lengths)
 
 
 def _source_entries(

@@ -375,6 +375,8 @@ EARLY_S, EARLY_SHARE = 0.2, 0.05
 """An early commit comes after 0.2 s, or a 20th of the time so far: about 200 shards in the first hour."""
 OPEN_PARTS = 4
 """Parts with an open shard at a time: workers' work interleaves where one part ends and the next begins."""
+OPEN_PARTS_BY_LENGTH = 16
+"""The same where samples of one length are encoded together, which come from several parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -601,7 +603,8 @@ class RecordWriter:
         part, made_in = key
         shard = self._open.get(key)
         if shard is None:
-            if len(self._open) >= OPEN_PARTS:
+            by_length = self._recipe.encode_batch.lengths
+            if len(self._open) >= (OPEN_PARTS_BY_LENGTH if by_length else OPEN_PARTS):
                 self._commit(min(self._since, key=self._since.__getitem__))
             spec = ShardSpec(
                 schema=self._recipe.schema,

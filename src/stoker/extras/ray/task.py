@@ -483,7 +483,7 @@ class Slices:
     """
 
     def __init__(self, recipe: Recipe, missing: NDArray[np.int64], runs: Sequence[range]) -> None:
-        self._size = recipe.encode_batch.samples
+        self._size = recipe.encode_batch.consecutive
         self._offsets = np.array([part.offset for part in recipe.parts], np.int64)
         self._edges = np.array([run.start for run in runs], np.int64)
         self._left: deque[NDArray[np.int64]] = deque([missing] if len(missing) else [])
