@@ -270,7 +270,7 @@ class FullBatches(stoker.ModuleEncoder):
 
 def test_an_encoder_that_cannot_be_tried_on_one_sample_is_refused(tmp_path: Path) -> None:
     encoder = FullBatches(torch.nn.Conv2d(3, 4, 3).requires_grad_(False), field="image")
-    with pytest.raises(EncoderError, match="failed on one augmented sample of zeros.*four, please"):
+    with pytest.raises(EncoderError, match=r"failed on one augmented sample of zeros.*four, please"):
         fill(tmp_path, encoder=encoder)
 
 
