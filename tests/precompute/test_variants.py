@@ -256,6 +256,24 @@ def test_an_augmentation_that_fails_or_returns_no_batch_is_named(tmp_path: Path)
         fill(tmp_path, augment=lambda batch, keys: batch["image"])
 
 
+class FullBatches(stoker.ModuleEncoder):
+    """Takes nothing but four samples."""
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        if len(batch["image"]) != 4:
+            raise ValueError("four, please")
+        return super().encode(batch)
+
+    def schema(self, sample_schema: Any) -> Any:
+        return network().schema(sample_schema)
+
+
+def test_an_encoder_that_cannot_be_tried_on_one_sample_is_refused(tmp_path: Path) -> None:
+    encoder = FullBatches(torch.nn.Conv2d(3, 4, 3).requires_grad_(False), field="image")
+    with pytest.raises(EncoderError, match=r"failed on one augmented sample of zeros.*four, please"):
+        fill(tmp_path, encoder=encoder)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Keys.
 

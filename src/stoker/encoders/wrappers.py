@@ -390,7 +390,14 @@ class VariantEncoder:
                 )
         if self.inner is None:
             return augmented, augmented, frozenset(untouched & augmented.keys())
-        record, encoded = self.inner.schema(augmented), self.inner.encode(dict(found))
+        record = self.inner.schema(augmented)
+        try:
+            encoded = self.inner.encode(dict(found))
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise EncoderError(
+                f"the encoder failed on one augmented sample of zeros: {type(error).__name__}: {error}",
+                hint="With variants, it must take batches of one sample too",
+            ) from error
         once = {name for name in untouched & record.keys() if encoded.get(name) is found[name]}
         return augmented, record, frozenset(once)
 
