@@ -72,7 +72,7 @@ INTERNAL = {
     "stoker.monitor.StallMeter": ("waited", "spent", "handed", "ended"),
     "stoker.StokerError": ("problem", "of_all", "marked", "parts", "arguments", "to_json"),
     "stoker.ArraySource": ("places",),
-    "stoker.Cache": ("shard", "fresh_shard", "segments", "locate"),
+    "stoker.Cache": ("shard", "segments", "locate"),
     "stoker.HDF5Source": ("places", "buffer_bytes"),
     "stoker.ImageSource": ("sample_files",),
     "stoker.SQLSource": ("where_it_is",),

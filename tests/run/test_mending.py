@@ -43,7 +43,7 @@ def flip(cache: Cache, number: int) -> None:
     """Damage one record where it serves from."""
     place = cache._find(number)
     assert place is not None
-    shard = cache.fresh_shard(place[0])
+    shard = cache.shard(place[0], fresh=True)
     column = shard.columns["latent"]
     with (cache.path / shard.name).open("r+b") as file:
         file.seek(column.offset + place[1] * column.row_bytes)

@@ -150,7 +150,7 @@ def test_a_damaged_block_costs_its_records_alone_and_is_named_with_its_place(cac
         open_cache(cache.path)[0]
     for verify in ("first", "off"):  # these concern sums of records; a decompressor is given no damaged bytes
         with pytest.raises(CorruptError, match="sample 0"):
-            cache.fresh_shard(0).read("latent", 0, verify=verify)  # type: ignore[arg-type]
+            cache.shard(0, fresh=True).read("latent", 0, verify=verify)  # type: ignore[arg-type]
 
     report = repair(cache.path)
 
@@ -169,7 +169,7 @@ def test_a_shard_that_was_cut_off_is_refused(cache: Cache, left: int) -> None:
     with pytest.raises(CorruptError, match=path.name):
         open_cache(cache.path)
     with pytest.raises((CorruptError, FormatError), match=path.name):
-        cache.fresh_shard(0)
+        cache.shard(0, fresh=True)
 
 
 def test_a_shard_that_claims_more_than_it_holds_allocates_nothing(cache: Cache) -> None:
@@ -184,7 +184,7 @@ def test_a_shard_that_claims_more_than_it_holds_allocates_nothing(cache: Cache) 
         change(fake)
         rewrite(path, fake, blocks, int(fake[-1, 0]) + int(fake[-1, 1]))
         with pytest.raises(FormatError, match=message):
-            cache.fresh_shard(0).read("latent", 0)
+            cache.shard(0, fresh=True).read("latent", 0)
         path.write_bytes(whole)
 
     def larger(fake: np.ndarray) -> None:
@@ -286,7 +286,7 @@ def test_without_the_library_the_error_names_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match=r"pip install 'stoker\[compression\]'"):
-        cache.fresh_shard(0)
+        cache.shard(0, fresh=True)
     with pytest.raises(ConfigError, match=r"pip install 'stoker\[compression\]'"):
         make_cache(tmp_path / "other", Smooth(), compression="zstd")
     with pytest.raises(ConfigError, match=r"'gzip'.*none, zstd, lz4, auto"):

@@ -195,7 +195,7 @@ def test_what_is_fetched_again_is_compared_with_its_sums_again(
     source = FakeSource(BIG, [("a", 4)])
     make_cache(machine(tmp_path, "a"), source)
     cache = open_cache(machine(tmp_path, "b") / "x")
-    mirror, shard = mirror_of(cache), cache.fresh_shard(0)
+    mirror, shard = mirror_of(cache), cache.shard(0, fresh=True)
     wanted = [expected(source, cache.recipe, int(number))["latent"].numpy() for number in shard.numbers()]
 
     def read(row: int, stop: int | None = None) -> bool:

@@ -129,7 +129,7 @@ class DropCondition(FieldTransform):
     `cache.get("")`. A field that it does not name becomes 0."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no probability, and no fields."""
+        """Refuse an empty list of fields, and a probability outside 0 to 1."""
         object.__setattr__(
             self, "fields", (self.fields,) if isinstance(self.fields, str) else (*self.fields,)
         )

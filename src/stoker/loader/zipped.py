@@ -455,7 +455,7 @@ def _first_field(batch_by: str | None, joined: Zip) -> str | None:
     own = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
     if batch_by is not None and batch_by != "shape" and batch_by not in own:
         raise ConfigError(
-            f"{arg('batch_by', batch_by)} is no field of the first cache, which are {', '.join(own)}",
+            f"{arg('batch_by', batch_by)} is not among the fields of the first cache: {', '.join(own)}",
             hint="Name the cache first whose field batches go by",
         )
     return own.get(batch_by, batch_by) if batch_by is not None else None

@@ -38,7 +38,7 @@ from stoker.precompute.encoder_processes import stored
 from stoker.precompute.in_process import ask_encoder
 from stoker.precompute.loop import PrecomputeLoop, RunTotals
 from stoker.precompute.queue import SampleFeed
-from stoker.precompute.run import LOG_FOLDER, StageBuilder, encode_here
+from stoker.precompute.run import LOG_FOLDER, StageBuilder, commit, encode_here
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded
 from stoker.runtime.signals import Interrupts
@@ -688,7 +688,7 @@ class EncodeFiller:
                 finished = loop.run(builder.stages(feed, encoding, writer), until=until)
             finally:
                 encoding.clock.alive(bounded=False)
-                builder.commit(writer)
+                commit(writer)
             writer.check()
         builder.leave_device()
         return finished

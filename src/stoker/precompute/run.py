@@ -602,11 +602,11 @@ class StageBuilder:
             in_process=not self.children or feed.pool is None,
         )
 
-    @staticmethod
-    def commit(writer: WriteStage) -> None:
-        """Commit what was handed over, also when the run fails: the error under way is what counts."""
-        with suppress(StokerError):
-            writer.close()
+
+def commit(writer: WriteStage) -> None:
+    """Commit what was handed over, also when the run fails: the error under way is what counts."""
+    with suppress(StokerError):
+        writer.close()
 
 
 class HeadStart:
@@ -817,7 +817,7 @@ def run_stages(
                 builder.forget_head()
         finally:
             builder.clock.alive(bounded=False)
-            builder.commit(writer)
+            commit(writer)
         writer.check()
         builder.leave_device()
     except BaseException:

@@ -157,7 +157,7 @@ class BatchAssembly(WorkQueue):
 
     @property
     def pool(self) -> None:
-        """See `BatchOwner`; whoever reads has workers, or none."""
+        """See `BatchOwner`; the source is read elsewhere."""
         return None
 
     @property

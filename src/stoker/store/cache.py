@@ -293,17 +293,21 @@ class Cache:
         state = "complete" if self.complete else state
         return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self), 'record')}, {state})"
 
-    def shard(self, i: int) -> Shard:
+    def shard(self, i: int, *, fresh: bool = False) -> Shard:
         """Return shard `i` of the index, open. Those not used for longest are closed once unreferenced.
+
+        Args:
+            i: Its place in the index.
+            fresh: Open it again and compare it with the index.
 
         Raises:
             CorruptError: The file is missing or is not the one that the index pins.
             ResourceError: The process may not open another file.
         """
-        return self._shards.get(i, partial(self.fresh_shard, i))
+        return self._open_shard(i) if fresh else self._shards.get(i, partial(self._open_shard, i))
 
-    def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
-        """Return shard `i`, opened and compared with the index; see `shard`. `known`: as for `Shard`."""
+    def _open_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
+        """Return shard `i`, compared with the index. `known`: as for `Shard`."""
         entry = self.index.shards[i]
         part, path = self.recipe.parts[entry.part], self.path / entry.file
         try:
@@ -773,10 +777,10 @@ class JointCache(Cache):
         """Number of each member's first sample here."""
         return tuple(np.cumsum([0, *(member.recipe.count for member in self.members)])[:-1].tolist())
 
-    def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
+    def _open_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
         """Return shard `i`, opened by the cache that it belongs to."""
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
-        return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
+        return self.members[member]._open_shard(i - int(self._first_shard[member]), known)
 
     @cached_property
     def _keys(self) -> SampleKeys:

@@ -513,7 +513,7 @@ def _is_sound(cache: Cache, i: int, left: list[UnusedShard]) -> bool:
     entry = cache.index.shards[i]
     rows = set(_served_rows(entry, i)[:, 2].tolist())
     try:
-        shard = cache.fresh_shard(i)
+        shard = cache.shard(i, fresh=True)
         damage = [why for name in shard.columns for row, why in shard.damage(name).items() if row in rows]
     except (FormatError, OSError) as error:
         damage = [str(error)]

@@ -420,7 +420,7 @@ def _send_shards(
 
 def _check(cache: Cache, entry: ShardInfo) -> None:
     """Read a shard against every sum; rows that the index leaves out aside."""
-    shard = cache.fresh_shard(next(i for i, one in enumerate(cache.index.shards) if one is entry))
+    shard = cache.shard(next(i for i, one in enumerate(cache.index.shards) if one is entry), fresh=True)
     for name in shard.columns:
         for row, why in shard.damage(name).items():
             if row not in entry.bad:

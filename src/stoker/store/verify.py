@@ -118,7 +118,7 @@ def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
         return
     try:
         # Through the cache, which compares with the index; not as an earlier read left it.
-        shard = cache.fresh_shard(i)
+        shard = cache.shard(i, fresh=True)
     except (FormatError, OSError) as error:
         yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
         return
