@@ -28,6 +28,9 @@ class EncodeBatchSize:
     """Consecutive samples of one part per call; short batches are padded with zeros."""
     steps: int | None = None
     """Time steps per call when samples are cut over time (then `samples` is 1); None: whole samples."""
+    lengths: tuple[int, ...] = ()
+    """Lengths that ragged samples are padded to, ascending: each to the smallest that is not shorter, and
+    `samples` of one length are encoded in one call. Longer ones are encoded alone. Empty: one at a time."""
 
 
 @runtime_checkable
@@ -120,7 +123,7 @@ def fixed_batch_size(inputs: Schema, outputs: Schema, *, cut_time: bool) -> Enco
     >>> from stoker.schema import Field
     >>> data = Field(shape=(201, 1, 1024, 1), dtype="float32", time=True)
     >>> fixed_batch_size({"data": data}, {}, cut_time=True)
-    EncodeBatchSize(samples=10, steps=None)
+    EncodeBatchSize(samples=10, steps=None, lengths=())
     """
     fields = [*inputs.values(), *outputs.values()]
     if any(field.ragged for field in fields):
