@@ -55,6 +55,12 @@ _OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-pre
 """Kinds that number positions from that of the padding token."""
 
 
+_CLIP_TEXT = {
+    "num_hidden_layers": 12, "hidden_size": 512, "vocab_size": 49408, "max_position_embeddings": 77
+}  # fmt: skip
+"""Sizes of the text tower of a complete CLIP where `config.json` leaves them out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """Tokens of one batch, cut to what the model can take."""
@@ -640,7 +646,7 @@ class _Sizes:
         config = folder.config
         kind = config.get("model_type")
         if kind == "clip":
-            config = cast("dict[str, Any]", config.get("text_config") or {})
+            config = {**_CLIP_TEXT, **cast("dict[str, Any]", config.get("text_config") or {})}
         names = {
             "layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
             "width": ("hidden_size", "d_model", "n_embd", "dim"),

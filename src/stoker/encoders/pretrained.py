@@ -51,7 +51,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EncoderError(
             f"{path} cannot be read: {error.strerror}",
-            hint="Give a folder that save_pretrained() of the model wrote",
+            hint="Give a folder that save_pretrained() of the model and of its processor wrote, or to "
+            "FeatureEncoder the name of a model on the Hub, as facebook/dinov2-base",
         ) from error
     except ValueError as error:
         raise EncoderError(f"{path} is not JSON: {error}", hint="Copy or download it again") from error
@@ -244,7 +245,7 @@ class FolderEncoder(abc.ABC):
         """
         if self._model is None:
             self._folder.begin_loading()
-            with _quiet(), torch.device("cpu"):
+            with quiet(), torch.device("cpu"):
                 model = self._load()
             self._model = model.eval().requires_grad_(False).to(self._device)
         return self._model
@@ -309,7 +310,7 @@ def missing_package(folder: Path, package: str, extra: str, error: ImportError) 
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Without progress bars and reports of the libraries on standard error."""
     try:
         from transformers.utils import logging as progress

@@ -711,7 +711,9 @@ class TorchSource:
                     probes = self._within(self.probe_timeout_s, self._probes)
             items, drawn, changing = probes
             self._check_text(items)
-            schema = common_schema(self._name, items, time=self._time, ragged=self._ragged)
+            # Captions that were probed may happen to be of one length.
+            ragged = (*self._ragged, *self._text.bytes_fields())
+            schema = common_schema(self._name, items, time=self._time, ragged=ragged)
             if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
             if drawn:
