@@ -313,7 +313,12 @@ class VisionModel:
     """
 
     def __init__(
-        self, folder: Path, weights: Mapping[str, Tensor], *, scaling: Scaling | None, needs_pooler: bool = False
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        *,
+        scaling: Scaling | None,
+        needs_pooler: bool = False,
     ) -> None:
         self._model = _model(folder, weights, needs_pooler=needs_pooler)
         self._device = torch.device("cpu")
@@ -360,7 +365,11 @@ def _vision_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict):
         return config
     width, patch = _WHOLE_SIZES.get(str(config.get("model_type")), (None, None))
-    defaults = {"hidden_size": width, "patch_size": patch, "model_type": f"{config.get('model_type')}_vision_model"}
+    defaults = {
+        "hidden_size": width,
+        "patch_size": patch,
+        "model_type": f"{config.get('model_type')}_vision_model",
+    }
     return {**{name: value for name, value in defaults.items() if value}, **cast("dict[str, Any]", inner)}
 
 
@@ -385,9 +394,7 @@ def _model(folder: Path, weights: Mapping[str, Tensor], *, needs_pooler: bool) -
             output_loading_info=True,
         )
     # A pooler is made of random weights where a checkpoint has none; nothing here uses it.
-    missing = sorted(
-        name for name in found["missing_keys"] if needs_pooler or not name.startswith("pooler.")
-    )
+    missing = sorted(name for name in found["missing_keys"] if needs_pooler or not name.startswith("pooler."))
     if missing or found["mismatched_keys"]:
         wrong = missing or sorted(map(str, found["mismatched_keys"]))
         raise EncoderError(

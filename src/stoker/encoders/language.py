@@ -93,7 +93,9 @@ class LanguageEncoder(FolderEncoder):
         self._field = field
         self._lengths = () if lengths is None else tuple(lengths)
         if list(self._lengths) != sorted({*self._lengths}) or (self._lengths and self._lengths[0] < 1):
-            raise EncoderError(f"lengths is {lengths}", hint="Expected rising whole numbers, as (64, 128, 256)")
+            raise EncoderError(
+                f"lengths is {lengths}", hint="Expected rising whole numbers, as (64, 128, 256)"
+            )
         self._sizes = _Sizes.of(model)
         self._causal: bool | None = None
 
@@ -187,7 +189,11 @@ class LanguageEncoder(FolderEncoder):
         return torch.cat([made, tail], 1)
 
     def _record(
-        self, batch: Mapping[str, Tensor], tokens: TokenBatch, made: Mapping[str, Tensor], ragged: Sequence[str]
+        self,
+        batch: Mapping[str, Tensor],
+        tokens: TokenBatch,
+        made: Mapping[str, Tensor],
+        ragged: Sequence[str],
     ) -> dict[str, Tensor]:
         """Return the fields made with their lengths, and the fields that pass through."""
         lengths = {} if tokens.lengths is None else {name + LENGTHS: tokens.lengths for name in ragged}
@@ -242,7 +248,9 @@ class _StateEncoder(LanguageEncoder):
         handles: list[Any] = []
         for layer in self._layers:
             if layer < count:
-                handles.append(blocks[layer].register_forward_pre_hook(_keep_input(kept, layer), with_kwargs=True))
+                handles.append(
+                    blocks[layer].register_forward_pre_hook(_keep_input(kept, layer), with_kwargs=True)
+                )
             else:
                 handles.append(blocks[count - 1].register_forward_hook(_keep_output(kept, layer)))
         try:
@@ -318,7 +326,8 @@ class TextEncoder(_StateEncoder):
         if attend not in get_args(Attend):
             raise EncoderError(f"{arg('attend', attend)} is unknown", hint="Expected real or all")
         self._layers = _resolved([layer], self._sizes.layers, self._folder.path)
-        self._norm, self._attend, self._mask_field = norm, attend, attention_mask
+        self._norm, self._mask_field = norm, attention_mask
+        self._attend: Attend = attend
         self._output, self._mask_output = output, mask
         self._pooled = pooled if pooled and self._pooled_size() else None
 
@@ -330,7 +339,11 @@ class TextEncoder(_StateEncoder):
         """
         field = self._checked_field(sample_schema)
         taken = {self._field}
-        made = {self._output: Field(shape=(field.shape[0], self._sizes.width), dtype=self._dtype, ragged=field.ragged)}
+        made = {
+            self._output: Field(
+                shape=(field.shape[0], self._sizes.width), dtype=self._dtype, ragged=field.ragged
+            )
+        }
         if self._pooled:
             made[self._pooled] = Field(shape=(self._pooled_size(),), dtype=self._dtype)
         if not field.ragged and self._mask_field in sample_schema:
@@ -383,7 +396,9 @@ class TextEncoder(_StateEncoder):
             text = config.get("text_config") or config
             projected = self._projects
             # A complete CLIP names its projection at the top.
-            return int((config if projected else text).get("projection_dim" if projected else "hidden_size", 512))
+            return int(
+                (config if projected else text).get("projection_dim" if projected else "hidden_size", 512)
+            )
         has_pooler = any("pooler." in name for name in self._folder.names())
         return self._sizes.width if has_pooler else 0
 
@@ -488,7 +503,9 @@ class HiddenStates(_StateEncoder):
         tokens = self._tokens(batch)
         if not tokens.ids.shape[1]:
             shape, dtype = (*tokens.ids.shape, self._sizes.width), getattr(torch, self._dtype)
-            states = {layer: torch.zeros(shape, dtype=dtype, device=tokens.ids.device) for layer in self._layers}
+            states = {
+                layer: torch.zeros(shape, dtype=dtype, device=tokens.ids.device) for layer in self._layers
+            }
         else:
             with self._exact():
                 states, _ = self._states(tokens)
@@ -659,8 +676,8 @@ class _Sizes:
         for size, value in found.items():
             if value is None:
                 raise EncoderError(
-                    f"{folder.path / 'config.json'} of a {kind} model has no {names[size][0]}, so this is not "
-                    "a language model that is known here",
+                    f"{folder.path / 'config.json'} of a {kind} model has no {names[size][0]}, so this is "
+                    "not a language model that is known here",
                     hint="Wrap the model in a ModuleEncoder",
                 )
         positions = config.get("max_position_embeddings") or config.get("n_positions")
@@ -687,7 +704,8 @@ def _blocks(model: nn.Module, count: int, place: Path) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise EncoderError(
-        f"no list of {count} layers was found in the model in {place}", hint="Wrap the model in a ModuleEncoder"
+        f"no list of {count} layers was found in the model in {place}",
+        hint="Wrap the model in a ModuleEncoder",
     )
 
 
@@ -698,7 +716,9 @@ def _final_norm(model: nn.Module, place: Path) -> nn.Module:
             return model.get_submodule(name)
         except AttributeError:
             continue
-    raise EncoderError(f"the model in {place} has no norm behind its last layer", hint=f"Leave {arg('norm')} out")
+    raise EncoderError(
+        f"the model in {place} has no norm behind its last layer", hint=f"Leave {arg('norm')} out"
+    )
 
 
 def _keep_input(kept: dict[int, Tensor], layer: int) -> Any:

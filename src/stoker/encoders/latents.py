@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,11 @@ class VAEEncoder(FolderEncoder):
     def _load(self) -> nn.Module:
         place = self._folder.path
         try:
-            from diffusers import AutoencoderKL
+            kind: Any = import_module("diffusers").AutoencoderKL
         except ImportError as error:
             raise missing_package(place, "diffusers", "diffusion", error) from error
         try:
-            model, found = AutoencoderKL.from_pretrained(
+            model, found = kind.from_pretrained(
                 place,
                 torch_dtype=getattr(torch, self._dtype),
                 use_safetensors=True,

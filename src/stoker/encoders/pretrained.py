@@ -32,7 +32,14 @@ from stoker.schema import Field, Json, Schema
 
 ATTENTION = "sdpa"
 """Which of the equal ways to compute attention is taken: they differ in the last bits."""
-VOLATILE = ("transformers_version", "_diffusers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+VOLATILE = (
+    "transformers_version",
+    "_diffusers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+)
 """Entries of `config.json` that say where a model came from, not what it computes."""
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Dtype of weights and activations."""

@@ -115,7 +115,7 @@ def checked_text(text: Mapping[str, str] | None) -> frozenset[str]:
         if rule != "bytes":
             raise ConfigError(
                 f"{arg('text', {name: rule})} is not a rule",
-                hint=f"Expected {arg('text', {name: 'bytes'})}; to leave a column out, name the others in columns",
+                hint=f"Expected {arg('text', {name: 'bytes'})}; to leave a column out, name the others",
             )
     return frozenset(text or ())
 
@@ -424,9 +424,7 @@ class ParquetSource(PartedSource[ParquetFile]):
             common: tuple[ArrowField, ...] | None = None
             for name, path in self._paths:
                 with _opened(path) as file:
-                    fields = fields_of(
-                        file.schema_arrow, self._columns, where=str(path), text=self._text
-                    )
+                    fields = fields_of(file.schema_arrow, self._columns, where=str(path), text=self._text)
                     counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
                 if common is not None and fields != common:
                     raise SourceError(

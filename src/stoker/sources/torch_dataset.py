@@ -712,7 +712,8 @@ class TorchSource:
             items, drawn, changing = probes
             self._check_text(items)
             # Captions that were probed may happen to be of one length.
-            ragged = (*self._ragged, *self._text.bytes_fields())
+            strings = [name for name in self._text.bytes_fields() if next(iter(items.values()))[name][0].ndim]
+            ragged = (*self._ragged, *strings)
             schema = common_schema(self._name, items, time=self._time, ragged=ragged)
             if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))

@@ -174,7 +174,9 @@ def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
         return InferredRule(field=name, column=column, words=True, null=null)
     if words == "bytes":
         if null is not None:
-            raise ConfigError(f"{where}: null is {null!r}", hint="Text as bytes has nothing for NULL: leave it out")
+            raise ConfigError(
+                f"{where}: null is {null!r}", hint="Text as bytes has nothing for NULL: leave it out"
+            )
         return TextBytesRule(field=name, column=column)
     if not (found := listed(words)) or len({*map(str, found)}) < len(found):
         raise ConfigError(

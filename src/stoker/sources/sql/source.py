@@ -533,7 +533,9 @@ class SQLSource:
         training = self._training()
         rows = training._rows()
         fields = self._shared.schema.values()
-        small = not self._shared.ragged and len(rows) * sum(field.size_bytes() for field in fields) <= _KEPT_BYTES
+        small = (
+            not self._shared.ragged and len(rows) * sum(field.size_bytes() for field in fields) <= _KEPT_BYTES
+        )
         kept: list[Sample] | None = [] if training is self and small else None
         for first in range(0, len(rows), _CHUNK):
             chunk = rows[first : first + _CHUNK]
