@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -199,7 +200,7 @@ class RemoteEncoder:
                 f"retries is {retries}, timeout_s {timeout_s}, deadline_s {deadline_s}",
                 hint="Expected no negative number, and seconds above 0",
             )
-        if (api == "vllm-files") != (files is not None and bool(layers)):
+        if not (api == "vllm-files") == (files is not None) == bool(layers):
             raise EncoderError(
                 f"{arg('api', api)} with layers {list(layers)} and files {files}",
                 hint="Give layers and files to 'vllm-files', and to no other",
@@ -229,8 +230,8 @@ class RemoteEncoder:
         self._known: dict[Content, _Remembered] = {}
         """Results of the last batch of which a sample failed: precompute asks for its samples again, alone.
         And that of a sample of zeros, with which short batches are filled up."""
-        self._answered: tuple[float, Content] | None = None
-        """When the server last answered well, and what it had been asked."""
+        self._answered: Content | None = None
+        """A sample that the server has answered well."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -372,6 +373,9 @@ class RemoteEncoder:
             EncoderError: The server answers nothing, or refuses what is the same for all samples.
         """
         found = {content: self._known[content] for content in contents if content in self._known}
+        for content, one in found.items():
+            if one.error:  # told once, to the search for the sample at fault; later the server may do better
+                del self._known[content]
         fresh = [content for content in contents if content not in found]
         until = time.monotonic() + self._deadline_s
         if self._pool is None:
@@ -383,7 +387,7 @@ class RemoteEncoder:
         for piece, ticket in tickets:
             left_s = max(0.0, until - time.monotonic()) + _GRACE_S
             found.update(zip(piece, ticket.result(left_s, f"asking {self._url}"), strict=True))
-        if any(one.error for one in found.values()):
+        if any(found[content].error for content in fresh):
             self._known.update(found)
         elif fresh:
             self._known = {
@@ -425,27 +429,31 @@ class RemoteEncoder:
                 asked_pause_s=lambda error: getattr(error, "pause_s", 0.0),
             )
         except _Failure as failure:
-            if failure.blames != "server" and self._answers_others(failure, contents[0], began, until):
+            if failure.blames != "server" and self._answers_others(failure, contents[0], until):
                 raise
             raise EncoderError(
                 f"{self._url}{_PATHS[self._api]}: {failure}",
                 hint="What is stored stays; run it again to resume once the server answers",
             ) from None
 
-    def _answers_others(self, failure: _Failure, content: Content, since: float, until: float) -> bool:
-        """Return True if the server answers other samples well, so that this one is at fault."""
+    def _answers_others(self, failure: _Failure, content: Content, until: float) -> bool:
+        """Return True if the server answers other samples well, so that this one is at fault.
+
+        After a timeout or 5xx it is asked once more for a sample that it has answered: what it answered
+        before, or to another request at the same time, says nothing of now.
+        """
         with self._lock:
             answered = self._answered
-        if answered is not None and (failure.blames == "sample" or answered[0] > since):
+        if answered is not None and failure.blames == "sample":
             return True
-        other = answered[1] if answered is not None else "a" if isinstance(content, str) else (1,)
-        if time.monotonic() > until:
-            return False
-        try:
-            self._exchange([other], until)
-        except _Failure:
-            return False
-        return True
+        other = answered if answered is not None else "a" if isinstance(content, str) else (1,)
+        for _ in range(2):
+            if time.monotonic() > until:
+                return False
+            with suppress(_Failure):
+                self._exchange([other], until)
+                return True
+        return False
 
     def _exchange(self, contents: list[Content], until: float) -> list[Tensor]:
         """Send one request, and return its checked results."""
@@ -487,7 +495,7 @@ class RemoteEncoder:
             raise _wrong(error.problem.fact) from None
         values = self._parsed(parsed, contents, request_id, until)
         with self._lock:
-            self._answered = (time.monotonic(), contents[0])
+            self._answered = contents[0]
         return values
 
     # ------------------------------------------------------------------------------------------------------
