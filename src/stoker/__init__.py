@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from stoker.cached import cached
     from stoker.encoders.features import FeatureEncoder
     from stoker.encoders.grid import GridEncoder
+    from stoker.encoders.language import HiddenStates, TextEncoder, TopK
+    from stoker.encoders.latents import VAEEncoder
     from stoker.encoders.mesh import MeshEncoder
     from stoker.encoders.module import ModuleEncoder
     from stoker.encoders.protocol import Encoder
+    from stoker.encoders.remote import RemoteEncoder
     from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
     from stoker.loader.zipped import Zip, zip
     from stoker.precompute import Timeouts, precompute
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.tables import DatasetsSource, ParquetSource
     from stoker.sources.tar import TarSource
+    from stoker.sources.tokenize import Tokenize
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
     from stoker.store.in_place import index_in_place
@@ -60,6 +64,7 @@ __all__ = [
     "FeatureEncoder",
     "GridEncoder",
     "HDF5Source",
+    "HiddenStates",
     "ImageSource",
     "Loader",
     "MeshEncoder",
@@ -69,12 +74,17 @@ __all__ = [
     "Normalization",
     "Pad",
     "ParquetSource",
+    "RemoteEncoder",
     "SQLSource",
     "Source",
     "StokerError",
     "TarSource",
+    "TextEncoder",
     "Timeouts",
+    "Tokenize",
+    "TopK",
     "TorchSource",
+    "VAEEncoder",
     "Weights",
     "Windows",
     "Zip",
@@ -98,6 +108,7 @@ _HOMES = {
     "FeatureEncoder": "stoker.encoders.features",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
+    "HiddenStates": "stoker.encoders.language",
     "ImageSource": "stoker.sources.images",
     "Loader": "stoker.loader",
     "MeshEncoder": "stoker.encoders.mesh",
@@ -107,11 +118,16 @@ _HOMES = {
     "Normalization": "stoker.loader",
     "Pad": "stoker.loader",
     "ParquetSource": "stoker.sources.tables",
+    "RemoteEncoder": "stoker.encoders.remote",
     "SQLSource": "stoker.sources.sql.source",
     "Source": "stoker.sources.protocol",
     "TarSource": "stoker.sources.tar",
+    "TextEncoder": "stoker.encoders.language",
     "Timeouts": "stoker.precompute",
+    "Tokenize": "stoker.sources.tokenize",
+    "TopK": "stoker.encoders.language",
     "TorchSource": "stoker.sources.torch_dataset",
+    "VAEEncoder": "stoker.encoders.latents",
     "Weights": "stoker.loader",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -18,18 +17,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from stoker.encoders.pretrained import ATTENTION, VOLATILE, quiet, read_json
 from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.encoders.weights import WeightsDigest
 from stoker.errors import EncoderError, arg
-from stoker.runtime.jsonio import read_object
 from stoker.schema import Field, Json, Schema
 
 # The package is optional: it is imported where a model is put together.
 # pyright: reportMissingImports=false
 
-Pooling: TypeAlias = Literal["cls", "mean", "tokens"]
+Pooling: TypeAlias = Literal["cls", "mean", "tokens", "pooled"]
 """`cls`: the class token. `mean`: the mean of the patches, without class and register tokens. `tokens`: all
-tokens, these first."""
+tokens, these first. `pooled`: what the model itself makes of them."""
 Processor: TypeAlias = Literal["device", "pil"]
 """`device`: images keep their size, and are scaled and normalized on the model's device. `pil`:
 the model's own processor with Pillow, which resizes and crops on the CPU; slower."""
@@ -39,11 +38,10 @@ Scaling: TypeAlias = tuple[float, list[float], list[float]]
 
 VERSION = 1
 """Bumped by hand when the same folder would give other features."""
-ATTENTION = "sdpa"
-"""Which of the equal ways to compute attention is taken: they differ in the last bits."""
 _log = logging.getLogger("stoker")
-_VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
-"""Entries of `config.json` that say where a model came from, not what it computes."""
+_WHOLE_SIZES = {"clip": (768, 32), "siglip": (768, 16)}
+"""Width and patch size of the vision towers of complete models where `config.json` leaves them out."""
+_NO_CLASS_TOKEN = ("siglip_vision_model",)
 
 
 class FeatureEncoder:
@@ -51,13 +49,15 @@ class FeatureEncoder:
 
     The images are replaced by their features, float32 `(D,)` or, with `pooling="tokens"`, `(T, D)`; all other
     fields stay in the record. Keep the images as well with `precompute(..., keep=("image",))`.
+    For DINO, DINOv2, DINOv3, ViT, and the vision towers of CLIP and SigLIP, alone or in a complete model.
 
     Args:
         folder: What `model.save_pretrained(folder)` and its processor wrote: `config.json`, `*.safetensors`,
             `preprocessor_config.json`. Or the name of a model on the Hugging Face Hub, as
             `"facebook/dinov2-base"`, which is looked for in the local Hub cache.
         pooling: `cls`: the class token. `mean`: the mean of the patches, without class and register tokens.
-            `tokens`: all tokens, these first.
+            `tokens`: all tokens, these first. `pooled`: what the model itself makes of them, as SigLIP does
+            with an attention of its own.
         field: The field with images, uint8 `(3, H, W)`.
         output: Name of the field with the features.
         processor: `device`: images keep their size, and are scaled and normalized on the model's device.
@@ -100,8 +100,8 @@ class FeatureEncoder:
         self._pooling: Pooling = pooling
         self._processor: Processor = processor
         self._field, self._output, self._encode_batch = field, output, encode_batch
-        self._config = _read_json(self._folder / "config.json")
-        self._preprocessor = _read_json(self._folder / "preprocessor_config.json")
+        self._config = _vision_config(read_json(self._folder / "config.json"))
+        self._preprocessor = read_json(self._folder / "preprocessor_config.json")
         self._device = torch.device("cpu")
         self._weights: dict[str, Tensor] | None = None
         self._digest = WeightsDigest()
@@ -113,6 +113,10 @@ class FeatureEncoder:
                     "with equal patches",
                     hint="Wrap the model in a ModuleEncoder",
                 )
+        if pooling == "cls" and not self._class_tokens:
+            raise EncoderError(
+                f"the model in {self._folder} has no class token", hint=f"Use {arg('pooling', 'pooled')}"
+            )
 
     @property
     def independent_steps(self) -> bool:
@@ -161,7 +165,7 @@ class FeatureEncoder:
         """
         model = self._assembled()
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
-            tokens = model.tokens(batch[self._field])
+            tokens, pooled = model.outputs(batch[self._field])
             expected = self._tokens(tuple(batch[self._field].shape[2:]))
             if tuple(tokens.shape[1:]) != (expected, self._config["hidden_size"]):
                 raise EncoderError(
@@ -172,7 +176,13 @@ class FeatureEncoder:
             if self._pooling == "cls":
                 tokens = tokens[:, 0].clone()
             elif self._pooling == "mean":
-                tokens = tokens[:, 1 + self._registers :].mean(1)
+                tokens = tokens[:, self._class_tokens + self._registers :].mean(1)
+            elif self._pooling == "pooled":
+                if pooled is None or pooled.shape[1:] != tokens.shape[2:]:
+                    raise EncoderError(
+                        f"{self._folder} gives no pooled output", hint=f"Use {arg('pooling', 'mean')}"
+                    )
+                tokens = pooled
         rest = {name: value for name, value in batch.items() if name != self._field}
         return {self._output: tokens, **rest}
 
@@ -185,12 +195,14 @@ class FeatureEncoder:
     def weights(self) -> Mapping[str, Tensor]:
         """Return what the safetensors files of the folder hold, by the names there."""
         if self._weights is None:
-            self._weights = _read_weights(self._folder)
+            weights = _read_weights(self._folder)
+            towers = {name: value for name, value in weights.items() if name.startswith("vision_model.")}
+            self._weights = towers or weights  # of a complete model, without the tower of text
         return self._weights
 
     def identity(self) -> dict[str, Json]:
         """Return model and processor as configured, pooling, and the weights by content."""
-        model = {name: value for name, value in self._config.items() if name not in _VOLATILE}
+        model = {name: value for name, value in self._config.items() if name not in VOLATILE}
         config: dict[str, Json] = {
             "model": model,
             "processor": self._processing(),
@@ -211,6 +223,10 @@ class FeatureEncoder:
         return {**self.__dict__, "_model": None}
 
     @property
+    def _class_tokens(self) -> int:
+        return 0 if self._config.get("model_type") in _NO_CLASS_TOKEN else 1
+
+    @property
     def _registers(self) -> int:
         return int(self._config.get("num_register_tokens") or 0)
 
@@ -225,7 +241,7 @@ class FeatureEncoder:
                 "divide them",
                 hint=f"Give the source {arg('size', near)}",
             )
-        return 1 + self._registers + (height // patch) * (width // patch)
+        return self._class_tokens + self._registers + (height // patch) * (width // patch)
 
     def _seen(self, size: Sequence[int]) -> tuple[int, int]:
         """(height, width) that the model sees."""
@@ -270,7 +286,9 @@ class FeatureEncoder:
         if self._model is None:
             scaling = self._scaling() if self._processor == "device" else None
             try:
-                self._model = VisionModel(self._folder, self.weights(), scaling=scaling)
+                self._model = VisionModel(
+                    self._folder, self.weights(), scaling=scaling, needs_pooler=self._pooling == "pooled"
+                )
             except ImportError as error:
                 raise EncoderError(
                     f"the model in {self._folder} needs transformers 5.5 or later, which cannot be imported "
@@ -288,13 +306,21 @@ class VisionModel:
         folder: With its configuration; weights are not read from there.
         weights: By the names of its safetensors files.
         scaling: What to do to uint8 images on the device; None: the model's own processor does all.
+        needs_pooler: Refuse a model without weights for its pooled output.
 
     Raises:
         EncoderError: The configuration is of no known model, or weights are missing or of other shapes.
     """
 
-    def __init__(self, folder: Path, weights: Mapping[str, Tensor], *, scaling: Scaling | None) -> None:
-        self._model = _model(folder, weights)
+    def __init__(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        *,
+        scaling: Scaling | None,
+        needs_pooler: bool = False,
+    ) -> None:
+        self._model = _model(folder, weights, needs_pooler=needs_pooler)
         self._device = torch.device("cpu")
         self._processor: Any = None
         self._shift = torch.zeros(3, 1, 1, dtype=torch.float32, device="cpu")
@@ -313,15 +339,16 @@ class VisionModel:
         self._model.to(device)
         self._shift, self._scale = self._shift.to(device), self._scale.to(device)
 
-    def tokens(self, images: Tensor) -> Tensor:
-        """Tokens `(n, T, D)` of uint8 images `(n, 3, H, W)`."""
+    def outputs(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return tokens `(n, T, D)` and pooled output `(n, D)`, if any, of uint8 images `(n, 3, H, W)`."""
         if self._processor is None:
             pixels = (images.to(torch.float32) - self._shift) * self._scale
         else:
             arrays = [image.numpy() for image in images.cpu()]
             made = self._processor(images=arrays, return_tensors="pt", input_data_format="channels_first")
             pixels = made["pixel_values"].to(self._device, torch.float32)
-        return cast("Tensor", self._model(pixel_values=pixels).last_hidden_state)
+        output = self._model(pixel_values=pixels)
+        return output.last_hidden_state, getattr(output, "pooler_output", None)
 
 
 def pil_backend() -> str:
@@ -332,17 +359,32 @@ def pil_backend() -> str:
     return f"pil, transformers {transformers.__version__}, pillow {pillow}"
 
 
-def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
+def _vision_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that is about images."""
+    inner = config.get("vision_config")
+    if not isinstance(inner, dict):
+        return config
+    width, patch = _WHOLE_SIZES.get(str(config.get("model_type")), (None, None))
+    defaults = {
+        "hidden_size": width,
+        "patch_size": patch,
+        "model_type": f"{config.get('model_type')}_vision_model",
+    }
+    return {**{name: value for name, value in defaults.items() if value}, **cast("dict[str, Any]", inner)}
+
+
+def _model(folder: Path, weights: Mapping[str, Tensor], *, needs_pooler: bool) -> nn.Module:
     from transformers import MODEL_MAPPING, AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = getattr(config, "vision_config", config)
         kind: Any = MODEL_MAPPING[type(config)]
     except (ValueError, KeyError, OSError) as error:
         raise EncoderError(
             f"{folder / 'config.json'} describes no model that transformers knows: {error}"
         ) from error
-    with _quiet(), torch.device("cpu"):
+    with quiet(), torch.device("cpu"):
         model, found = kind.from_pretrained(
             None,
             config=config,
@@ -352,7 +394,7 @@ def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
             output_loading_info=True,
         )
     # A pooler is made of random weights where a checkpoint has none; nothing here uses it.
-    missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
+    missing = sorted(name for name in found["missing_keys"] if needs_pooler or not name.startswith("pooler."))
     if missing or found["mismatched_keys"]:
         wrong = missing or sorted(map(str, found["mismatched_keys"]))
         raise EncoderError(
@@ -360,22 +402,6 @@ def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
             "They would be random; copy or download the folder again"
         )
     return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without a progress bar and a report of its own on standard error."""
-    from transformers.utils import logging as progress
-
-    bar, level = progress.is_progress_bar_enabled(), progress.get_verbosity()
-    progress.disable_progress_bar()
-    progress.set_verbosity_error()
-    try:
-        yield
-    finally:
-        progress.set_verbosity(level)
-        if bar:
-            progress.enable_progress_bar()
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -431,21 +457,6 @@ def _resolve_folder(folder: str | Path, revision: str | None, *, download: bool)
     if revision is None or not _COMMIT.fullmatch(revision):
         _log.info("%s is at commit %s; pin it with revision=%r", name, commit, commit)
     return Path(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise EncoderError(f"{path} is not a file", hint="Copy or download it again")
-    try:
-        return read_object(path)
-    except OSError as error:
-        raise EncoderError(
-            f"{path} cannot be read: {error.strerror}",
-            hint="Give a folder that save_pretrained() of the model and of its processor wrote, or the name "
-            "of a model on the Hub, as facebook/dinov2-base",
-        ) from error
-    except ValueError as error:
-        raise EncoderError(f"{path} is not JSON: {error}", hint="Copy or download it again") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +38,8 @@ from stoker.units import format_count
 # values and `{bytes, path}` (how datasets keep images and sound) are their bytes, uint8 of varying length. A
 # struct is its members, as `<column>.<member>`.
 #
-# Text, dates and null are not numbers. To leave a column of text out, name the others. A null is an error of
+# Text, dates and null are not numbers. To leave a column of text out, name the others; `text={"caption":
+# "bytes"}` reads it as its UTF-8 bytes. A null is an error of
 # its row.
 
 
@@ -98,18 +99,36 @@ def readable_columns(path: Path) -> tuple[list[str], dict[str, str]]:
     return [name for name in schema.names if name not in refused], refused
 
 
-def _refusal(schema: Any, name: str) -> str | None:
+def _refusal(schema: Any, name: str, text: Collection[str] = ()) -> str | None:
     """Return what a column is that a store cannot hold; None: it can."""
-    fields = _walk(name, (name,), schema.field(name).type)
+    fields = _walk(name, (name,), schema.field(name).type, text)
     return next((field for field in fields if isinstance(field, str)), None)
 
 
-def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
+def checked_text(text: Mapping[str, str] | None) -> frozenset[str]:
+    """Return the columns of text that are read as their UTF-8 bytes.
+
+    Raises:
+        ConfigError: A rule is another than `"bytes"`.
+    """
+    for name, rule in (text or {}).items():
+        if rule != "bytes":
+            raise ConfigError(
+                f"{arg('text', {name: rule})} is not a rule",
+                hint=f"Expected {arg('text', {name: 'bytes'})}; to leave a column out, name the others",
+            )
+    return frozenset(text or ())
+
+
+def fields_of(
+    schema: Any, columns: Sequence[str] | None, *, where: str, text: Collection[str] = ()
+) -> tuple[ArrowField, ...]:
     """Return the fields of the columns of an Arrow schema, in their order.
 
     Args:
         schema: Of the table.
         columns: Which; None: all.
+        text: Columns of text to be read as their UTF-8 bytes.
         where: Names the table in messages.
 
     Raises:
@@ -124,13 +143,17 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
         )
     if missing := [name for name in wanted if name not in names]:
         raise SourceError(f"{where} has no column {', '.join(missing)}", hint=f"It has {', '.join(names)}")
-    if refused := {name: why for name in wanted if (why := _refusal(schema, name))}:
+    if unknown := sorted({*text} - {*names}):
+        raise SourceError(f"{where} has no column {unknown[0]!r} of text", hint=f"It has {', '.join(names)}")
+    if refused := {name: why for name in wanted if (why := _refusal(schema, name, text))}:
         rest = [name for name in wanted if name not in refused]
         shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
         columns = arg("columns", rest, setting="data.parquet.columns")
         cure = f"Name the columns to read, as {columns}" if rest else "Convert them when it is written"
+        strings = {name: "bytes" for name, why in refused.items() if why in _TEXT}
+        cure += f". For the bytes of a text give {arg('text', strings)}" if strings else ""
         raise SourceError(f"{where}: {shown}, and a store holds numbers", hint=cure)
-    walked = (_walk(name, (name,), schema.field(name).type) for name in wanted)
+    walked = (_walk(name, (name,), schema.field(name).type, text) for name in wanted)
     found = [field for fields in walked for field in fields if isinstance(field, ArrowField)]
     every = [field.name for field in found]
     if twice := sorted({name for name in every if every.count(name) > 1}):
@@ -143,8 +166,16 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     return tuple(found)
 
 
-def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | str]:
+_TEXT = ("string", "large_string", "string_view")
+"""Types of text, as Arrow writes them."""
+
+
+def _walk(
+    name: str, path: tuple[str, ...], kind: Any, text: Collection[str] = ()
+) -> Iterator[ArrowField | str]:
     """Yield fields of one column, or what is wrong with it."""
+    if name in text and str(kind) in _TEXT:
+        kind = import_module("pyarrow").large_binary()
     types = import_module("pyarrow").types
     if types.is_struct(kind):
         members = [(kind.field(i).name, kind.field(i).type) for i in range(kind.num_fields)]
@@ -274,6 +305,8 @@ class ParquetSource(PartedSource[ParquetFile]):
         columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
         key: A column whose values name the samples, for splits that do not depend on the order of rows; None:
             file and row.
+        text: Columns of text to be read as their UTF-8 bytes, uint8 of varying length, as
+            `{"caption": "bytes"}` for `stoker.Tokenize`.
 
     Raises:
         SourceError: On first use: a file is damaged, or a column holds no numbers.
@@ -288,8 +321,16 @@ class ParquetSource(PartedSource[ParquetFile]):
         ([4], True, ['a', 'b'])
     """
 
-    def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        text: Mapping[str, str] | None = None,
+    ) -> None:
         import_arrow("ParquetSource")
+        self._text = checked_text(text)
         check_texts(key=key)
         root, paths, keys = find_keyed_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
@@ -383,7 +424,7 @@ class ParquetSource(PartedSource[ParquetFile]):
             common: tuple[ArrowField, ...] | None = None
             for name, path in self._paths:
                 with _opened(path) as file:
-                    fields = fields_of(file.schema_arrow, self._columns, where=str(path))
+                    fields = fields_of(file.schema_arrow, self._columns, where=str(path), text=self._text)
                     counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
                 if common is not None and fields != common:
                     raise SourceError(
@@ -428,6 +469,8 @@ class DatasetsSource:
     Args:
         dataset: One split, not a `DatasetDict`, and not streaming.
         columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
+        text: Columns of text to be read as their UTF-8 bytes, uint8 of varying length, as
+            `{"caption": "bytes"}` for `stoker.Tokenize`.
 
     Raises:
         ConfigError: It is not such a dataset, `columns` is not a list of names, or pyarrow is not installed.
@@ -440,8 +483,11 @@ class DatasetsSource:
         2
     """
 
-    def __init__(self, dataset: Any, *, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, dataset: Any, *, columns: Sequence[str] | None = None, text: Mapping[str, str] | None = None
+    ) -> None:
         import_arrow("DatasetsSource")
+        strings = checked_text(text)
         if not (hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")):
             raise ConfigError(
                 f"DatasetsSource takes a datasets.Dataset, got {type(dataset).__name__}",
@@ -451,7 +497,7 @@ class DatasetsSource:
         self._dataset = dataset.with_format("arrow")
         self._fingerprint = str(dataset._fingerprint)
         self._fields: tuple[ArrowField, ...] = fields_of(
-            dataset.features.arrow_schema, checked_columns(columns), where="the dataset"
+            dataset.features.arrow_schema, checked_columns(columns), where="the dataset", text=strings
         )
         self._block: tuple[int, Any] | None = None
 

@@ -779,7 +779,10 @@ class TorchSource:
                     probes = self._within(self.probe_timeout_s, self._probes)
             items, drawn, changing = probes
             self._check_text(items)
-            schema = common_schema(self._name, items, time=self._time, ragged=self._ragged)
+            # Captions that were probed may happen to be of one length.
+            strings = [name for name in self._text.bytes_fields() if next(iter(items.values()))[name][0].ndim]
+            ragged = {**self._ragged, **{name: (0,) for name in strings}}
+            schema = common_schema(self._name, items, time=self._time, ragged=ragged)
             if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
             if drawn:

@@ -70,6 +70,10 @@ class TextRules:
         """Fields that have a rule."""
         return list(self._rules)
 
+    def bytes_fields(self) -> list[str]:
+        """Return the fields that are stored as bytes, whose length varies."""
+        return [name for name, rule in self._rules.items() if rule == "bytes"]
+
     def dropped(self, name: str) -> bool:
         """Return True if the field is left out."""
         return self._rules.get(name) == "drop"

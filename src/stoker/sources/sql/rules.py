@@ -3,7 +3,8 @@
     columns = {
         "power": "float32",                        # the column of that name, as a number
         "gdop": {"dtype": "float32", "null": 50},  # what stands for NULL; "mask": 0, and a field that says so
-        "site": {"text": ["north", "south"]},      # text by its place in the list; "intern": all there are
+        "site": {"text": ["north", "south"]},      # text by its place in the list; "intern": all there are;
+                                                   # "bytes": as its UTF-8 bytes
         "at": {"timestamp": "ms"},                 # since 1970 UTC, int64
         "trace": {"bytes": "float32", "shape": [256]},
         "matrix": {"json": "float32", "shape": [3, 3]},
@@ -46,6 +47,7 @@ from stoker.sources.sql.values import (
     PlaceRule,
     RowBatch,
     Rule,
+    TextBytesRule,
     TimestampRule,
     WordsRule,
 )
@@ -170,9 +172,15 @@ def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
     column, words, null = rule.get("column", name), rule["text"], rule.get("null")
     if words == "intern":
         return InferredRule(field=name, column=column, words=True, null=null)
+    if words == "bytes":
+        if null is not None:
+            raise ConfigError(
+                f"{where}: null is {null!r}", hint="Text as bytes has nothing for NULL: leave it out"
+            )
+        return TextBytesRule(field=name, column=column)
     if not (found := listed(words)) or len({*map(str, found)}) < len(found):
         raise ConfigError(
-            f"{where}: text is {words!r}", hint="Expected a list of different words, or 'intern'"
+            f"{where}: text is {words!r}", hint="Expected a list of different words, 'intern' or 'bytes'"
         )
     return WordsRule(field=name, column=column, words=tuple(map(str, words)), null=null)
 

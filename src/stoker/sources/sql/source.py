@@ -125,6 +125,11 @@ class SharedRows:
         return self._schema
 
     @property
+    def ragged(self) -> bool:
+        """True if a field is of varying length."""
+        return any(field.ragged for field in self.schema.values())
+
+    @property
     def found(self) -> Json:
         """The rules that followed from the rows, for the recipe."""
         pairs = zip(self.written, self.rules, strict=True) if self._has_undecided() else ()
@@ -380,11 +385,13 @@ class SQLSource:
             IndexError: There is no such sample.
         """
         check_index(index, len(self))
-        samples = self.read_many(range(index, index + 1))
+        samples = self._read(range(index, index + 1))
         return {name: array[0, ...] for name, array in samples.items()}
 
-    def read_many(self, indices: range) -> Sample:
+    def read_many(self, indices: range) -> Sample | None:
         """Return consecutive samples at once, each field `(n, *shape)`: the same values as one by one.
+
+        None where text of varying length is among the fields.
 
         Raises:
             SourceError: A row is malformed; names the first.
@@ -392,6 +399,9 @@ class SQLSource:
         """
         if not 0 <= indices.start < indices.stop <= len(self):
             raise IndexError(f"samples {indices} do not exist: this source has {len(self)}")
+        return None if self._shared.ragged else self._read(indices)
+
+    def _read(self, indices: range) -> Sample:
         standards = self._standards()
         rows = self._rows()[indices.start : indices.stop]
         samples = dict(self._kept_of(rows) or self._made(rows))
@@ -522,8 +532,11 @@ class SQLSource:
         """Yield samples for statistics, without malformed rows; reading those quarantines them."""
         training = self._training()
         rows = training._rows()
-        size = len(rows) * sum(field.size_bytes() for field in self._shared.schema.values())
-        kept: list[Sample] | None = [] if training is self and size <= _KEPT_BYTES else None
+        fields = self._shared.schema.values()
+        small = (
+            not self._shared.ragged and len(rows) * sum(field.size_bytes() for field in fields) <= _KEPT_BYTES
+        )
+        kept: list[Sample] | None = [] if training is self and small else None
         for first in range(0, len(rows), _CHUNK):
             chunk = rows[first : first + _CHUNK]
             try:

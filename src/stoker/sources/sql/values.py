@@ -210,6 +210,32 @@ class WordsRule(IntegerRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextBytesRule(ColumnRule):
+    """Text as its UTF-8 bytes, of varying length."""
+
+    def schema(self) -> Schema:
+        """Return a ragged field of bytes."""
+        return {self.field: Field(shape=(-1,), dtype="uint8", ragged=True)}
+
+    def make(self, rows: RowBatch) -> Sample:
+        """Return the bytes; those of several rows padded with zeros to the longest."""
+        found = [self._bytes(value) for value in rows.columns[self.column].each()]
+        made = np.zeros((len(found), max(map(len, found), default=0)), np.uint8)
+        for row, data in zip(made, found, strict=True):
+            row[: len(data)] = np.frombuffer(data, np.uint8)
+        return {self.field: made}
+
+    def _bytes(self, value: Value) -> bytes:
+        if value.tag != TEXT:
+            raise MalformedError(self.column, f"is {NAMES[value.tag]}, expected text")
+        return text_of(value.value, self.column).encode()
+
+    def to_json(self) -> Json:
+        """Column, and that it is text."""
+        return {"column": self.column, "text": "bytes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimestampRule(IntegerRule):
     """A moment, as a whole number since 1970 UTC: a time, ISO 8601 text, or seconds since 1970."""
 
