@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol, TypeVar
+from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -818,7 +818,7 @@ def _varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[s
         return dict.fromkeys(ragged, (0,))
     found = {name: tuple(sorted({*axes})) for name, axes in ragged.items()}
     for name, axes in found.items():
-        if not axes or not all(isinstance(axis, int) and axis >= 0 for axis in axes):
+        if not axes or not all(isinstance(cast(object, axis), int) and axis >= 0 for axis in axes):
             raise ConfigError(
                 f"ragged[{name!r}] is {ragged[name]!r}", hint="Expected the axes that vary, as (1, 2)"
             )
