@@ -314,8 +314,10 @@ def _fits(shape: tuple[int, ...], field: Field) -> bool:
             field.ragged and len(shape) == len(field.shape) and shape[1:] == field.shape[1:]
         )
     lead = len(field.axes)
-    return shape[lead:] == field.shape[1:] and all(
-        word in (VARIES, str(size)) for word, size in zip(field.axes, shape, strict=False)
+    return (
+        len(shape) >= lead
+        and shape[lead:] == field.shape[1:]
+        and all(word in (VARIES, str(size)) for word, size in zip(field.axes, shape[:lead], strict=True))
     )
 
 
