@@ -19,8 +19,14 @@ from stoker.store.failures import Failure
 class Arrays:
     """A source over arrays: one sample per row, or per entry of a list for fields of varying length."""
 
-    def __init__(self, fields: dict[str, Any], timed: Sequence[str] = (), parts: Sequence[int] = ()) -> None:
-        self.fields = fields
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        timed: Sequence[str] = (),
+        parts: Sequence[int] = (),
+        axes: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.fields, self.axes = fields, axes or {}
         self.count = len(next(iter(fields.values())))
         self.parts = list(parts) or [self.count]
         self.timed = set(timed)
@@ -35,7 +41,8 @@ class Arrays:
             one = values[0]
             shape = (-1, *one.shape[1:]) if ragged else tuple(one.shape)
             dtype = str(one.dtype).removeprefix("torch.")
-            found[name] = Field(shape=shape, dtype=dtype, time=name in self.timed, ragged=ragged)
+            axes, time = self.axes.get(name, ()), name in self.timed
+            found[name] = Field(shape=shape, dtype=dtype, time=time, ragged=ragged, axes=axes)
         return found
 
     def identity(self) -> SourceIdentity:
@@ -66,13 +73,14 @@ def write_cache(
     name: str = "c",
     dtype: Any = None,
     compression: Sequence[str] = ("none",),
+    axes: dict[str, tuple[str, ...]] | None = None,
 ) -> Cache:
     """Store tensors (or lists of tensors, for varying length) as a cache with shards of these many rows.
 
     Shards take turns at the kinds of `compression`. Samples in `skip` are quarantined, or left missing with
-    `quarantine=False`.
+    `quarantine=False`. `axes` are those of folded fields, as `folded` gives them.
     """
-    source = Arrays(fields, timed, parts)
+    source = Arrays(fields, timed, parts, axes)
     recipe = make_recipe(source, None, dtype=dtype)
     target = open_folder(folder, name, recipe)
     numbers = [n for n in range(source.count) if n not in set(skip)]
@@ -97,6 +105,14 @@ def write_cache(
         for number in skip:
             target.quarantine(Failure(number=number, stage="read", error="broken", attempts=2, kind="sample"))
     return target.finish()
+
+
+def folded(name: str, tensors: Sequence[torch.Tensor], lead: int) -> dict[str, Any]:
+    """Tensors of which the `lead` first axes vary, as the fields that are stored of them."""
+    return {
+        name: [tensor.flatten(0, lead - 1) for tensor in tensors],
+        f"{name}.shape": torch.tensor([tensor.shape[:lead] for tensor in tensors]),
+    }
 
 
 def trajectories(

@@ -33,7 +33,7 @@ from stoker.loader.batch import (
     Role,
     WindowBatch,
     allocate,
-    time_field,
+    main_field,
     to_device,
 )
 from stoker.loader.gather import RowConverter, make_converter
@@ -339,16 +339,15 @@ def _windows(
     outputs: tuple[OutputSpec, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
 ) -> Iterator[WindowBatch]:
     """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
-    with_future = any(output.role is Role.FUTURE for output in outputs)
+    roles = {output.role for output in outputs}
     names = tuple(output.name for output in outputs if output.role not in STATES)
     first = len(outputs) - len(names)
     conditions: Iterable[Any] = map(dict[str, Tensor], repeat(()))  # an empty one for every batch
     if names:
         conditions = map(dict, map(partial(zip, names), zip(*columns[first:-1], strict=False)))
-    futures: Iterable[Any] = columns[2] if with_future else repeat(None)
-    rows: Iterable[Any] = zip(
-        columns[0], columns[1], futures, conditions, columns[-1], positions, strict=False
-    )
+    seconds: Iterable[Any] = columns[1] if Role.Z1 in roles else repeat(None)
+    futures: Iterable[Any] = columns[2] if Role.FUTURE in roles else repeat(None)
+    rows: Iterable[Any] = zip(columns[0], seconds, futures, conditions, columns[-1], positions, strict=False)
     return map(_window_batch, rows)
 
 
@@ -560,7 +559,7 @@ def make_joiner(options: Options, outputs: tuple[OutputSpec, ...], schema: Schem
         pad=how,
         pack=ragged == "pack",
         windows=windows,
-        main=None if windows is None else time_field(schema, windows.field),
+        main=None if windows is None else main_field(schema, windows),
         stacked=stacked,
         tokens=tokens,
     )

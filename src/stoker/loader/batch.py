@@ -166,9 +166,9 @@ class WindowBatch(NamedTuple):
     z0: Any
     """States at `start`, `(B, *step)`; with several state fields a dict of them, as are z1 and future."""
     z1: Any
-    """States one stride later, `(B, *step)`."""
+    """States one stride later, `(B, *step)`; None at horizon 0."""
     future: Any
-    """The `horizon - 1` states after `z1`, `(B, horizon - 1, *step)`; None at horizon 1."""
+    """The `horizon - 1` states after `z1`, `(B, horizon - 1, *step)`; None up to horizon 1."""
     cond: dict[str, Tensor]
     """Every other field as `(B, C)`: a parameter as it is, a field with time at `start`. `dt` is the time
     from z0 to z1 where records have a field `time` with a time axis, else a field `dt` times the stride.
@@ -344,12 +344,13 @@ class Windows:
     horizon: int | tuple[int, int] = 1
     """States after `z0`: `z1` is the first, `future` the `horizon - 1` others. A range: each example draws
     its own. `future` then has the states of the largest, zeros behind the example's own, and
-    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there."""
+    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there. 0: each row is an example of its own,
+    `z0` alone; then the field need not have time, a varying length will do."""
     start_every: int = 1
     """Stored steps between the starts of consecutive windows of one trajectory."""
     field: str | tuple[str, ...] | None = None
-    """The field that has time; None: the only one, or `latent`, or `data`. Several: `z0`, `z1` and `future`
-    are dicts by field."""
+    """The field that has time, or at horizon 0 a varying length; None: the only one, or `latent`, or `data`.
+    Several: `z0`, `z1` and `future` are dicts by field."""
 
     def __post_init__(self) -> None:
         """Refuse numbers below one and empty ranges."""
@@ -360,8 +361,13 @@ class Windows:
                 _check_range(name, ends)
                 object.__setattr__(self, name, ends)
             else:
-                _check_count(name, value)
+                _check_count(name, value, least=0 if name == "horizon" else 1)
         _check_count("start_every", self.start_every)
+        if self.rows and self.stride != 1:
+            raise ConfigError(
+                f"windows.stride is {self.stride}, and at horizon 0 no state follows z0",
+                hint=f"Leave {arg('stride', call='Windows')} out; for every second row give start_every=2",
+            )
         if isinstance(self.field, list | tuple):
             names = tuple(self.field)
             if not names or len({*names}) < len(names):
@@ -369,6 +375,11 @@ class Windows:
                     f"windows.field is {list(names)}", hint="Expected one or more names, each once"
                 )
             object.__setattr__(self, "field", names)
+
+    @property
+    def rows(self) -> bool:
+        """True if each row is an example of its own: horizon 0."""
+        return self.horizon == 0
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -423,9 +434,9 @@ class Windows:
         return f"stride={stride} horizon={horizon} start_every={self.start_every}{fields}"
 
 
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"windows.{name} is {value!r}", hint="Expected a whole number of at least 1")
+def _check_count(name: str, value: object, *, least: int = 1) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"windows.{name} is {value!r}", hint=f"Expected a whole number of at least {least}")
 
 
 def _check_range(name: str, ends: tuple[object, ...]) -> None:
@@ -469,16 +480,59 @@ def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
             return name
     if len(points := [name for name in timed if schema[name].folded]) == 1:
         return points[0]
+    varying = [name for name, field in schema.items() if field.ragged and not field.axes]
+    rows = f"For single rows as examples give Windows(horizon=0, field={varying[0]!r}). " if varying else ""
     raise ConfigError(
         f"windows need one field with time; this cache has {', '.join(timed) or 'none'}",
         hint=f"Name one, as {arg('field', timed[0], call='Windows', setting='training.state_fields')}"
         if timed
-        else _KEEP_TIME,
+        else rows + _KEEP_TIME,
     )
 
 
-def check_conditions(schema: Schema, main: str) -> None:
+def main_field(schema: Schema, windows: Windows) -> str:
+    """Return the field that windows are cut from, or whose rows are examples; the first of several.
+
+    Raises:
+        ConfigError: As `time_field`; a field of rows has neither time nor a varying length.
+    """
+    if not windows.rows:
+        return time_field(schema, windows.field)
+    lengths = [n for n, f in schema.items() if f.ragged and not (f.folded or f.kept)]
+    if windows.field is None:
+        timed = any(field.evolves and not field.kept for field in schema.values())
+        if len(lengths) != 1 or timed:
+            return time_field(schema, None) if timed else _no_rows(lengths)
+        return lengths[0]
+    names = windows.field if isinstance(windows.field, tuple) else (windows.field,)
+    for name in names:
+        fits = [*lengths, *(n for n, f in schema.items() if f.evolves and not f.kept and n not in lengths)]
+        if name not in fits:
+            raise ConfigError(
+                f"{arg('windows.field', name, setting='training.state_fields')} has neither time nor a "
+                "varying length",
+                hint=f"Fields whose rows can be examples: {', '.join(fits) or 'none'}",
+            )
+    return names[0]
+
+
+def _no_rows(lengths: Sequence[str]) -> str:
+    raise ConfigError(
+        "rows as examples need one field with time or of varying length; without time this cache has "
+        f"{', '.join(lengths) or 'none'}",
+        hint=f"Name one, as {arg('field', lengths[0], call='Windows')}"
+        if lengths
+        else "Leave windows= out to serve whole records",
+    )
+
+
+def check_conditions(schema: Schema, main: str, *, rows: bool = False) -> None:
     """Refuse what cannot be a condition of the windows of field `main`.
+
+    Args:
+        schema: Of the records.
+        main: The field that windows are cut from.
+        rows: Rows are examples; fields of varying length then give the row of the same place.
 
     Raises:
         ConfigError: A field has neither time nor a fixed shape, or another number of steps than `main`.
@@ -493,7 +547,7 @@ def check_conditions(schema: Schema, main: str) -> None:
                 "different lengths, so no window of one matches the other",
                 hint="Store them in caches of their own",
             )
-        if field.ragged and not field.time:
+        if field.ragged and not field.time and not (rows and schema[main].ragged):
             raise ConfigError(
                 f"field {name!r} has another length in every record and no time, so it cannot be given with "
                 "windows",
@@ -503,13 +557,13 @@ def check_conditions(schema: Schema, main: str) -> None:
 
 def state_fields(schema: Schema, windows: Windows) -> tuple[str, ...]:
     """Return the fields that become `z0`, `z1` and `future`, in the order in which they were named."""
-    first = time_field(schema, windows.field)
+    first = main_field(schema, windows)
     return windows.field if isinstance(windows.field, tuple) else (first,)
 
 
 def condition_width(field: Field) -> int:
     """Return the numbers per example that a condition has: a scalar gives one."""
-    sizes = field.shape[1:] if field.time else field.shape
+    sizes = field.step_shape
     return int(np.prod(sizes, dtype=np.int64)) if sizes else 1
 
 

@@ -187,18 +187,18 @@ class GroupPlanner(BatchPlanner):
         length = np.where(place < whole[group], full, rest[group])
         begin = first[group] + place * full
         few = [] if self._drop_last else np.flatnonzero((rest > 0) & ~shared).tolist()
-        pool = [
-            (int(first[g] + whole[g] * full + at), min(self.batch_size, int(rest[g]) - at))
-            for g in few
-            for at in range(0, int(rest[g]), self.batch_size)
-        ]
+        least = int(
+            (-(-self._counts // self.batch_size)).sum()
+        )  # batches, if all are as large as they may be
+        if not self._drop_last and least + -least % ranks > self._count:
+            raise self._refuse(f"{format_count(self._count, 'example')} in batches of {self.batch_size}")
+        pool: list[tuple[int, int]] = []
+        for g in few:
+            pool += self._cut(int(first[g] + whole[g] * full), int(rest[g]))
         while -len(pool) % ranks > sum(size - 1 for _, size in pool):
             # Too few examples to split: the last of the largest steps gives its own.
-            most = int(length.max(initial=0))
-            if most <= ranks:
-                raise self._refuse(f"{format_count(self._count, 'example')} in batches of {self.batch_size}")
             at = len(length) - 1 - int(np.argmax(length[::-1]))
-            pool += [(int(b), int(s)) for b, s in zip(*self._shared(begin[at], length[at]), strict=True)]
+            pool += self._cut(int(begin[at]), int(length[at]))
             begin, length = np.delete(begin, at), np.delete(length, at)
         for _ in range(-len(pool) % ranks):
             at = max(range(len(pool)), key=lambda place: (pool[place][1], place))
@@ -207,6 +207,11 @@ class GroupPlanner(BatchPlanner):
         begins, sizes = self._shared(begin[:, None], length[:, None])
         mixed = np.array(pool, np.int64).reshape(-1, ranks, 2)
         return np.concatenate([begins, mixed[..., 0]]), np.concatenate([sizes, mixed[..., 1]])
+
+    def _cut(self, begin: int, length: int) -> list[tuple[int, int]]:
+        """Return begin and size of as few batches as hold so many examples."""
+        size = self.batch_size
+        return [(begin + at, min(size, length - at)) for at in range(0, length, size)]
 
     def _shared(self, begin: NDArray[np.int64], length: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Return begin and size of each rank's part of steps: `(..., ranks)`."""
@@ -278,8 +283,8 @@ class TokenPlanner(BatchPlanner):
             bounds = bounds[: len(bounds) - over]
             if len(bounds) == 1:
                 raise ConfigError(
-                    f"drop_last leaves no batch: {format_count(batches, 'batch', 'batches')} of up to "
-                    f"{self._budget} tokens are fewer than {self._world_size} ranks",
+                    f"drop_last leaves no batch: batches of up to {self._budget} "
+                    f"tokens, {batches} of them, are fewer than {self._world_size} ranks",
                     hint=f"Choose a smaller {arg('batch_tokens')}, or {arg('drop_last', False)}",
                 )
         elif over:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
-from stoker.loader.batch import STATES, Examples, Windows, number_examples, time_field
+from stoker.loader.batch import STATES, Examples, Windows, main_field, number_examples
 from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
 from stoker.loader.options import Options, check_share, check_static
 from stoker.loader.order import (
@@ -343,9 +343,7 @@ def check_filling(cache: Cache, options: Options) -> None:
         ConfigError: As said; tells why.
     """
     drawn = options.weights is not None and not options.weights.replacement
-    varying = (
-        options.windows is not None and cache.schema[time_field(cache.schema, options.windows.field)].ragged
-    )
+    varying = options.windows is not None and cache.schema[main_field(cache.schema, options.windows)].ragged
     wants = {
         f"world_size={options.world_size}": (
             options.world_size > 1 and cache.filling is not None and not cache.filling.agreed,
@@ -358,6 +356,10 @@ def check_filling(cache: Cache, options: Options) -> None:
         ),
         "batch_by=": (options.batch_by is not None, "shapes and keys are known once all are stored"),
         "batch_tokens=": (options.batch_tokens is not None, "lengths are known once all are stored"),
+        "Windows(horizon=0)": (
+            options.windows is not None and options.windows.rows,
+            "rows are counted once all are stored",
+        ),
         "static=True": (options.static, "batches at fixed addresses are gathered on a device that holds all"),
         f"an order of {options.order}": (
             options.order.startswith(("static", "bucket")),

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, StalledError, arg
-from stoker.loader.batch import Examples, Windows, number_examples, time_field
+from stoker.loader.batch import Examples, Windows, main_field, number_examples
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.order import Draws, Order, OrderKind, RankShare, apportion, make_draws
 from stoker.loader.records import RecordTable, as_indices, find_records, trajectory_lengths
@@ -73,7 +73,7 @@ class FillOrder:
         self._seed, self._shuffled = options.seed, options.order != "sequential"
         self.indices = _numbers(recipe, options.indices)
         """Sample index of each record that is to be served, stored or not."""
-        self.varying = windows is not None and recipe.schema[time_field(recipe.schema, windows.field)].ragged
+        self.varying = windows is not None and recipe.schema[main_field(recipe.schema, windows)].ragged
         """How many examples a record has is known only once it is stored."""
         self.examples = _examples(recipe, windows, len(self.indices))
         self.per_record = self.examples.per_record
@@ -178,7 +178,7 @@ def _examples(recipe: Recipe, windows: Windows | None, records: int) -> Examples
     """Return the numbers of examples, with room for any length where lengths vary."""
     if windows is None:
         return number_examples(None, records, None)
-    field = recipe.schema[time_field(recipe.schema, windows.field)]
+    field = recipe.schema[main_field(recipe.schema, windows)]
     if field.ragged:
         none = np.empty(0, np.int64)
         return Examples(count=records * ROOM, per_record=ROOM, first=none, start_every=windows.start_every)

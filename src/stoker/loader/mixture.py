@@ -633,6 +633,12 @@ def _check_together(members: Members) -> None:
                 "turns of a mixture are laid out by batches of one size",
                 hint="Iterate over that Loader alone, or make it without batch_by= and batch_tokens=",
             )
+        windows = design.options.windows
+        if windows is not None and windows.rows:
+            raise ConfigError(
+                f"the loader of {name!r} serves rows as examples (horizon=0), and those of a mixture have z1",
+                hint="Iterate over that Loader alone, or give Windows(horizon=1)",
+            )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world_size", designs[first].share.world_size, design.share.world_size),

@@ -290,7 +290,7 @@ def make_outputs(
         )
     states = state_fields(schema, windows)
     for main in states:
-        check_conditions(schema, main)
+        check_conditions(schema, main, rows=windows.rows)
     if any(schema[main].folded for main in states):
         return _point_outputs(schema, conversion)
     outputs = [output for main in states for output in _states(main, schema[main], conversion[main], windows)]
@@ -298,7 +298,7 @@ def make_outputs(
         if f.kept:
             outputs += _kept_outputs(name, f, conversion[name], windows)
         elif name not in states:
-            lag, width = 0 if f.time else None, condition_width(f)
+            lag, width = 0 if f.time or f.ragged else None, condition_width(f)
             condition = _output(name, name, f, conversion[name], lag=lag, width=width)
             outputs.append(replace(condition, role=Role.CONDITION))
     outputs = _with_time_step(outputs, schema, states, conversion, windows)
@@ -353,6 +353,8 @@ def _states(main: str, field: Field, conversion: Conversion | None, windows: Win
     """`z0`, `z1` and, above horizon 1, `future` of one field."""
     horizon = windows.horizons[1]
     z0 = _output(Role.Z0.value, main, field, conversion, lag=0)
+    if windows.rows:
+        return [replace(z0, role=Role.Z0)]
     z1 = _later(Role.Z1.value, main, field, conversion, windows, range(1, 2), horizon)
     states = [replace(z0, role=Role.Z0), replace(z1, role=Role.Z1)]
     if horizon > 1:
@@ -415,6 +417,8 @@ def _with_time_step(
     one times the stride. Times are subtracted as they are stored: in a narrower dtype nothing might be left.
     """
     time, step = schema.get("time"), schema.get("dt")
+    if windows.rows:
+        return [*outputs]
     if time is not None and time.time and condition_width(time) == 1 and not (time.kept or time.quantized):
         if "time" in states:
             return [*outputs]
@@ -457,11 +461,10 @@ def _kept_outputs(
     It keeps its axes, with at least two of them, so that it is not taken for a condition `(B, C)`: at z1 it
     would tell what is to be predicted.
     """
-    if field.time:
-        found = [
-            _output(f"{name}0", name, field, conversion, lag=0),
-            _later(f"{name}1", name, field, conversion, windows, range(1, 2), 1),
-        ]
+    if field.time or field.ragged:
+        found = [_output(f"{name}0", name, field, conversion, lag=0)]
+        if not windows.rows:
+            found.append(_later(f"{name}1", name, field, conversion, windows, range(1, 2), 1))
     else:
         found = [_output(name, name, field, conversion)]
     return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))], role=Role.RAW) for o in found]

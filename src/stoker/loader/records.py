@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
-from stoker.loader.batch import Windows, time_field
+from stoker.loader.batch import Windows, main_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.store.access import MemorySink, read_column
 from stoker.store.index import spread
@@ -236,7 +236,7 @@ class Cuts:
 
 def cuts_points(schema: Schema, windows: Windows | None) -> bool:
     """Return True if windows are cut from a field of points."""
-    return windows is not None and schema[time_field(schema, windows.field)].folded
+    return windows is not None and schema[main_field(schema, windows)].folded
 
 
 def sizes_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64]:
@@ -270,7 +270,12 @@ def cuts_of(cache: Cache, table: RecordTable, windows: Windows) -> tuple[Cuts, N
     Raises:
         ConfigError: Windows draw their stride or have several fields, or fields with time differ in steps.
     """
-    main = time_field(cache.schema, windows.field)
+    main = main_field(cache.schema, windows)
+    if windows.rows:
+        raise ConfigError(
+            f"rows as examples are of fields with one varying axis, and {main!r} has steps and points",
+            hint=f"Use {arg('horizon', 1, call='Windows')}, or ragged='pack' without windows=",
+        )
     if windows.draws or isinstance(windows.field, tuple):
         raise ConfigError(
             f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; given "
@@ -297,12 +302,12 @@ def trajectory_lengths(cache: Cache, table: RecordTable, windows: Windows) -> ND
     Raises:
         ConfigError: Another field with time has another length.
     """
-    main = time_field(cache.schema, windows.field)
+    main = main_field(cache.schema, windows)
     if not cache.schema[main].ragged:
         return table.of_all(cache.lengths(main))
     lengths = lengths_of(cache, table, main)
     for name, field in cache.schema.items():
-        if name == main or not (field.time and field.ragged):
+        if name == main or not field.ragged or not (field.time or (windows.rows and not field.folded)):
             continue
         _check_same_steps(table, (main, lengths), (name, lengths_of(cache, table, name)))
     return lengths

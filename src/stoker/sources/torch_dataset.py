@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol, TypeVar
+from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -314,8 +314,10 @@ def _fits(shape: tuple[int, ...], field: Field) -> bool:
             field.ragged and len(shape) == len(field.shape) and shape[1:] == field.shape[1:]
         )
     lead = len(field.axes)
-    return shape[lead:] == field.shape[1:] and all(
-        word in (VARIES, str(size)) for word, size in zip(field.axes, shape, strict=False)
+    return (
+        len(shape) >= lead
+        and shape[lead:] == field.shape[1:]
+        and all(word in (VARIES, str(size)) for word, size in zip(field.axes, shape[:lead], strict=True))
     )
 
 
@@ -826,7 +828,7 @@ def _varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[s
         return dict.fromkeys(ragged, (0,))
     found = {name: tuple(sorted({*axes})) for name, axes in ragged.items()}
     for name, axes in found.items():
-        if not axes or not all(isinstance(axis, int) and axis >= 0 for axis in axes):
+        if not axes or not all(isinstance(cast(object, axis), int) and axis >= 0 for axis in axes):
             raise ConfigError(
                 f"ragged[{name!r}] is {ragged[name]!r}", hint="Expected the axes that vary, as (1, 2)"
             )
