@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.encoders.mesh import MeshEncoder
     from stoker.encoders.module import ModuleEncoder
     from stoker.encoders.protocol import Encoder
+    from stoker.extras.adopt.run import adopt
     from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
     from stoker.precompute import Timeouts, precompute
     from stoker.profile.run import profile
@@ -77,6 +78,7 @@ __all__ = [
     "Weights",
     "Windows",
     "__version__",
+    "adopt",
     "cached",
     "find_batch_size",
     "index_in_place",
@@ -111,6 +113,7 @@ _HOMES = {
     "TorchSource": "stoker.sources.torch_dataset",
     "Weights": "stoker.loader",
     "Windows": "stoker.loader",
+    "adopt": "stoker.extras.adopt.run",
     "cached": "stoker.cached",
     "find_batch_size": "stoker.train.batch_size",
     "index_in_place": "stoker.store.in_place",
