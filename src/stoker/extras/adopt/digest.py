@@ -55,7 +55,7 @@ def digest_blocks(
         found = as_object(known.get(stamp))
         if found is None:
             digest, sampled = digester.digest(block)
-            found = {"digest": digest, "sampled": sampled}
+            found: dict[str, Json] | None = {"digest": digest, "sampled": sampled}
             if time.time() - block.changed_ns / 1e9 > SETTLED_S:
                 fresh[stamp] = found
         any_sampled = any_sampled or bool(found["sampled"])

@@ -605,12 +605,10 @@ def _batches(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 def _with_gaps(samples: Iterator[tuple[Any, ...]], count: int | None) -> Iterator[tuple[Any, ...]]:
     """Yield samples by number, and one that fails for each number that has no file."""
-    expected = files = 0
-    stem = ""
-    for sample in samples:
+    expected, stem = 0, ""
+    for files, sample in enumerate(samples, 1):
         digits = _DIGITS.findall(sample[1])[-1]
         stem, number = sample[1].removesuffix(digits), int(digits)
-        files += 1
         if number - expected > MAX_GAPS * files + 1000:
             raise SourceError(
                 f"{sample[1]} follows after {format_count(number - expected)} missing numbers",

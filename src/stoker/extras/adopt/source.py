@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias, cast
 
@@ -19,11 +17,11 @@ from stoker.errors import DecodeError, SourceError, arg
 from stoker.extras.adopt.containers import Member, Rows, read_hdf5, read_zip_member, stated_shapes
 from stoker.extras.adopt.formats import Array, Arrays, decode
 from stoker.extras.adopt.layouts import MAY_BE_ZERO, FolderLook, Layout, choose_layout
-from stoker.extras.adopt.listing import FilePart, ListedBlock, ListedSample, Listing, walk
+from stoker.extras.adopt.listing import FilePart, ListedSample, Listing, walk
 from stoker.extras.adopt.pt import MAX_FILE_BYTES, PtReader, RefusedFileError
 from stoker.precompute.worker import ChangedError, all_finite
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import FLOATS, Field, Json, Sample, Schema, digest_json
+from stoker.schema import FLOATS, Field, Json, Sample, Schema
 from stoker.sources.files import OpenFiles, open_regular, why_unreadable
 from stoker.sources.protocol import Part, SourceIdentity, check_index
 
@@ -75,6 +73,8 @@ class FileReader:
             ChangedError: It is not the file that was listed.
         """
         path = self._root / part.file
+        if part.size == 0 and why_unreadable(path) is None:
+            raise DecodeError("empty, 0 bytes")
         if part.row >= 0:
             self._check(os.stat(path), part, path)  # noqa: PTH116
             return self._containers.get((kind, part.file)).read(part.row)
@@ -293,11 +293,13 @@ class AdoptSource:
         listed = self.listing.sample(index)
         if listed.faults:
             return list(listed.faults)
-        files = {part.file: f"{self.folder / part.file}: " for part in listed.parts}
-        for file, begin in files.items():
-            if error.startswith(begin):
-                return [(file, error.removeprefix(begin))]
-        return [(next(iter(files), listed.key), error)]
+        # The file at fault is the last that is named: the place of the sample may have been put before it.
+        begins = {part.file: f"{self.folder / part.file}: " for part in listed.parts}
+        places = {file: error.rfind(begin) for file, begin in begins.items()}
+        file = max(places, key=lambda file: places[file], default=listed.key)
+        if places.get(file, -1) < 0:
+            return [(file, error)]
+        return [(file, error[places[file] + len(begins[file]) :])]
 
     def keys(self) -> Sequence[str]:
         """Return the key of each sample: its relative name without what the layout adds."""

@@ -1,4 +1,4 @@
-"""Earlier caches of `.pt` files become shards; nothing in such a file runs, hangs or fills memory."""
+"""Folders of `.pt` files become caches; nothing in such a file runs, hangs or fills memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError, SourceError
-from stoker.extras.import_pt import run
-from stoker.extras.import_pt.run import ImportSettings, PtReader, RefusedFileError, import_pt
+from stoker.errors import SourceError
+from stoker.extras.adopt import pt
+from stoker.extras.adopt.pt import PtReader, RefusedFileError
+from stoker.extras.adopt.run import AdoptResult, AdoptSettings, run_adopt
 from stoker.loader import Loader, Windows
 from stoker.run.precompute import repair_cache
 from stoker.runtime.processes.child import TORCH, Child
 from stoker.units import MIB
 
 STEPS, TOKENS, WIDTH = 9, 4, 8
-READER = (*TORCH, "stoker.extras.import_pt.run")
+READER = (*TORCH, "stoker.extras.adopt.pt")
 
 
 @pytest.fixture(autouse=True)
 def loaded_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers find their module imported, which takes a second each; the tests of what they import do not."""
-    monkeypatch.setattr(run, "Child", partial(Child, modules=READER))
+    monkeypatch.setattr(pt, "Child", partial(Child, modules=READER))
 
 
 def sample(number: int, **more: Any) -> dict[str, Any]:
@@ -49,6 +50,11 @@ def make_old(folder: Path, numbers: range | list[int] = range(5), **more: Any) -
     return folder
 
 
+def take(old: Path | str, out: Path, **settings: Any) -> AdoptResult:
+    chosen = AdoptSettings(**{"layout": "sample-pt", "workers": 0, "progress": None, **settings})
+    return run_adopt(old, out, name="burgers1d_train", settings=chosen)
+
+
 class Evil:
     """Leaves a file behind when it is unpickled."""
 
@@ -62,15 +68,14 @@ class Evil:
 def test_records_are_what_the_files_hold_and_serve_as_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "Child", Child)
+    monkeypatch.setattr(pt, "Child", Child)
     old = make_old(tmp_path / "old", bc={"left": torch.ones(STEPS, 2), "kind": "periodic"})
 
-    result = import_pt(old, tmp_path / "new", name="burgers1d_train")
+    result = take(old, tmp_path / "new")
 
     cache = result.cache
-    assert (len(cache), cache.complete, result.imported, result.failures) == (5, True, 5, [])
-    assert cache.recipe.entries["source"]["kind"] == "import-pt/1"
-    assert result.left_out == {"bc_kind": 5}
+    assert (len(cache), cache.complete, result.new, result.bad) == (5, True, 5, ())
+    assert {*result.left_out} == {"bc_kind"}
     for number in range(5):
         expected: dict[str, Tensor] = sample(number)
         assert torch.equal(cache[number]["latent"], expected["latent"])
@@ -82,76 +87,17 @@ def test_records_are_what_the_files_hold_and_serve_as_windows(
     }  # fmt: skip
 
 
-def test_importing_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
-    old = make_old(tmp_path / "old")
-    first = import_pt(old, tmp_path / "new", name="x", settings=ImportSettings(dtype="bfloat16"))
-    before = {p: p.stat().st_mtime_ns for p in first.cache.path.iterdir()}
-
-    again = import_pt(old, tmp_path / "new", name="x", settings=ImportSettings(dtype="bfloat16"))
-
-    assert (again.imported, again.reused) == (0, 5)
-    assert {p: p.stat().st_mtime_ns for p in first.cache.path.iterdir()} == before
-    assert again.cache.schema["latent"].dtype == "bfloat16"
-
-
-def test_an_import_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = make_old(tmp_path / "old")
-    read = PtReader.read
-
-    def interrupted(self: PtReader, path: Path) -> Any:
-        if path.name == "sample_00003.pt":
-            raise KeyboardInterrupt
-        return read(self, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PtReader, "read", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            import_pt(old, tmp_path / "new", name="x")
-
-    result = import_pt(old, tmp_path / "new", name="x")
-
-    assert (result.imported, result.reused, len(result.cache)) == (2, 3, 5)
-
-
-def test_other_bytes_make_another_cache(tmp_path: Path) -> None:
-    old = make_old(tmp_path / "old")
-    first = import_pt(old, tmp_path / "new", name="x")
-    torch.save(sample(7), old / "sample_00000.pt")
-
-    second = import_pt(old, tmp_path / "new", name="x")
-
-    assert second.cache.fingerprint != first.cache.fingerprint
-    assert second.imported == 5
-
-
-def test_a_second_cache_of_a_name_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="stoker")
-    old = make_old(tmp_path / "old", [0, 2])
-    first = import_pt(old, tmp_path / "new", name="x")
-    import_pt(old, tmp_path / "new", name="x")
-    assert "another cache" not in caplog.text
-
-    torch.save(sample(1), old / "sample_00001.pt")
-    second = import_pt(old, tmp_path / "new", name="x")
-    import_pt(old, tmp_path / "new", name="x")
-
-    (said,) = [text for text in caplog.messages if "another cache" in text]
-    assert first.cache.fingerprint in said
-    assert second.cache.fingerprint in said
-    assert f"stoker cache gc {tmp_path / 'new'} --keep 1" in said
-
-
 def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
-    old = make_old(tmp_path / "old", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11])
+    old = make_old(tmp_path / "old", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, *range(14, 34)])
     ran = tmp_path / "ran"
     (old / "sample_00001.pt").write_bytes(b"")
     (old / "sample_00002.pt").write_bytes((old / "sample_00002.pt").read_bytes()[:-200])
     torch.save({"latent": Evil(ran)}, old / "sample_00003.pt")
     (old / "sample_00005.pt").unlink()
-    (old / "sample_00005.pt").symlink_to(old / "sample_00000.pt")
+    (old / "sample_00005.pt").symlink_to(old / "nowhere")
     (old / "sample_00006.pt").unlink()
     os.mkfifo(old / "sample_00006.pt")
-    torch.save(sample(7, latent=torch.zeros(3, TOKENS, WIDTH).half()), old / "sample_00007.pt")
+    torch.save(sample(7, latent=torch.ones(3, TOKENS, WIDTH).half()), old / "sample_00007.pt")
     torch.save(
         sample(8, latent=torch.full((STEPS, TOKENS, WIDTH), torch.nan).half()), old / "sample_00008.pt"
     )
@@ -160,25 +106,22 @@ def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
     torch.save([1, 2], old / "sample_00011.pt")
     (old / "sample_1.pt").write_bytes(b"other")
 
-    result = import_pt(old, tmp_path / "new", name="x", settings=ImportSettings(count=14))
+    result = take(old, tmp_path / "new", count=36)
 
-    why = {failure["number"]: str(failure["error"]) for failure in result.failures}
-    assert {failure["stage"] for failure in result.failures} == {"import"}
-    assert result.missing == (4, 12, 13)
-    assert "sample_00004.pt is missing" in why[4]
-    for number, text in {
-        1: "not a zip archive", 2: "zip archive", 3: "asks for posix.system", 5: "is a link", 6: "is a link",
-        7: "that of the first is float16 (9, 4, 8)", 8: "NaN", 9: "storage holds fewer",
-        10: "is compressed", 11: "holds a list",
-    }.items():  # fmt: skip
-        assert text in why[number], (number, why[number])
-        assert f"sample_{number:05d}.pt" in why[number]
+    why = {bad.file: bad.why for bad in result.bad}
+    expected = {
+        1: "empty", 2: "zip archive", 3: "asks for posix.system", 4: "is missing", 5: "link", 6: "pipe",
+        7: "float16 (3, 4, 8), most are float16 (9, 4, 8)", 8: "NaN", 9: "storage holds fewer",
+        10: "is compressed", 11: "its 'latent' is None", 12: "is missing", 13: "is missing",
+        34: "is missing", 35: "is missing",
+    }  # fmt: skip
+    assert why.keys() == {f"sample_{number:05d}.pt" for number in expected}
+    for number, text in expected.items():
+        assert text in why[f"sample_{number:05d}.pt"], (number, why)
     assert result.ignored == 1
-    assert result.cache.indices.tolist() == [0]
+    assert result.cache.indices.tolist() == [0, *range(14, 34)]
     assert result.cache.complete
     assert not ran.exists()
-    assert result.to_json()["missing"] == [4, 12, 13]
-    assert [failure["number"] for failure in result.to_json()["broken"]] == [1, 2, 3, *range(5, 12)]  # type: ignore[union-attr]
 
 
 def bomb(path: Path) -> None:
@@ -197,18 +140,15 @@ def test_a_file_that_claims_huge_entries_or_sizes_is_refused(tmp_path: Path) -> 
         data.replace(b"K\tK\x04K\x08\x87", b"J\xff\xff\xff\x0fK\x04\x86\x86"[:8])
     )
 
-    result = import_pt(old, tmp_path / "new", name="x", settings=ImportSettings(file_bytes=64 * MIB))
-
-    assert [failure["number"] for failure in result.failures] == [1]
-    tiny = ImportSettings(file_bytes=(old / "sample_00000.pt").stat().st_size - 1)
-    with pytest.raises(SourceError, match=r"sample_00000\.pt"):
-        import_pt(old, tmp_path / "newer", name="x", settings=tiny)
+    assert [bad.file for bad in take(old, tmp_path / "new").bad] == ["sample_00001.pt"]
+    with PtReader(100) as reader, pytest.raises(RefusedFileError, match="100 are allowed"):
+        reader.read(old / "sample_00000.pt")
 
 
 def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = make_old(tmp_path / "old", [0]).iterdir()
-    monkeypatch.setattr(run, "START_S", 0.0)
-    monkeypatch.setattr(run, "Child", Child)
+    monkeypatch.setattr(pt, "START_S", 0.0)
+    monkeypatch.setattr(pt, "Child", Child)
 
     with (
         PtReader(MIB, timeout_s=0.05) as reader,
@@ -255,25 +195,25 @@ def test_modules_in_the_working_folder_are_not_imported(
     for name in ("torch", "safetensors", "json", "stoker"):
         (old / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(old)
-    monkeypatch.setattr(run, "Child", Child)
+    monkeypatch.setattr(pt, "Child", Child)
 
-    assert import_pt(".", tmp_path / "new", name="x").imported == 1
+    assert take(".", tmp_path / "new").new == 1
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_record_damaged_after_the_import_is_imported_again(tmp_path: Path) -> None:
+def test_a_record_damaged_after_it_was_stored_is_adopted_again(tmp_path: Path) -> None:
     old = make_old(tmp_path / "old")
-    cache = import_pt(old, tmp_path / "new", name="x").cache
+    cache = take(old, tmp_path / "new").cache
     file = cache.path / cache.index.shards[0].file
     data = bytearray(file.read_bytes())
     data[cache.shard(0).columns["latent"].offset] ^= 1
     file.write_bytes(data)
 
     repaired = repair_cache(cache.path)
-    again = import_pt(old, tmp_path / "new", name="x")
+    again = take(old, tmp_path / "new")
 
-    assert repaired.command == f"stoker cache import-pt DIR --out {tmp_path / 'new'} --name x"
-    assert (again.imported, again.reused) == (1, 4)
+    assert repaired.command == f"stoker cache adopt FOLDER --out {tmp_path / 'new'} --name burgers1d_train"
+    assert (again.new, again.adopted) == (1, 5)
     assert again.cache.verify().ok
     assert torch.equal(again.cache[0]["latent"], sample(0)["latent"])
 
@@ -281,25 +221,36 @@ def test_a_record_damaged_after_the_import_is_imported_again(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"latent": torch.zeros(STEPS, TOKENS, WIDTH, dtype=torch.complex64)}, "is complex64"),
-        ({"latent": torch.zeros(TOKENS, WIDTH)}, "expected a tensor"),
-        ({"latent": torch.zeros(STEPS, TOKENS, WIDTH).to_sparse()}, "expected a plain one"),
-        ({"latent": torch.zeros(1).as_strided((10**6, 10**4, 100), (0, 0, 0))}, "storage holds fewer"),
-        ({"more": torch.zeros(2)}, "its fields are"),
+        ({"latent": torch.ones(STEPS, TOKENS, WIDTH, dtype=torch.complex64)}, "C64"),
+        ({"latent": torch.ones(TOKENS, WIDTH)}, "expected a tensor"),
+        ({"latent": torch.ones(STEPS, TOKENS, WIDTH).to_sparse()}, "expected a plain one"),
+        ({"latent": torch.ones(1).as_strided((10**6, 10**4, 100), (0, 0, 0))}, "storage holds fewer"),
+        ({"more": torch.ones(2)}, "has also more"),
         ({f"k{i}": 0.0 for i in range(1200)}, "more than 1000 entries"),
         ({f"text{i}": "x" for i in range(1200)}, "more than 1000 entries"),
         ({"params": {"nu": torch.tensor(0.0), "x": 1}, "param_nu": torch.tensor(1.0)}, "comes twice"),
     ],
 )
-def test_a_sample_unlike_the_first_is_named(tmp_path: Path, more: dict[str, Any], text: str) -> None:
-    old = make_old(tmp_path / "old", [0])
-    torch.save(sample(1, **more), old / "sample_00001.pt")
+def test_a_sample_unlike_the_others_is_named(tmp_path: Path, more: dict[str, Any], text: str) -> None:
+    old = make_old(tmp_path / "old", range(5))
+    torch.save(sample(5, **more), old / "sample_00005.pt")
 
-    (failure,) = import_pt(old, tmp_path / "new", name="x").failures
+    (bad,) = take(old, tmp_path / "new").bad
 
-    assert (failure["number"], failure["stage"], failure["kind"]) == (1, "import", "sample")
-    assert "sample_00001.pt" in str(failure["error"])
-    assert text in str(failure["error"])
+    assert (bad.file, bad.number) == ("sample_00005.pt", 5)
+    assert text in bad.why
+
+
+def test_dicts_within_one_another_without_end_are_refused(tmp_path: Path) -> None:
+    old = make_old(tmp_path / "old", range(3))
+    deep: dict[str, Any] = {}
+    for _ in range(60):
+        deep = {"a": deep, "b": torch.ones(1)}
+    torch.save(sample(3, more=deep), old / "sample_00003.pt")
+
+    (bad,) = take(old, tmp_path / "new").bad
+
+    assert (bad.file, "too deep" in bad.why) == ("sample_00003.pt", True)
 
 
 def test_a_size_that_only_the_archive_claims_is_refused(tmp_path: Path) -> None:
@@ -309,28 +260,40 @@ def test_a_size_that_only_the_archive_claims_is_refused(tmp_path: Path) -> None:
     data[entry + 20 : entry + 28] = b"\xf0\xff\xff\xff" * 2  # 4 GiB, stored
     (old / "sample_00001.pt").write_bytes(data)
 
-    (failure,) = import_pt(old, tmp_path / "new", name="x").failures
+    (bad,) = take(old, tmp_path / "new").bad
 
-    assert "its entries claim 429496" in str(failure["error"])
+    assert "its entries claim 429496" in bad.why
 
 
 def test_entries_as_long_as_the_latent_run_along_time(tmp_path: Path) -> None:
     old = make_old(tmp_path / "old", bc={"left": torch.ones(STEPS, 2), "kind": torch.tensor(1)})
 
-    schema = import_pt(old, tmp_path / "new", name="x").cache.schema
+    schema = take(old, tmp_path / "new").cache.schema
 
     assert {name for name, field in schema.items() if field.time} == {"latent", "bc_left"}
 
 
 def test_folders_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match="holds no sample_00000"):
-        import_pt(tmp_path / "empty", tmp_path / "new", name="x")
-    with pytest.raises(SourceError, match="cannot be read"):
-        import_pt(tmp_path / "none", tmp_path / "new", name="x")
+    with pytest.raises(SourceError, match="no file of the layout sample-pt"):
+        take(tmp_path / "empty", tmp_path / "new")
     old = make_old(tmp_path / "old", [0, 99_999])
-    with pytest.raises(SourceError, match=r"2 samples for 100,000 numbers"):
-        import_pt(old, tmp_path / "new", name="x")
-    with pytest.raises(ConfigError, match="there is a sample 99999"):
-        import_pt(old, tmp_path / "new", name="x", settings=ImportSettings(count=5))
-    assert not (tmp_path / "new").exists()
+    with pytest.raises(SourceError, match="sample_99999 follows after 99,998 missing numbers"):
+        take(old, tmp_path / "new")
+    with pytest.raises(SourceError, match="there is a sample 3, and count is 3"):
+        take(make_old(tmp_path / "few"), tmp_path / "new", count=3)
+    assert not (tmp_path / "new/burgers1d_train").exists()
+
+
+def test_a_member_of_a_tar_file_is_read_where_it_is(tmp_path: Path) -> None:
+    import tarfile
+
+    old = make_old(tmp_path / "old", [0, 1])
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        for number in range(2):
+            archive.add(old / f"sample_{number:05d}.pt", f"{number:04d}.pt")
+
+    result = take(tmp_path / "all.tar", tmp_path / "new", layout="auto")
+
+    assert (result.layout, result.adopted) == ("webdataset", 2)
+    assert torch.equal(result.cache[1]["latent"], sample(1)["latent"])
