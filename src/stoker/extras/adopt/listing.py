@@ -17,9 +17,10 @@ import secrets
 import sqlite3
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,8 @@ from stoker.errors import DecodeError, ResourceError, SourceError
 from stoker.extras.adopt.containers import ROWS, Member, label_pairs, members, read_zip_member
 from stoker.extras.adopt.layouts import Layout, Role
 from stoker.runtime.disk import explain_disk_errors
+from stoker.runtime.files import PendingFile, dead_temporaries
+from stoker.runtime.locks import lock_folder
 from stoker.sources.files import open_regular, why_unreadable
 from stoker.units import format_count
 
@@ -35,6 +38,7 @@ BLOCK = 4096
 SHOWN = 5
 KEPT_S = 24 * 3600
 """Age of an earlier list of the same name from which it is removed: a run may still use a younger one."""
+PROBE_BYTES = 64 * 1024
 MAX_CLASSES = 100_000
 MAX_GAPS = 10
 """Numbers without a file, for each with one, beyond which a file is probably named wrongly."""
@@ -295,25 +299,60 @@ def make_listing(
     Raises:
         SourceError: No file is a sample, or an archive cannot be listed.
     """
+    with lock_folder(folder, f"list-{name}") as alone:
+        if alone:
+            _sweep(folder, name)
+        writer = partial(_ListingWriter, root=root, layout=layout, skipped=skipped)
+        try:
+            return Listing(_write(writer, folder, name, count))
+        except sqlite3.Error:
+            # SQLite does not tell what the system said of a write; a write of ours does, or it has passed.
+            _try_to_write(folder)
+        try:
+            return Listing(_write(writer, folder, name, count))
+        except sqlite3.Error as error:
+            raise ResourceError(
+                f"the list of files cannot be written to {folder}: {error}", hint="Free space there"
+            ) from error
+
+
+def _write(
+    writer: Callable[[sqlite3.Connection], _ListingWriter], folder: Path, name: str, count: int | None
+) -> Path:
+    """Write a list under a temporary name; it is renamed once it is complete."""
     unfinished = folder / f".{name}.{secrets.token_hex(4)}.part"
     try:
-        with explain_disk_errors(folder), closing(sqlite3.connect(unfinished)) as database:
-            _ListingWriter(database, root, layout, skipped).write(count)
-        with closing(Listing(unfinished)) as made:
-            final = folder / f"{name}-{made.digest[:16]}.sqlite"
-        unfinished.replace(final)
-    except sqlite3.Error as error:
-        raise ResourceError(
-            f"the list of files cannot be written to {folder}: {error}",
-            hint="Free space there, then run again",
-        ) from error
+        with explain_disk_errors(folder):
+            with closing(sqlite3.connect(unfinished)) as database:
+                writer(database).write(count)
+            with closing(Listing(unfinished)) as made:
+                final = folder / f"{name}-{made.digest[:16]}.sqlite"
+            unfinished.replace(final)
+            return final
     finally:
-        unfinished.unlink(missing_ok=True)
-    for old in (*folder.glob(f"{name}-{'[0-9a-f]' * 16}.sqlite"), *folder.glob(f".{name}.*.part")):
         with suppress(OSError):
-            if old != final and time.time() - old.stat().st_mtime > KEPT_S:
+            unfinished.unlink()
+
+
+def _sweep(folder: Path, name: str) -> None:
+    """Remove what killed runs left, and earlier lists that no run uses any more."""
+    for _ in dead_temporaries(folder, remove=True):
+        pass
+    for old in folder.glob(f".{name}.*.part"):
+        with suppress(OSError):
+            old.unlink()
+    for old in folder.glob(f"{name}-{'[0-9a-f]' * 16}.sqlite"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > KEPT_S:
                 old.unlink()
-    return Listing(final)
+
+
+def _try_to_write(folder: Path) -> None:
+    pending = PendingFile(folder, "list")
+    try:
+        pending.write_at(0, bytes(PROBE_BYTES))
+    finally:
+        pending.discard()
 
 
 class _ListingWriter:
