@@ -111,9 +111,11 @@ class ImportResult(JsonResult):
 
     def to_json(self) -> dict[str, Json]:
         """Return the keys that scripts rely on."""
+        from stoker.run.caches import list_quarantined
+
         result = self.result
         missing = {bad.number for bad in result.bad if not os.path.lexists(result.folder / bad.file)}
-        broken = [bad for bad in result.bad if bad.number not in missing]
+        broken = [failure for failure in list_quarantined(result.cache) if failure["number"] not in missing]
         return {
             "name": result.name,
             "path": str(result.path),
@@ -123,7 +125,7 @@ class ImportResult(JsonResult):
             "imported": result.new,
             "reused": result.adopted - result.new,
             "missing": [*sorted(number for number in missing if number is not None)],
-            "broken": [{"number": bad.number, "error": f"{bad.file}: {bad.why}"} for bad in broken],
+            "broken": [*broken],
             "ignored": result.ignored,
             "left_out": dict(result.left_out),
             "seconds": result.seconds,
@@ -149,7 +151,8 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 ) -> None:
     """Import an earlier cache of .pt files.
 
-    The same as `stoker cache adopt --layout sample-pt`. Exit code 4 when a sample is missing or broken.
+    The same as `stoker cache adopt --layout sample-pt --zeros allow`. Exit code 4 when a sample is missing or
+    broken.
 
     \b
     Example:
@@ -163,7 +166,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     settings = AdoptSettings(
         layout="sample-pt",
         dtype=dtype,
-        rules=AdoptRules(nan="allow" if nan == "allow" else "reject"),
+        rules=AdoptRules(nan="allow" if nan == "allow" else "reject", zeros="allow"),
         count=count,
     )
     result = run_adopt(path, out_dir, name=name, settings=settings)
