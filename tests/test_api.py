@@ -43,6 +43,7 @@ def test_these_are_the_public_names() -> None:
         "Weights",
         "Windows",
         "__version__",
+        "adopt",
         "cached",
         "find_batch_size",
         "index_in_place",

@@ -70,7 +70,7 @@ def decode(suffix: str, data: bytes) -> Arrays:
         raise
     except (ValueError, EOFError, OSError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError, SyntaxError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError, SyntaxError) as error:
         raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
     raise DecodeError(f"files that end in .{suffix} are not read")
 

@@ -170,7 +170,7 @@ class Listing:
         return [tuple(pair) for pair in json.loads(self._one("SELECT faults FROM facts")[0])]
 
     def largest(self, suffixes: Sequence[str]) -> int:
-        """Return the bytes of the largest file of these suffixes; 0 where there is none."""
+        """Return the bytes of the largest file of these suffixes; 0 without such a file."""
         marks = " OR ".join("suffix = ?" for _ in suffixes)
         return int(self._one(f"SELECT coalesce(max(bytes), 0) FROM sizes WHERE {marks}", suffixes)[0])  # noqa: S608
 
@@ -267,7 +267,7 @@ def _sample(row: tuple[Any, ...]) -> ListedSample:
 
 
 _TABLES = """
-PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = FILE;
+PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -16384; PRAGMA temp_store = FILE;
 CREATE TABLE found (sort TEXT, key TEXT, role INTEGER, base TEXT, part TEXT, field TEXT, changed INTEGER);
 CREATE TABLE shared (key TEXT, role INTEGER, part TEXT, used INTEGER);
 CREATE TABLE samples (number INTEGER PRIMARY KEY, key TEXT, parts TEXT, field TEXT, faults TEXT);
@@ -497,7 +497,7 @@ class _ListingWriter:
                 if len(known) > MAX_CLASSES:
                     raise SourceError(
                         f"the part {{{name}}} of file names has more than {MAX_CLASSES:,} different texts",
-                        hint="Write * in its place: it names samples, and is no field",
+                        hint="Write * in its place, since it is not a field but names samples",
                     )
         key = _key(role, match)
         if role.shared:
