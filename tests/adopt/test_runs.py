@@ -237,6 +237,40 @@ def test_the_cache_folder_inside_the_folder_is_left_out(tmp_path: Path) -> None:
     assert take(root, root / "caches").count == 3
 
 
+def test_a_zip_above_4_gib_is_read_where_its_members_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zipfile
+
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 200)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
+    written = WRITERS["edm2 zip"][0](tmp_path / "f", 5, {})
+
+    result = take(written.root, tmp_path / "c", layout="auto")
+
+    assert (result.layout, result.bad, result.adopted) == ("edm2", (), 5)
+    assert np.array_equal(result.cache[4]["mean"].numpy(), written.records[4])
+
+
+def test_a_flipped_bit_in_a_zip_is_found(tmp_path: Path) -> None:
+    written = WRITERS["edm2 zip"][0](tmp_path / "f", 5, {})
+    file = written.root / "latents.zip"
+    data = bytearray(file.read_bytes())
+    data[data.find(values(2, 8, 4, 4).tobytes()) + 100] ^= 4
+    file.write_bytes(data)
+
+    (bad,) = take(written.root, tmp_path / "c", layout="edm2").bad
+
+    assert (bad.number, "checksum" in bad.why) == (2, True)
+
+
+def test_a_few_other_files_do_not_decide_the_layout(tmp_path: Path) -> None:
+    written = WRITERS["sd-scripts"][0](tmp_path / "f", 5, {})
+    np.save(written.root / "mean.npy", values(1, 4))
+
+    assert take(written.root, tmp_path / "c", layout="auto").layout == "sd-scripts"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Layouts that are not known, and shapes.
 

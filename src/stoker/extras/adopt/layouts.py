@@ -7,6 +7,7 @@ first files, and says why it chose.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -437,7 +438,7 @@ def choose_layout(wanted: str, look: FolderLook, where: str) -> tuple[Layout, st
 
 def _looks(look: FolderLook) -> Sequence[tuple[str, str]]:
     """Return names of the layouts that fit, and why, the best first."""
-    suffixes = {PurePosixPath(name).suffix.lower() for name in look.names}
+    suffixes = Counter(PurePosixPath(name).suffix.lower() for name in look.names)
     checks: tuple[tuple[set[str], Callable[[FolderLook], tuple[str, str] | None]], ...] = (
         ({".mdb"}, lambda look: _named(look, "lmdb", r"(.*/)?data\.mdb", "data.mdb is there")),
         ({".npy", ".zip"}, _of_npy),
@@ -448,7 +449,9 @@ def _looks(look: FolderLook) -> Sequence[tuple[str, str]]:
         ({".tar"}, lambda look: _named(look, "webdataset", r".+\.tar", "there are tar files")),
         ({".parquet", ".pq"}, lambda look: _named(look, "parquet", r".+\.(parquet|pq)", "it is Parquet")),
     )  # fmt: skip
-    found = (check(look) for wanted, check in checks if wanted & suffixes)
+    # Most files decide: a few others next to them, as statistics, are not the features.
+    often = sorted(checks, key=lambda pair: -sum(suffixes[suffix] for suffix in pair[0]))
+    found = (check(look) for wanted, check in often if wanted & suffixes.keys())
     return [entry for entry in found if entry is not None]
 
 

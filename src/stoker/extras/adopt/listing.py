@@ -180,7 +180,7 @@ class Listing:
         Raises:
             IndexError: There is no such sample.
         """
-        row = self._database().execute("SELECT * FROM samples WHERE number = ?", (number,)).fetchone()
+        row = self._one("SELECT * FROM samples WHERE number = ?", (number,))
         if row is None:
             raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
         return _sample(row)
@@ -225,7 +225,12 @@ class Listing:
         return self._opened[1]
 
     def _one(self, query: str, values: Sequence[object] = ()) -> Any:
-        return self._database().execute(query, tuple(values)).fetchone()
+        try:
+            return self._database().execute(query, tuple(values)).fetchone()
+        except sqlite3.Error as error:
+            raise SourceError(
+                f"the list of files {self.path} cannot be read: {error}", hint="Run stoker.adopt again"
+            ) from error
 
 
 class SampleKeys(Sequence[str]):

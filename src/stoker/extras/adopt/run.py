@@ -29,6 +29,8 @@ FOLDER = ".adopt"
 """Folder of lists and digests, in the folder of caches."""
 NAMED = 20
 """Bad files that an error names."""
+FEW_PT = 100
+"""Files of torch that this process reads, through the one that it has for them."""
 PT_WORKERS = 4
 """Workers at most where each has a process with torch of its own."""
 
@@ -232,8 +234,8 @@ def _store(
     source: AdoptSource, out: Path, name: str, layout: Layout, listing: Listing, settings: AdoptSettings
 ) -> PrecomputeReport:
     workers = settings.workers
-    if workers is None and listing.largest(PT):
-        workers = min(PT_WORKERS, max(1, int(probe().cpus))) if len(listing) > NAMED else 0
+    if workers is None and listing.largest(PT) and len(listing) > FEW_PT:
+        workers = min(PT_WORKERS, max(1, int(probe().cpus)))
     chosen = PrecomputeSettings(
         dtype=settings.dtype,
         workers=workers,
