@@ -243,6 +243,15 @@ def test_a_sample_unlike_the_others_is_named(tmp_path: Path, more: dict[str, Any
     assert text in bad.why
 
 
+def test_views_that_are_larger_than_their_file_are_refused(tmp_path: Path) -> None:
+    (file,) = make_old(tmp_path / "old", [0]).iterdir()
+    base = torch.ones(4096)
+    torch.save({f"view{number}": base for number in range(50)}, file)
+
+    with PtReader(MIB) as reader, pytest.raises(RefusedFileError, match="views of less"):
+        reader.read(file)
+
+
 def test_dicts_within_one_another_without_end_are_refused(tmp_path: Path) -> None:
     old = make_old(tmp_path / "old", range(3))
     deep: dict[str, Any] = {}

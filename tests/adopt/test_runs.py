@@ -233,8 +233,20 @@ def test_a_python_object_in_an_array_is_refused_and_not_run(tmp_path: Path) -> N
 def test_the_cache_folder_inside_the_folder_is_left_out(tmp_path: Path) -> None:
     root = write_npy(tmp_path / "f", 3, 4)
     take(root, root / "caches")
+    np.save(root / "caches/stray.npy", values(9, 4))
 
     assert take(root, root / "caches").count == 3
+
+
+def test_bytes_after_the_data_are_damage(tmp_path: Path) -> None:
+    root = write_npy(tmp_path / "f", 4, 4)
+    written = WRITERS["speculators"][0](tmp_path / "s", 4, {})
+    for file in (root / "0/00002.npy", written.root / written.files[2]):
+        with file.open("ab") as opened:
+            opened.write(bytes(64))
+
+    assert [bad.file for bad in take(root, tmp_path / "c").bad] == ["0/00002.npy"]
+    assert [bad.file for bad in take(written.root, tmp_path / "d", layout="auto").bad] == [written.files[2]]
 
 
 def test_a_zip_above_4_gib_is_read_where_its_members_are(
