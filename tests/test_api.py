@@ -44,6 +44,7 @@ def test_these_are_the_public_names() -> None:
         "Windows",
         "Zip",
         "__version__",
+        "adopt",
         "cached",
         "find_batch_size",
         "index_in_place",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stoker.encoders.module import ModuleEncoder
     from stoker.encoders.protocol import Encoder
     from stoker.encoders.remote import RemoteEncoder
+    from stoker.extras.adopt.run import adopt
     from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
     from stoker.loader.zipped import Zip, zip
     from stoker.precompute import Timeouts, precompute
@@ -89,6 +90,7 @@ __all__ = [
     "Windows",
     "Zip",
     "__version__",
+    "adopt",
     "cached",
     "find_batch_size",
     "index_in_place",
@@ -130,6 +132,7 @@ _HOMES = {
     "VAEEncoder": "stoker.encoders.latents",
     "Weights": "stoker.loader",
     "Windows": "stoker.loader",
+    "adopt": "stoker.extras.adopt.run",
     "cached": "stoker.cached",
     "find_batch_size": "stoker.train.batch_size",
     "index_in_place": "stoker.store.in_place",

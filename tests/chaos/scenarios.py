@@ -8,7 +8,6 @@ Whatever happens after a promise must not break it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from stoker.errors import IncompleteError
-from stoker.extras.import_pt import run as import_pt
-from stoker.extras.import_pt.run import PtContent
+from stoker.extras.adopt import source as adopt_source
+from stoker.extras.adopt.digest import digest_blocks
+from stoker.extras.adopt.layouts import LAYOUTS
+from stoker.extras.adopt.listing import make_listing
+from stoker.extras.adopt.pt import PtContent
+from stoker.extras.adopt.run import AdoptSettings, run_adopt
 from stoker.precompute.engine import clear, run_precompute
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.store import (
-    Digests,
     Failure,
     Folder,
     Recipe,
@@ -245,11 +248,12 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def read(self, path: Path) -> PtContent:
-        """Tensors and digest of a file."""
-        data = path.read_bytes()
-        tensors = torch.load(path, weights_only=True)
-        return PtContent(tensors=tensors, digest=hashlib.sha256(data).hexdigest(), left_out=())
+    def read(self, path: Path, **_: Any) -> PtContent:
+        """Tensors of a file."""
+        return PtContent(payload=save(torch.load(path, weights_only=True)))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def write_pt(source: FakeSource, root: Path) -> dict[int, Path]:
@@ -262,25 +266,28 @@ def write_pt(source: FakeSource, root: Path) -> dict[int, Path]:
 
 
 def write_only_pt(source: FakeSource, root: Path) -> None:
-    """The state that an import begins from."""
+    """The state that adopting begins from."""
     write_pt(source, root)
 
 
 def pt_recipe(source: FakeSource) -> Recipe:
-    """The recipe that an import of these files has."""
+    """The recipe that adopting these files has."""
+    adopt_source.PtReader = Reader  # type: ignore[misc,assignment]
     with tempfile.TemporaryDirectory() as folder:
-        files = write_pt(source, Path(folder))
-        named = import_pt.PtFolder(
-            Path(folder) / "pt", import_pt.schema_of(source.record(0)), files, len(source)
-        )
-        return make_recipe(named, None, digests=Digests(None, "full"))
+        root = write_pt(source, Path(folder))[0].parent
+        listing = make_listing(root, LAYOUTS["sample-pt"], Path(folder), NAME)
+        named = adopt_source.AdoptSource(root, LAYOUTS["sample-pt"], listing, adopt_source.AdoptRules())
+        digest_blocks(named, Path(folder) / "memo.json", "auto", print)
+        named.close()
+        return make_recipe(named, None)
 
 
-def import_all(root: Path, promise: Promise) -> None:
-    """Import an earlier cache."""
+def adopt_all(root: Path, promise: Promise) -> None:
+    """Take over an earlier cache."""
     small_shards()
-    import_pt.PtReader = Reader  # type: ignore[misc,assignment]
-    cache = import_pt.import_pt(root / "pt", root / "caches", name=NAME).cache
+    adopt_source.PtReader = Reader  # type: ignore[misc,assignment]
+    settings = AdoptSettings(layout="sample-pt", workers=0, progress=None)
+    cache = run_adopt(root / "pt", root / "caches", name=NAME, settings=settings).cache
     if not cache.complete:
         raise IncompleteError(f"{cache!r}: a shard could not be read")
     promise("complete", [])
@@ -338,7 +345,7 @@ SCENARIOS: dict[str, Scenario] = {
         kept=ALL,
     ),
     "import": Scenario(
-        source=PT, prepare=functools.partial(write_only_pt, PT), run=import_all, make=pt_recipe
+        source=PT, prepare=functools.partial(write_only_pt, PT), run=adopt_all, make=pt_recipe
     ),
     "precompute": Scenario(source=SMALL, run=functools.partial(whole_precompute, SMALL)),
 }

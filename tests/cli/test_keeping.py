@@ -311,8 +311,8 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     text = run(*args, "--allow-missing")
 
     assert (report["records"], report["missing"], report["broken"]) == (2, [1], [])
-    assert "2 there before, 1 missing or broken" in text
-    assert "sample 1: sample_00001.pt is missing" in text
+    assert "2 of 3 adopted (0 new), 1 file bad" in text
+    assert "sample_00001.pt: is missing" in text
     assert f"stoker.open_cache({report['path']!r}) serves what is there" in text
     assert "the same command" in text
     assert "1 other file ignored" in text

@@ -52,7 +52,19 @@ def test_these_are_the_commands() -> None:
         name: list(command.list_commands(Context(command))) for name, command in TOP.items() if name in GROUPS
     }
     assert inside == {
-        "cache": ["ls", "show", "why", "verify", "compact", "gc", "push", "pull", "export", "import-pt"],
+        "cache": [
+            "ls",
+            "show",
+            "why",
+            "verify",
+            "compact",
+            "gc",
+            "push",
+            "pull",
+            "export",
+            "adopt",
+            "import-pt",
+        ],
         "data": ["inspect", "stage", "fetch"],
         "job": [
             *("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "delete", "login"),

@@ -31,7 +31,7 @@ def test_complete_is_what_the_index_counts_not_files(earlier: dict[str, Any], tm
     assert check_cache_complete("cache/burgers1d_train", 13) == (False, 12)
     assert check_cache_complete("cache/nowhere", 1) == (False, 0)
     assert check_cache_complete("junk", 12) == (False, 0)
-    with pytest.raises(SourceError, match=r"junk/sample_00000\.pt is not a sample.*stoker cache import-pt"):
+    with pytest.raises(SourceError, match=r"junk/sample_00000\.pt is not a sample.*stoker cache adopt"):
         estimate_cache_size_mb("junk")
 
 

@@ -150,7 +150,7 @@ def test_an_imported_cache_trains_without_raw_data(raw: Path) -> None:
         "training.run_dir=new", "training.epochs=1", *gone,
     )  # fmt: skip
 
-    assert "stoker cache import-pt cache/burgers1d_train --out cache --name burgers1d_train" in before
+    assert "stoker cache adopt cache/burgers1d_train --out cache --name burgers1d_train" in before
     assert json.loads(stdout)["steps"] == 4
     assert "cannot be checked" in said
     assert "latent.dim is 64, and it has 32" in wrong

@@ -293,12 +293,14 @@ def worst_error(cache: Cache) -> float | None:
 # the settings say: split rule, file names, declared layout, encoder with its weights, storage dtype. What
 # only the data could tell (its bytes, its grid) is taken from the recipe.
 #
-# A cache that `stoker cache import-pt` made never had raw data or a recorded encoder. It is taken by its
+# A cache that `stoker cache adopt` made never had raw data or a recorded encoder. It is taken by its
 # name, if the latents have the size that the settings give, and a line says what cannot be checked.
 
 
-IMPORTED = "import-pt/"
-"""Prefix of the kind of a source whose cache was imported."""
+ADOPTED = "adopt/"
+"""Begins the kind of a source of features that existed."""
+IMPORTED = (ADOPTED, "import-pt/")
+"""The same, and what its earlier form, of `.pt` files alone, was called."""
 
 
 def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | None:
@@ -318,7 +320,7 @@ def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | N
         note_use(cache.path)
         if is_imported(cache.recipe):
             log.warning(
-                "%s was imported with `stoker cache import-pt`: which data, encoder, normalization and split "
+                "%s was made with `stoker cache adopt`: which data, encoder, normalization and split "
                 "made it is recorded nowhere and cannot be checked",
                 cache.path,
             )
@@ -326,13 +328,15 @@ def find_without_source(run: Run, splits: Sequence[str]) -> dict[str, Cache] | N
 
 
 def is_imported(recipe: Recipe) -> bool:
-    """Return True for a cache that `stoker cache import-pt` made of earlier files."""
+    """Return True for a cache that `stoker cache adopt` made of features on disk."""
     return str(recipe.entries["source"]["kind"]).startswith(IMPORTED)
 
 
 def _imported_otherwise(config: Config, recipe: Recipe) -> str:
     """Say what of an imported cache contradicts the settings; empty if nothing is known to."""
-    given, latent = config.latent.model_fields_set, recipe.encoded["latent"]
+    given, latent = config.latent.model_fields_set, recipe.encoded.get("latent")
+    if latent is None or len(latent.shape) != 3 or not latent.time:
+        return "it has no latents (T, L, D)"
     wanted = {"tokens": config.latent.tokens, "dim": config.latent.dim}
     for name, there in zip(wanted, latent.shape[-2:], strict=True):
         if name in given and wanted[name] != there:
@@ -351,7 +355,7 @@ def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None
             log.warning("the imported cache %s is not used: %s", cache.path, why)
     if not complete and next(folder.glob("sample_*.pt"), None) is not None:
         log.warning(
-            "%s holds sample_*.pt files of the earlier cache. `stoker cache import-pt %s --out %s --name %s` "
+            "%s holds sample_*.pt files of the earlier cache. `stoker cache adopt %s --out %s --name %s` "
             "makes a cache of them, which is used where the raw data is gone",
             folder,
             folder,

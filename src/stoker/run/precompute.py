@@ -540,7 +540,7 @@ class RepairResult(JsonResult):
     missing: tuple[int, ...] = ()
     """Samples that are neither stored nor quarantined, in the end."""
     imported: bool = False
-    """The cache was made by `import-pt`."""
+    """The cache was made by `adopt`."""
 
     @property
     def ok(self) -> bool:
@@ -556,7 +556,7 @@ class RepairResult(JsonResult):
             place = shlex.quote(display_path(Path(self.report.path)))
             return f"stoker cache verify {place} --repair --config CONFIG [KEY=VALUE...]"
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
-        return f"stoker cache import-pt DIR --out {cache_dir} --name {name}"
+        return f"stoker cache adopt FOLDER --out {cache_dir} --name {name}"
 
     @property
     def encode_again(self) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 import weakref
 import zipfile
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, StokerError
+from stoker.extras.adopt.pt import MAX_FILE_BYTES, PtReader, RefusedFileError
 from stoker.extras.compat.settings import config_of
-from stoker.extras.import_pt.run import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, RefusedFileError
 from stoker.plan.resources import probe
 from stoker.run.caches import data_is_gone, find_without_source, locate, recipe_of
 from stoker.run.context import Run
@@ -38,6 +39,7 @@ from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB, format_bytes
 
 log = logging.getLogger("stoker")
+SAMPLE_FILE = re.compile(r"sample_(\d{5,9})\.pt")
 METADATA_FILE = ".cache_metadata.json"
 SAFETY_MARGIN = 0.2
 HEX_DIGITS = 12
@@ -327,11 +329,14 @@ class EarlierReader:
         reader = self._reader(max((path.stat().st_size for path in paths), default=0))
         for path in paths:
             try:
-                found.append(reader.read(path).tensors)
+                tensors = reader.read(path).tensors
+                if "latent" not in tensors or tensors["latent"].dim() != 3:
+                    raise RefusedFileError("it has no 'latent' (T, L, D)")
+                found.append(tensors)
             except RefusedFileError as refused:
                 raise SourceError(
                     f"{path} is not a sample of the earlier cache: {refused}",
-                    hint="Remove it and encode again, or import the others with `stoker cache import-pt "
+                    hint="Remove it and encode again, or import the others with `stoker cache adopt "
                     "FOLDER --out CACHE_DIR --name NAME`",
                 ) from refused
         return found

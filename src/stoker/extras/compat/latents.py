@@ -30,13 +30,12 @@ from stoker.extras.compat.caches import (
 )
 from stoker.extras.compat.encoder import EarlierCall, EarlierGridEncoder, grid_coords
 from stoker.extras.compat.settings import available_device, config_of
-from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.batch import time_field
 from stoker.precompute import precompute
 from stoker.run.context import Run, batch_examples, trajectory_steps
 from stoker.run.precompute import fill_caches
-from stoker.schema import Schema
+from stoker.schema import Field, Schema
 from stoker.sources.files import canonical_split
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -169,7 +168,7 @@ class PreloadedCacheDataset(torch.utils.data.Dataset[LatentPair]):
         if self.cache is None:
             raise ConfigError(
                 "a loader reads caches, and this folder holds sample_*.pt files",
-                hint="Import them with `stoker cache import-pt FOLDER --out CACHE_DIR --name NAME`, or use "
+                hint="Import them with `stoker cache adopt FOLDER --out CACHE_DIR --name NAME`, or use "
                 "a torch DataLoader with collate_fn=latent_pair_collate",
             )
         pairs = max(1, self.windows.count(trajectory_steps(self.cache.schema)))
@@ -213,7 +212,7 @@ def _of_files(paths: Sequence[Path]) -> tuple[Schema, dict[str, Any]]:
     for path, sample in zip(paths, samples, strict=True):
         if sample.keys() != names:
             raise SourceError(f"{path} has the fields {sorted(sample)}, {paths[0].name} {sorted(names)}")
-    return schema_of(samples[0]), {name: [sample[name] for sample in samples] for name in names}
+    return _schema_of(samples[0]), {name: [sample[name] for sample in samples] for name in names}
 
 
 def _of_points(raw: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -532,3 +531,16 @@ class MultiTaskDistributedSampler(Sampler[int]):
             first += size
         own = torch.cat(found)
         return iter((own[torch.randperm(len(own), generator=generator)] if self.shuffle else own).tolist())
+
+
+def _schema_of(tensors: Mapping[str, Tensor]) -> Schema:
+    """Return the fields of a sample: whatever is as long as `latent` along axis 0 has time with it."""
+    steps = len(tensors["latent"])
+    return {
+        name: Field(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            time=tensor.dim() > 0 and len(tensor) == steps,
+        )
+        for name, tensor in sorted(tensors.items())
+    }

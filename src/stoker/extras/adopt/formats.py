@@ -1,0 +1,190 @@
+"""Decode the bytes of one file, or of one member of an archive, to named arrays.
+
+Everything here works on bytes that were read completely, so a file that is cut short is seen as such. Nothing
+is executed: a pickle in a `.npy` is refused, and `.pt` goes through `pt.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import DecodeError
+from stoker.runtime.jsonio import parse_json
+from stoker.schema import DTYPE_BYTES, numpy_dtype
+from stoker.units import GIB, MIB
+
+MAX_UNPACKED_BYTES = 4 * GIB
+"""Bytes that one npz may unpack to."""
+MAX_HEADER_BYTES = 100 * MIB
+SAFETENSORS_DTYPES: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+NUMBERS = ("cls", "cls2", "id", "index", "inx")
+"""Suffixes of one whole number as text."""
+
+
+class Array(NamedTuple):
+    """An array, and the name of its dtype; bfloat16 comes as its bits."""
+
+    values: NDArray[Any]
+    dtype: str
+
+
+Arrays: TypeAlias = dict[str, Array]
+
+
+def decode(suffix: str, data: bytes) -> Arrays:
+    """Return the arrays in the bytes of a file.
+
+    Args:
+        suffix: Of the file, in lower case and without the dot: `npy`, `npz`, `safetensors`, `json`, `cls`.
+        data: All of its bytes.
+
+    Raises:
+        DecodeError: They are not of this format, or cut short; says why, but not which file.
+    """
+    if not data:
+        raise DecodeError("empty, 0 bytes")
+    try:
+        if suffix == "npy":
+            return {"data": of_numpy(_npy(io.BytesIO(data), len(data)))}
+        if suffix == "npz":
+            return _npz(data)
+        if suffix == "safetensors":
+            return _safetensors(data)
+        if suffix == "json":
+            return of_json(parse_json(data))
+        if suffix in NUMBERS:
+            return {"label": Array(np.asarray(int(data.decode().strip()), np.int64), "int64")}
+    except DecodeError:
+        raise
+    except (ValueError, EOFError, OSError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError, SyntaxError) as error:
+        raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
+    raise DecodeError(f"files that end in .{suffix} are not read")
+
+
+def of_numpy(values: NDArray[Any]) -> Array:
+    """Return an array as a cache can hold it: float64 as float32, unless it is one number.
+
+    Raises:
+        DecodeError: It holds text, objects, or numbers that no cache can hold.
+    """
+    kind, size = values.dtype.kind, values.dtype.itemsize
+    name = values.dtype.newbyteorder("=").name
+    if kind == "f" and size == 8 and values.ndim:
+        name = "float32"
+        finite = values[np.isfinite(values)]
+        if finite.size and float(np.abs(finite).max()) > float(np.finfo(np.float32).max):
+            raise DecodeError("holds float64 numbers beyond the range of float32")
+    elif kind == "u" and size > 1:
+        name = "int32" if size == 2 else "int64"
+        if size == 8 and values.size and int(values.max()) > np.iinfo(np.int64).max:
+            raise DecodeError("holds uint64 numbers beyond the range of int64")
+    elif name not in DTYPE_BYTES:
+        raise DecodeError(f"holds {values.dtype}, which no cache can hold")
+    return Array(np.array(values, dtype=numpy_dtype(name), order="C"), name)
+
+
+def of_json(value: object) -> Arrays:
+    """Return the numbers, and the lists of numbers, of a JSON object."""
+    if not isinstance(value, dict):
+        raise DecodeError("its JSON is not an object")
+    found: Arrays = {}
+    for name, entry in cast("dict[str, object]", value).items():
+        if isinstance(entry, bool | int | float | list):
+            try:
+                array = np.asarray(entry)
+            except ValueError:  # lists of unequal length
+                continue
+            if array.dtype.kind in "bif" and array.size:
+                found[name] = of_numpy(array)
+    return found
+
+
+def safetensors_header(data: bytes, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return dtype, shape, first byte and end of each tensor, from the first bytes of a file.
+
+    Args:
+        data: At least the header.
+        size: Bytes of the file.
+
+    Raises:
+        DecodeError: It is no safetensors file, or shorter than its header says.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(size, MAX_HEADER_BYTES):
+        raise DecodeError("not a safetensors file, or cut short in its header")
+    if len(data) < 8 + length:
+        raise DecodeError("cut short in its header")
+    try:
+        header = cast("dict[str, Any]", json.loads(data[8 : 8 + length]))
+    except ValueError:
+        raise DecodeError("not a safetensors file: its header is not JSON") from None
+    start, end = 8 + length, 8 + length
+    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape = tuple(int(count) for count in entry["shape"])
+        first, last = (start + int(offset) for offset in entry["data_offsets"])
+        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise DecodeError(f"tensor {name!r} is {entry['dtype']}, which no cache can hold")
+        if min(shape, default=0) < 0 or last - first != math.prod(shape) * DTYPE_BYTES[dtype]:
+            raise DecodeError(f"tensor {name!r} has {last - first} bytes, its shape is {shape} {dtype}")
+        found[name] = (dtype, shape, first, last)
+        end = max(end, last)
+    if end != size:
+        raise DecodeError(f"its tensors end at byte {end:,}, the file at {size:,}: cut short or damaged")
+    return found
+
+
+def _safetensors(data: bytes) -> Arrays:
+    found: Arrays = {}
+    for name, (dtype, shape, first, last) in safetensors_header(data, len(data)).items():
+        values = np.frombuffer(data[first:last], numpy_dtype(dtype)).reshape(shape)
+        found[name] = Array(values.copy(), dtype) if dtype == "bfloat16" else of_numpy(values)
+    return found
+
+
+def _npy(file: io.BytesIO, size: int) -> NDArray[Any]:
+    if file.getvalue()[:6] != b"\x93NUMPY":
+        raise DecodeError("not a .npy file: its first bytes are not those of NumPy")
+    values = cast("NDArray[Any]", np.load(file, allow_pickle=False))
+    if file.tell() != size:
+        raise DecodeError(f"holds {size - file.tell():,} bytes after its array")
+    return values
+
+
+def _npz(data: bytes) -> Arrays:
+    found: Arrays = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        total = sum(entry.file_size for entry in entries)
+        if total > MAX_UNPACKED_BYTES:
+            raise DecodeError(f"claims to unpack to {total:,} bytes")
+        for entry in entries:
+            if entry.filename.endswith(".npy"):
+                unpacked = archive.read(entry)  # which compares the checksum
+                values = _npy(io.BytesIO(unpacked), len(unpacked))
+                if values.dtype.kind not in "US":
+                    found[entry.filename.removesuffix(".npy")] = of_numpy(values)
+    if not found:
+        raise DecodeError("holds no arrays")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
