@@ -58,7 +58,11 @@ class ModelServer:
             for content in contents:
                 for token, faults in self.faults.items():
                     if not isinstance(content, str) and token in content and faults:
-                        return faults[0].removeprefix("always:") if faults[0].startswith("always:") else faults.pop(0)
+                        return (
+                            faults[0].removeprefix("always:")
+                            if faults[0].startswith("always:")
+                            else faults.pop(0)
+                        )
         return ""
 
 
@@ -131,14 +135,22 @@ def _answer(handler: BaseHTTPRequestHandler, server: ModelServer) -> None:
 
 def _send(handler: BaseHTTPRequestHandler, text: bytes, status: int, headers: dict[str, str]) -> None:
     handler.send_response(status)
-    for name, value in {"Content-Type": "application/json", "Content-Length": str(len(text)), **headers}.items():
+    for name, value in {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(text)),
+        **headers,
+    }.items():
         handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(text)
 
 
 def _made(
-    handler: BaseHTTPRequestHandler, body: dict[str, Any], contents: list[Any], fault: str, server: ModelServer
+    handler: BaseHTTPRequestHandler,
+    body: dict[str, Any],
+    contents: list[Any],
+    fault: str,
+    server: ModelServer,
 ) -> dict[str, Any]:
     request_id = "other" if fault == "other-id" else handler.headers.get("X-Request-Id")
     read = sum(map(len, contents)) - (fault == "fewer-tokens")

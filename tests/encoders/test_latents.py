@@ -117,7 +117,9 @@ def test_the_identity_names_weights_and_settings_but_no_place(folder: Path, tmp_
     others = [
         stoker.VAEEncoder(folder, dtype="bfloat16").identity(),
         stoker.VAEEncoder(folder, value_range=(-1, 1)).identity(),
-        stoker.VAEEncoder(make_vae(tmp_path / "other", seed=1, scaling_factor=0.36, shift_factor=0.11)).identity(),
+        stoker.VAEEncoder(
+            make_vae(tmp_path / "other", seed=1, scaling_factor=0.36, shift_factor=0.11)
+        ).identity(),
     ]
     assert all(other != first for other in others)
 

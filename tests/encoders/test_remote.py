@@ -21,7 +21,10 @@ from stoker.schema import Field, Schema
 from stoker.testing import check_encoder
 from tests.encoders.model_server import DIM, ModelServer, embedding, running, states
 
-FIXED: Schema = {"input_ids": Field(shape=(5,), dtype="int32"), "attention_mask": Field(shape=(5,), dtype="bool")}
+FIXED: Schema = {
+    "input_ids": Field(shape=(5,), dtype="int32"),
+    "attention_mask": Field(shape=(5,), dtype="bool"),
+}
 RAGGED: Schema = {"input_ids": Field(shape=(-1,), dtype="int32", ragged=True)}
 
 
@@ -94,7 +97,9 @@ def test_hidden_states_of_padded_tokens_are_those_of_the_real_ones(server: Model
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "vllm-files"])
-def test_ragged_samples_come_alone_and_in_a_padded_batch(server: ModelServer, tmp_path: Path, api: str) -> None:
+def test_ragged_samples_come_alone_and_in_a_padded_batch(
+    server: ModelServer, tmp_path: Path, api: str
+) -> None:
     server.folder = tmp_path
     own = {"layers": [4, 8], "files": tmp_path} if api == "vllm-files" else {}
     remote = encoder(server, api=api, **own)
@@ -230,7 +235,9 @@ def test_a_sample_that_is_always_answered_wrongly_is_quarantined_alone(
     assert list(cache.quarantined) == [4]
     assert server.url in cache.quarantined[4].error
     for n in [*range(4), *range(5, 10)]:
-        assert torch.allclose(cache[n]["embedding"], torch.tensor(embedding(samples[n]["input_ids"].tolist())))
+        assert torch.allclose(
+            cache[n]["embedding"], torch.tensor(embedding(samples[n]["input_ids"].tolist()))
+        )
 
 
 def test_the_search_for_the_sample_at_fault_asks_for_no_other_again(
@@ -240,11 +247,18 @@ def test_the_search_for_the_sample_at_fault_asks_for_no_other_again(
     samples = [{"input_ids": row.int()} for row in torch.arange(10, 170, 10)[:, None] + torch.arange(1, 4)]
 
     stoker.precompute(
-        samples, encoder(server, encode_batch=8), tmp_path, name="c", device="cpu", workers=0, max_quarantined=0.5
+        samples,
+        encoder(server, encode_batch=8),
+        tmp_path,
+        name="c",
+        device="cpu",
+        workers=0,
+        max_quarantined=0.5,
     )
 
-    # The first samples are encoded twice more, to find out whether the results stay the same.
-    assert all(count <= 4 for count in server.asked.values()), server.asked
+    others = {first: server.asked[first] for first in range(11, 170, 10) if first != 61}
+    assert others == dict.fromkeys(others, 1)
+    assert server.asked[61] <= 2
 
 
 @pytest.mark.parametrize("every", ["status:500", "status:429", "hang", "closed", "nan", "status:400"])
@@ -259,7 +273,9 @@ def test_a_server_that_answers_nothing_ends_the_run_and_quarantines_nothing(
         stoker.precompute(samples, encoder(server, **settings), tmp_path, name="c", device="cpu", workers=0)
 
     server.every = ""
-    cache = stoker.precompute(samples, encoder(server, **settings), tmp_path, name="c", device="cpu", workers=0)
+    cache = stoker.precompute(
+        samples, encoder(server, **settings), tmp_path, name="c", device="cpu", workers=0
+    )
     assert len(cache) == 10
 
 
@@ -327,7 +343,9 @@ def test_a_file_outside_the_folder_is_not_read(server: ModelServer, tmp_path: Pa
         server.faults[22] = [f"always:{fault}"]
         with pytest.raises(ValueError, match=says):
             remote.encode(batch(*ROWS))
-        with pytest.raises(ValueError, match=says):  # told once more, as to the search for the sample at fault
+        with pytest.raises(
+            ValueError, match=says
+        ):  # told once more, as to the search for the sample at fault
             remote.encode(batch(*ROWS))
     server.faults = {}
     assert remote.encode(batch(*ROWS)).keys() == {"hidden_4", "hidden_8", "label"}
@@ -342,7 +360,14 @@ def test_the_identity_is_model_and_revision_not_the_place_or_the_pace() -> None:
         given = {"model": "m", "revision": "1", "dim": 4, **settings}
         return stoker.RemoteEncoder(url, **given).identity()
 
-    same = [one(), one("https://b"), one(in_flight=2), one(timeout_s=1), one(headers={"a": "b"}), one(retries=1)]
+    same = [
+        one(),
+        one("https://b"),
+        one(in_flight=2),
+        one(timeout_s=1),
+        one(headers={"a": "b"}),
+        one(retries=1),
+    ]
     assert all(identity == same[0] for identity in same)
     others = [one(model="n"), one(revision="2"), one(dim=5), one(body={"dimensions": 4}), one(api="vllm")]
     assert all(identity != same[0] for identity in others)

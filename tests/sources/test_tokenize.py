@@ -152,9 +152,13 @@ def test_text_of_tables_reaches_it_at_any_length(folder: Path, tmp_path: Path, k
     else:
         with sqlite3.connect(tmp_path / "rows.db") as connection:
             connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, caption TEXT, label INTEGER)")
-            connection.executemany("INSERT INTO rows VALUES (?, ?, ?)", [(n, t, n) for n, t in enumerate(CAPTIONS)])
+            connection.executemany(
+                "INSERT INTO rows VALUES (?, ?, ?)", [(n, t, n) for n, t in enumerate(CAPTIONS)]
+            )
         columns = {"caption": {"text": "bytes"}, "label": "int64"}
-        source = stoker.SQLSource(f"sqlite:///{tmp_path / 'rows.db'}", table="rows", key="id", columns=columns)
+        source = stoker.SQLSource(
+            f"sqlite:///{tmp_path / 'rows.db'}", table="rows", key="id", columns=columns
+        )
 
     check_source(source)
     assert source.schema()["caption"] == Field(shape=(-1,), dtype="uint8", ragged=True)
@@ -173,7 +177,9 @@ def import_module(name: str) -> Any:
 
 def test_a_table_says_how_its_text_is_read(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
-    import_module("pyarrow.parquet").write_table(arrow.table({"caption": ["a"], "x": [1]}), tmp_path / "a.parquet")
+    import_module("pyarrow.parquet").write_table(
+        arrow.table({"caption": ["a"], "x": [1]}), tmp_path / "a.parquet"
+    )
 
     with pytest.raises(SourceError, match=r"text=\{'caption': 'bytes'\}"):
         stoker.ParquetSource(tmp_path / "a.parquet").schema()
