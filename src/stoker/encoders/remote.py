@@ -387,14 +387,14 @@ class RemoteEncoder:
         for piece, ticket in tickets:
             left_s = max(0.0, until - time.monotonic()) + _GRACE_S
             found.update(zip(piece, ticket.result(left_s, f"asking {self._url}"), strict=True))
+        fillers = {content: one for content, one in found.items() if not _means_something(content)}
         if any(found[content].error for content in fresh):
             self._known.update(found)
-        elif fresh:
+        elif len(fresh) > len(fillers.keys() & {*fresh}):  # other samples: the search is over
             self._known = {
-                content: value
-                for content, value in (self._known | found).items()
-                if not _means_something(content)
+                content: one for content, one in self._known.items() if not _means_something(content)
             }
+        self._known.update(fillers)
         return found
 
     def _ask_all(self, contents: list[Content], until: float) -> list[_Remembered]:
