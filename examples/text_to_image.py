@@ -86,5 +86,6 @@ if __name__ == "__main__":
     out.mkdir(parents=True, exist_ok=True)
     scale = stoker.VAEEncoder(pipeline).scaling_factor
     loader = make_loader(make_caches(pipeline, images, out / "caches", size=32), scale)
-    epochs, lr = int([*sys.argv, "2"][4]), float([*sys.argv, "2", "1e-3"][5])
+    epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+    lr = float(sys.argv[5]) if len(sys.argv) > 5 else 1e-3
     print("losses", *train(loader, pipeline, out / "state.pt", epochs=epochs, lr=lr))

@@ -139,7 +139,8 @@ GUARDED = frozenset({
 })  # fmt: skip
 """Commands that may encode."""
 WATCHED = frozenset({
-    *(f"cache {name}" for name in "adopt compact export gc get import-pt ls pull push show verify why".split()),  # noqa: SIM905
+    *(f"cache {name}" for name in ("adopt", "compact", "export", "gc", "get", "import-pt", "ls", "pull")),
+    "cache push", "cache show", "cache verify", "cache why",
     "data inspect", "data stage", "init", "plan", "validate", "compat validate", "compat validate_config",
 })  # fmt: skip
 """Others that wait for storage."""

@@ -783,7 +783,7 @@ class TorchSource:
             self._check_text(items)
             # Captions that were probed may happen to be of one length.
             strings = [name for name in self._text.bytes_fields() if next(iter(items.values()))[name][0].ndim]
-            ragged = {**self._ragged, **{name: (0,) for name in strings}}
+            ragged = {**self._ragged, **dict.fromkeys(strings, (0,))}
             schema = common_schema(self._name, items, time=self._time, ragged=ragged)
             if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
