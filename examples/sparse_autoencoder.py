@@ -2,8 +2,8 @@
 
     python examples/sparse_autoencoder.py MODEL TEXTS OUT
 
-MODEL is a folder with a causal model and its tokenizer, TEXTS a text file with a sample a line. The states are
-stored once in 8 bits; training then takes single tokens, shuffled over all texts.
+MODEL is a folder with a causal model and its tokenizer, TEXTS a text file with a sample a line. The states
+are stored once in 8 bits; training then takes single tokens, shuffled over all texts.
 """
 
 import hashlib

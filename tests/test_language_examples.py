@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import stoker
 from tests.encoders import tiny_models
@@ -40,10 +39,6 @@ def texts(tmp_path: Path) -> Path:
     lines = [" ".join(draw.choices(tiny_models.WORDS, k=draw.randint(2, 30))) for _ in range(60)]
     (tmp_path / "texts.txt").write_text("\n".join(lines))
     return tmp_path / "texts.txt"
-
-
-def lines_of_code(name: str) -> int:
-    return len((EXAMPLES / f"{name}.py").read_text().splitlines())
 
 
 def test_a_sparse_autoencoder_learns_from_single_tokens(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -79,21 +74,8 @@ def test_a_student_learns_from_a_stored_top_k(model: Path, texts: Path, tmp_path
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_packed_texts_give_the_logits_of_texts_alone(model: Path, texts: Path, tmp_path: Path) -> None:
-    """A student that is its teacher has no loss: no token of a pack sees another text."""
-    module = example("distillation")
-    losses = module.main(model, model, texts, tmp_path / "caches", epochs=0)
-    assert losses == []
-    cache = stoker.open_cache(tmp_path / "caches" / "top")
-    from transformers import AutoModelForCausalLM
+def test_packed_texts_do_not_see_one_another(model: Path, texts: Path, tmp_path: Path) -> None:
+    """A student that is its teacher has no loss, packed with other texts or not."""
+    losses = example("distillation").main(model, model, texts, tmp_path / "caches", epochs=1, lr=0.0)
 
-    teacher = AutoModelForCausalLM.from_pretrained(model)
-    for record in (cache[0], cache[7]):
-        with torch.no_grad():
-            logits = teacher(record["input_ids"].long()[None]).logits[0]
-        assert abs(module.loss_of(logits, record)) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["sparse_autoencoder", "distillation"])
-def test_an_example_is_short(name: str) -> None:
-    assert lines_of_code(name) <= 60
+    assert abs(losses[0]) < 1e-5
