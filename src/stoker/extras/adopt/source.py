@@ -63,6 +63,16 @@ class FileReader:
         )
         self.left_out: Counter[str] = Counter()
         """Entries of `.pt` files that no field can hold."""
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # A copy of the source that read in this process is dropped without being closed. At the end of the
+        # program, parts of the interpreter may be gone.
+        try:
+            if self._pid == os.getpid():  # a forked process has a copy of its parent's
+                self.close()
+        except Exception:  # noqa: BLE001, S110
+            pass
 
     def arrays(self, part: FilePart, kind: str) -> Arrays:
         """Return the arrays of one file, or of one place in it.
