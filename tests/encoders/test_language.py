@@ -264,7 +264,7 @@ def test_padding_past_the_last_position_of_the_model_is_no_obstacle(folders: dic
     alone = encoder.encode({"input_ids": ids(1, 20)})
     assert found["hidden"].shape == (1, 32, 16)
     assert torch.allclose(found["hidden"][:, :20], alone["hidden"], atol=1e-5)
-    with pytest.raises(ValueError, match="30 tokens.*24"):
+    with pytest.raises(ValueError, match=r"30 tokens.*24"):
         encoder.encode({"input_ids": padded, "input_ids.lengths": torch.tensor([30])})
 
 
@@ -342,7 +342,8 @@ def test_the_dtype_is_that_of_the_checkpoint_unless_another_is_given(tmp_path: P
 
 def test_a_cache_of_hidden_states_in_float8_says_its_error(folders: dict[str, Path], tmp_path: Path) -> None:
     samples = [
-        {"input_ids": row[:length].int(), "number": n} for n, (row, length) in enumerate(zip(ids(), LENGTHS))
+        {"input_ids": row[:length].int(), "number": n}
+        for n, (row, length) in enumerate(zip(ids(), LENGTHS, strict=True))
     ]
     encoder = stoker.HiddenStates(folders["llama"], layers=[1, -1])
 

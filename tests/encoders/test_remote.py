@@ -120,8 +120,9 @@ def test_ragged_samples_come_alone_and_in_a_padded_batch(
 
 
 def test_a_file_is_read_once_its_writer_lets_go_of_the_lock(server: ModelServer, tmp_path: Path) -> None:
-    from stoker.encoders.remote import _read_locked
     from safetensors.torch import save_file
+
+    from stoker.encoders.remote import _read_locked
 
     path, lock = tmp_path / "a.safetensors", tmp_path / "a.safetensors.lock"
     fd = os.open(lock, os.O_CREAT | os.O_WRONLY)
@@ -395,7 +396,8 @@ def test_it_leaves_random_numbers_alone(server: ModelServer) -> None:
 @pytest.mark.parametrize(
     "settings",
     [{"api": "rest"}, {"revision": ""}, {"dim": 0}, {"retries": -1}, {"timeout_s": 0}, {"dtype": "int8"},
-     {"api": "vllm-files"}, {"api": "vllm-files", "layers": [1]}, {"layers": [1]}, {"files": "a"}, {"api": "sglang", "per_request": 2}],
+     {"api": "vllm-files"}, {"api": "vllm-files", "layers": [1]},
+     {"layers": [1]}, {"files": "a"}, {"api": "sglang", "per_request": 2}],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(EncoderError):
