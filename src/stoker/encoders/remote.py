@@ -109,9 +109,9 @@ class RemoteEncoder:
     The field is replaced by the record; other fields pass through. Tokens of a fixed length are sent without
     their padding, and `hidden` is zero there.
 
-    Each answer is checked: the number of each result (the order in which they come is not trusted), the id of
-    the request where the server repeats it (vLLM, SGLang), and the tokens that it says it has read. The shape
-    must be right, and all must be finite. An answer that fails is asked for again.
+    Each answer is checked. Results are told apart by their numbers, not by their order. The id of the request
+    must be ours where the server repeats it (vLLM, SGLang), and so must the count of tokens that it has read.
+    The shape must be right, and all must be finite. An answer that fails is asked for again.
     A sample that fails in the end is quarantined. But if the server answers nothing else either, the run ends
     with an `EncoderError`, and resumes when it is started again.
 
