@@ -147,6 +147,7 @@ class RemoteEncoder:
         EncoderError: A setting makes no sense.
 
     Examples:
+        >>> import stoker
         >>> encoder = stoker.RemoteEncoder(
         ...     "http://localhost:8000", model="bge-m3", revision="5617a9f", dim=1024
         ... )
