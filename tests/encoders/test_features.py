@@ -321,3 +321,72 @@ def test_a_model_of_the_hub_is_downloaded_when_asked_for_and_then_found_offline(
         server.server_close()
 
     assert downloaded == offline == pinned == FeatureEncoder(folder).identity()["weights"]
+
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+TEXT = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 50, "max_position_embeddings": 8,
+}  # fmt: skip
+
+
+def make_tower(folder: Path, kind: str) -> tuple[Path, object]:
+    """A random CLIP, SigLIP, DINOv3 or ViT in a folder, and the module that sees images."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    if kind in ("clip", "siglip"):
+        name = {"clip": "CLIP", "siglip": "Siglip"}[kind]
+        vision, text = getattr(t, f"{name}VisionConfig")(**SMALL), getattr(t, f"{name}TextConfig")(**TEXT)
+        config = getattr(t, f"{name}Config")(vision_config=vision.to_dict(), text_config=text.to_dict())
+        model = getattr(t, f"{name}Model")(config).eval()
+        tower = model.vision_model
+    else:
+        classes = {
+            "clip-vision": (t.CLIPVisionModel, t.CLIPVisionConfig),
+            "siglip-vision": (t.SiglipVisionModel, t.SiglipVisionConfig),
+            "dinov3": (t.DINOv3ViTModel, t.DINOv3ViTConfig),
+            "dino": (t.ViTModel, t.ViTConfig),
+        }[kind]
+        more = {"num_register_tokens": 4} if kind == "dinov3" else {}
+        model = tower = classes[0](classes[1](**SMALL, **more)).eval()
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder, tower
+
+
+@pytest.mark.parametrize("kind", ["clip", "clip-vision", "siglip", "siglip-vision", "dinov3", "dino"])
+def test_vision_towers_alone_and_in_a_complete_model(tmp_path: Path, kind: str) -> None:
+    folder, tower = make_tower(tmp_path, kind)
+    batch = {"image": images()[..., :28]}
+    with torch.inference_mode():
+        wanted = tower(pixel_values=normalized()[..., :28])  # type: ignore[operator]
+
+    tokens = FeatureEncoder(folder, "tokens").encode(batch)["features"]
+    pooled = FeatureEncoder(folder, "pooled").encode(batch)["features"]
+    mean = FeatureEncoder(folder, "mean").encode(batch)["features"]
+
+    assert torch.allclose(tokens, wanted.last_hidden_state, atol=1e-5)
+    assert torch.allclose(pooled, wanted.pooler_output, atol=1e-5)
+    assert torch.allclose(mean, wanted.last_hidden_state[:, -4:].mean(1), atol=1e-5)
+    assert not any("text" in name for name in FeatureEncoder(folder, "mean").weights())
+    if kind.startswith("siglip"):
+        with pytest.raises(EncoderError, match="no class token"):
+            FeatureEncoder(folder, "cls")
+
+
+def test_a_pooled_output_without_weights_is_refused_not_random(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = make_tower(tmp_path, "dino")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if not name.startswith("pooler.")}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    FeatureEncoder(folder, "cls").encode({"image": images()[..., :28]})
+    with pytest.raises(EncoderError, match="pooler"):
+        FeatureEncoder(folder, "pooled").encode({"image": images()[..., :28]})

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 import stoker
 from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import EncoderError
+from stoker.precompute.engine import run_precompute
+from stoker.precompute.settings import PrecomputeSettings
 from stoker.schema import Field, Schema
 from stoker.testing import check_encoder
 from tests.encoders.tiny_models import (
@@ -264,7 +266,7 @@ def test_padding_past_the_last_position_of_the_model_is_no_obstacle(folders: dic
     alone = encoder.encode({"input_ids": ids(1, 20)})
     assert found["hidden"].shape == (1, 32, 16)
     assert torch.allclose(found["hidden"][:, :20], alone["hidden"], atol=1e-5)
-    with pytest.raises(ValueError, match="30 tokens.*24"):
+    with pytest.raises(ValueError, match=r"30 tokens.*24"):
         encoder.encode({"input_ids": padded, "input_ids.lengths": torch.tensor([30])})
 
 
@@ -342,7 +344,8 @@ def test_the_dtype_is_that_of_the_checkpoint_unless_another_is_given(tmp_path: P
 
 def test_a_cache_of_hidden_states_in_float8_says_its_error(folders: dict[str, Path], tmp_path: Path) -> None:
     samples = [
-        {"input_ids": row[:length].int(), "number": n} for n, (row, length) in enumerate(zip(ids(), LENGTHS))
+        {"input_ids": row[:length].int(), "number": n}
+        for n, (row, length) in enumerate(zip(ids(), LENGTHS, strict=True))
     ]
     encoder = stoker.HiddenStates(folders["llama"], layers=[1, -1])
 
@@ -360,6 +363,21 @@ def test_a_cache_of_hidden_states_in_float8_says_its_error(folders: dict[str, Pa
             assert cache[n][field].shape == state.shape == (length, 16)
             far = (cache[n][field].float() - state).abs().max() / state.abs().max()
             assert 0 < far <= cache.index.error[field]["max"] * (1 + 1e-6) <= 0.07
+
+
+def test_encoder_processes_load_the_model_from_its_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    source = stoker.TorchSource(
+        [{"input_ids": row[:length].int()} for row, length in zip(ids(), LENGTHS, strict=True)], version="1"
+    )
+    settings = PrecomputeSettings(device="cpu", devices=("cpu",), always_in_child=True)
+    encoder = stoker.TopK(folders["llama"], k=3)
+
+    cache = run_precompute(source, encoder, tmp_path, name="c", settings=settings).cache
+
+    for n, length in enumerate(LENGTHS):
+        wanted = encoder.encode({"input_ids": ids()[n : n + 1, :length]})
+        assert torch.allclose(cache[n]["values"], wanted["values"][0], atol=1e-5)
+        assert torch.equal(cache[n]["indices"], wanted["indices"][0])
 
 
 # ----------------------------------------------------------------------------------------------------------

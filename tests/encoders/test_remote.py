@@ -396,7 +396,8 @@ def test_it_leaves_random_numbers_alone(server: ModelServer) -> None:
 @pytest.mark.parametrize(
     "settings",
     [{"api": "rest"}, {"revision": ""}, {"dim": 0}, {"retries": -1}, {"timeout_s": 0}, {"dtype": "int8"},
-     {"api": "vllm-files"}, {"api": "vllm-files", "layers": [1]}, {"layers": [1]}, {"files": "a"}, {"api": "sglang", "per_request": 2}],
+     {"api": "vllm-files"}, {"api": "vllm-files", "layers": [1]},
+     {"layers": [1]}, {"files": "a"}, {"api": "sglang", "per_request": 2}],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(EncoderError):

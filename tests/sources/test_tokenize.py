@@ -231,7 +231,7 @@ def test_text_that_is_not_utf8_names_its_sample(folder: Path) -> None:
     source = stoker.Tokenize([{"caption": b"good"}, {"caption": b"\xff bad"}], folder)
 
     source.read(0)
-    with pytest.raises(SourceError, match="item 1 .*byte 0"):
+    with pytest.raises(SourceError, match=r"item 1 .*byte 0"):
         source.read(1)
 
 

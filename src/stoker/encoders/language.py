@@ -10,6 +10,7 @@ mask that hides nothing, take another kernel, and so make the last bits of a sam
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,9 +225,9 @@ class LanguageEncoder(FolderEncoder):
         model.config.use_cache = False
         return model
 
+    @abc.abstractmethod
     def _kind(self, config: Any) -> Any:
         """Return the class of the model. Raises KeyError where `transformers` has none for it."""
-        raise NotImplementedError
 
 
 class _StateEncoder(LanguageEncoder):
@@ -286,7 +287,9 @@ class TextEncoder(_StateEncoder):
             to an earlier layer (Stable Diffusion 1.5 with `clip_skip`). False: never.
         attend: `real`: no token attends to padding. `all`: the mask is stored, and not used, as in the
             pipelines of Stable Diffusion 3 and Flux. A causal model such as CLIP needs none.
-        output, pooled, mask: Names of the fields of the record; `pooled=None` leaves that one out.
+        output: Name of the field with the states.
+        pooled: Name of the field with the pooled output; None leaves it out.
+        mask: Name of the field with the mask, in the record.
         attention_mask: The field with the mask of tokens of a fixed length.
         dtype: Of weights, activations and record; None: as `config.json` says.
         encode_batch: Samples in one call; None: about 8 MiB of samples and records, 8 ragged samples.
@@ -433,13 +436,13 @@ class TextEncoder(_StateEncoder):
 class HiddenStates(_StateEncoder):
     """Hidden states of some layers of a causal language model; satisfies `Encoder`.
 
-    The tokens are replaced by one field for each layer, `hidden_8` `(T, D)`, so that training reads the
-    layers that it needs, and each has scales of its own when it is quantized. Keep the tokens as well with
+    The tokens are replaced by one field for each layer, `hidden_8` `(T, D)`. So training reads the layers
+    that it needs, and each has scales of its own when it is quantized. Keep the tokens as well with
     `precompute(..., keep=("input_ids",))`.
 
     Store fewer bits with `precompute(..., dtype="float8_e4m3fn")`; its report states the error.
-    A sample has the same states alone and inside a padded batch, but for rounding: 1e-4 of the largest state
-    in float32, and two units of the last place in bfloat16 and float16.
+    A sample has the same states alone and inside a padded batch, but for rounding. That is 1e-4 of the
+    largest state in float32, and two units of the last place in bfloat16 and float16.
 
     Args:
         folder: What `save_pretrained` of the model wrote. Nothing is downloaded.

@@ -47,7 +47,8 @@ class VAEEncoder(FolderEncoder):
             downloaded.
         field: The field with images `(3, H, W)`, uint8 or float. H and W must be multiples of the factor by
             which the model reduces them (8).
-        mean, std: Names of the fields of the record.
+        mean: Name of the field with the mean.
+        std: Name of the field with the standard deviation.
         value_range: Least and largest value of float images: `(0, 1)`, or `(-1, 1)`. A sample with a value
             outside it is quarantined.
         dtype: Of weights and activations: `float32`, `bfloat16` or `float16`. The record is float32.

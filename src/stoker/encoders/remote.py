@@ -109,9 +109,9 @@ class RemoteEncoder:
     The field is replaced by the record; other fields pass through. Tokens of a fixed length are sent without
     their padding, and `hidden` is zero there.
 
-    What is checked: the place of each result among those asked for at once (never the order in which they
-    come), the id of the request where the server repeats it (vLLM, SGLang), the tokens that it says it has
-    read, the shape, and that all is finite. An answer that fails is asked for again.
+    Each answer is checked. Results are told apart by their numbers, not by their order. The id of the request
+    must be ours where the server repeats it (vLLM, SGLang), and so must the count of tokens that it has read.
+    The shape must be right, and all must be finite. An answer that fails is asked for again.
     A sample that fails in the end is quarantined. But if the server answers nothing else either, the run ends
     with an `EncoderError`, and resumes when it is started again.
 
@@ -147,6 +147,7 @@ class RemoteEncoder:
         EncoderError: A setting makes no sense.
 
     Examples:
+        >>> import stoker
         >>> encoder = stoker.RemoteEncoder(
         ...     "http://localhost:8000", model="bge-m3", revision="5617a9f", dim=1024
         ... )
@@ -398,7 +399,7 @@ class RemoteEncoder:
         return found
 
     def _ask_all(self, contents: list[Content], until: float) -> list[_Remembered]:
-        """Return the results of one request; where it fails as a whole, of a request for each sample."""
+        """Return the results of one request; where that fails, of one request for each sample."""
         try:
             return [_Remembered(value=value) for value in self._ask(contents, until)]
         except _Failure as failure:
@@ -439,7 +440,7 @@ class RemoteEncoder:
     def _answers_others(self, failure: _Failure, content: Content, until: float) -> bool:
         """Return True if the server answers other samples well, so that this one is at fault.
 
-        After a timeout or 5xx it is asked once more for a sample that it has answered: what it answered
+        After a timeout or 5xx it is asked once more for a sample that it has answered. What it answered
         before, or to another request at the same time, says nothing of now.
         """
         with self._lock:
