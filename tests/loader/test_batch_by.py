@@ -282,3 +282,13 @@ def test_batches_of_a_dataset_keep_its_structure_and_transforms_see_tensors(tmp_
         assert torch.equal(images, torch.stack([image(n) for n in own.tolist()]))
         numbers += own.tolist()
     assert sorted(numbers) == [*range(COUNT)]
+
+
+def test_latents_of_a_module_take_the_place_of_images(tmp_path: Path) -> None:
+    data = [(image(n), n) for n in range(COUNT)]
+    net = torch.nn.Conv2d(2, 3, 1)
+    loader = stoker.cached(data, net, batch_size=4, batch_by="shape", shuffle=True, cache_dir=tmp_path)
+    with torch.inference_mode():
+        for latents, own in loader:
+            wanted = torch.stack([net(image(n)[None])[0] for n in own.tolist()])
+            assert torch.allclose(latents, wanted, atol=1e-6)

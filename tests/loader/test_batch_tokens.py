@@ -247,10 +247,20 @@ def test_records_that_have_no_one_length_are_refused(cache: Cache, tmp_path: Pat
     with pytest.raises(ConfigError, match="'x' has other axes that vary"):
         Loader(images, batch_tokens=8)
     taken = made("taken", {"a": [torch.ones(1), torch.ones(2)], "cu_seqlens": torch.ones(2)})
-    with pytest.raises(ConfigError, match="batch_tokens=... adds cu_seqlens"):
+    with pytest.raises(ConfigError, match="batch_tokens= adds cu_seqlens"):
         Loader(taken, batch_tokens=8)
     with pytest.raises(ConfigError, match="batches of varying size"):
         Mixture([Loader(cache, batch_tokens=BUDGET), Loader(fixed, 1)])
+
+
+def test_a_cache_that_is_filled_is_refused(tmp_path: Path) -> None:
+    data = [{"ids": torch.arange(1 + n % 9)} for n in range(40)]
+    for setting, why in (
+        ({"batch_tokens": 16}, "lengths are known"),
+        ({"batch_by": "ids"}, "shapes and keys"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            stoker.cached(data, wait=False, cache_dir=tmp_path / why, shuffle=True, **setting)
 
 
 def test_a_dataset_is_served_by_tokens_with_fields_by_name(tmp_path: Path) -> None:
