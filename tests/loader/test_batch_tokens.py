@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import ConfigError, StaleStateError
-from stoker.loader import Loader, Mixture, Windows, placement
+from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.batching import BatchPlan, TokenPlanner, best_fit
 from stoker.store import Cache
 from tests.loader.caches import folded, write_cache
+from tests.loader.test_partial import move
 
 COUNT, BUDGET = 80, 32
 
@@ -134,15 +135,18 @@ def test_batches_are_packed_with_what_kernels_take(cache: Cache, tier: str, shuf
     assert "up to 32 tokens" in repr(loader)
 
 
-def test_every_tier_gives_the_same_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(tier: str) -> list[Any]:
-        return list(Loader(cache, batch_tokens=BUDGET, tier=tier, seed=4, shuffle=True, dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_every_tier_gives_the_same_bytes(cache: Cache, dtype: str | None) -> None:
+    def made(tier: str) -> Loader:
+        return Loader(cache, batch_tokens=BUDGET, tier=tier, seed=4, shuffle=True, dtype=dtype)
 
-    found = [served(tier) for tier in ("host", "disk", "device")]
-    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset({1}), "host": frozenset({0})})
-    found.append(served("auto"))
+    found = [list(made(tier)) for tier in ("host", "disk", "device")]
     with torch.inference_mode():
-        found.append(served("host"))
+        found.append(list(made("host")))
+    for homes in (["device", "host", "disk"], ["disk", "device", "host"], ["host", "disk", "disk"]):
+        mixed = made("auto")
+        move(mixed, homes)
+        found.append(list(mixed))
     for batches in zip(*found, strict=True):
         assert all(batch.keys() == batches[0].keys() for batch in batches)
         for name, value in batches[0].items():

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import ConfigError
-from stoker.loader import Loader, Mixture, Windows, placement
+from stoker.loader import Loader, Mixture, Windows
 from stoker.store import Cache
 from tests.loader.caches import folded, trajectories, write_cache
+from tests.loader.test_partial import move
 
 LENGTHS = [5, 1, 0, 9, 3, 7, 2, 8]
 ROWS = [(number, row) for number, length in enumerate(LENGTHS) for row in range(length)]
@@ -94,11 +95,12 @@ def test_tiers_give_the_same_bytes_over_ranks_and_after_resuming(
     assert all(torch.equal(a.z0, b.z0) for a, b in zip(again, found[0][stop + 1 :], strict=True))
 
 
-def test_rows_from_several_tiers(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_from_several_tiers(cache: Cache) -> None:
     expected = list(Loader(cache, 4, windows=WINDOWS, tier="host", shuffle=True, dtype="float16"))
-    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset({1}), "host": frozenset({0})})
-    mixed = list(Loader(cache, 4, windows=WINDOWS, shuffle=True, dtype="float16"))
-    assert all(torch.equal(a.z0, b.z0) for a, b in zip(mixed, expected, strict=True))
+    for homes in (["device", "host", "disk"], ["disk", "device", "host"], ["host", "disk", "disk"]):
+        mixed = Loader(cache, 4, windows=WINDOWS, shuffle=True, dtype="float16")
+        move(mixed, homes)
+        assert all(torch.equal(a.z0, b.z0) for a, b in zip(mixed, expected, strict=True))
 
 
 def test_transforms_see_z0_alone(cache: Cache) -> None:
