@@ -191,3 +191,10 @@ def test_a_gpu_session_saves_its_results_and_fails_where_a_step_did(
     assert len(facts) >= len(steps) - 1
     assert (tmp_path / "out" / "logs.tar.gz").stat().st_size
     assert not list(tmp_path.glob("stoker-gpu-session-*"))
+
+
+def test_the_packing_benchmark_compares_with_first_fit(tmp_path: Path) -> None:
+    rows = {row["packing"]: row for row in run_quickly("packing", cwd=tmp_path)}
+
+    assert rows["stoker"]["used"] > rows["first fit"]["used"] > rows["next fit"]["used"]
+    assert rows["stoker, 8 ranks"]["batches"] - rows["stoker"]["batches"] < 8

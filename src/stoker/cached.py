@@ -36,7 +36,7 @@ from stoker.precompute.inputs import as_encoder, as_source
 from stoker.runtime.locks import FileLock
 from stoker.runtime.mounts import storage_of
 from stoker.runtime.processes.child import LIGHT, TORCH, preload
-from stoker.schema import dtype_name
+from stoker.schema import dtype_name, without_sizes
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 from stoker.sources.torch_items import ItemStructure, encoded_structure
@@ -60,7 +60,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     *,
     cache_dir: str | Path | None = ".stoker",
     name: str | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     precompute: Mapping[str, Any] | None = None,
     wait: bool = True,
@@ -84,7 +84,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`: the cache is made in
             `<cache_dir>/<name>/<fingerprint>`. None: in memory, removed together with the loader.
         name: Name of the cache; None: the class of the dataset, in lower case.
-        batch_size: Samples, or windows, in a batch.
+        batch_size: Samples, or windows, in a batch. None: 64; with `batch_tokens` as many as fit.
         device: Where the encoder runs and batches are wanted: `cpu`, `cuda[:i]`, or `auto`, a GPU if there is
             one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `{"dtype": "float16"}` is the
@@ -126,6 +126,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     device = str(resolve_device(device))
     if encoding["device"] is not None:  # None: where the encoder's weights are
         encode_on(encoding["device"])
+    if batch_size is None:
+        batch_size = 64 if loader.get("batch_tokens") is None else 1
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = as_source(dataset, **own)
@@ -153,12 +155,15 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 
 def _structure_of(source: TorchSource, encoder: Encoder | None, loader: Loader) -> ItemStructure:
     """Return the structure of batches: that of items, if every field of records has a place in it."""
-    schema = source.schema()
-    ragged = any(field.ragged for field in loader.dataset.schema.values())
-    if ragged and loader.options.ragged != "list":
-        log.info("batches are dictionaries: ragged= adds masks, lengths or offsets to the fields of items")
+    schema, stored = without_sizes(source.schema()), without_sizes(loader.dataset.schema)
+    ragged = any(field.ragged for field in stored.values())
+    if ragged and (loader.options.ragged != "list" or loader.options.batch_tokens is not None):
+        log.info(
+            "batches are dictionaries: ragged= and batch_tokens= add masks, lengths or offsets to the fields "
+            "of items"
+        )
         return None
-    found = encoded_structure(source.structure(), schema, loader.dataset.schema)
+    found = encoded_structure(source.structure(), schema, stored)
     if not isinstance(found, bool):
         return found
     log.info(

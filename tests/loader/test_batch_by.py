@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import ConfigError, StaleStateError
-from stoker.loader import Loader, Mixture, Pad, Windows, placement
+from stoker.loader import Loader, Mixture, Pad, Windows
 from stoker.loader.batching import BatchPlan, GroupPlanner
 from stoker.store import Cache
 from tests.loader.caches import folded, write_cache
+from tests.loader.test_partial import move
 
 COUNT = 60
 SHAPES = [(2, 3, 4), (2, 4, 3), (2, 5, 5)]
@@ -172,13 +173,18 @@ def test_one_field_may_decide_and_others_come_as_ever(cache: Cache) -> None:
         assert isinstance(batch["image"], list)
 
 
-def test_every_tier_gives_the_same_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(tier: str) -> list[Any]:
-        return list(Loader(cache, 8, batch_by="shape", tier=tier, seed=4, shuffle=True, dtype="float16"))
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_every_tier_gives_the_same_bytes(cache: Cache, dtype: str | None) -> None:
+    def made(tier: str) -> Loader:
+        return Loader(cache, 8, batch_by="shape", tier=tier, seed=4, shuffle=True, dtype=dtype)
 
-    found = [served(tier) for tier in ("host", "disk", "device")]
-    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset({1}), "host": frozenset({0})})
-    found.append(served("auto"))
+    found = [list(made(tier)) for tier in ("host", "disk", "device")]
+    with torch.inference_mode():
+        found.append(list(made("host")))
+    for homes in (["device", "host", "disk"], ["disk", "device", "host"], ["host", "disk", "disk"]):
+        mixed = made("auto")
+        move(mixed, homes)
+        found.append(list(mixed))
     for batches in zip(*found, strict=True):
         assert all(batch.keys() == batches[0].keys() for batch in batches)
         assert all(torch.equal(batch[name], batches[0][name]) for batch in batches for name in batch)
@@ -282,3 +288,13 @@ def test_batches_of_a_dataset_keep_its_structure_and_transforms_see_tensors(tmp_
         assert torch.equal(images, torch.stack([image(n) for n in own.tolist()]))
         numbers += own.tolist()
     assert sorted(numbers) == [*range(COUNT)]
+
+
+def test_latents_of_a_module_take_the_place_of_images(tmp_path: Path) -> None:
+    data = [(image(n), n) for n in range(COUNT)]
+    net = torch.nn.Conv2d(2, 3, 1)
+    loader = stoker.cached(data, net, batch_size=4, batch_by="shape", shuffle=True, cache_dir=tmp_path)
+    with torch.inference_mode():
+        for latents, own in loader:
+            wanted = torch.stack([net(image(n)[None])[0] for n in own.tolist()])
+            assert torch.allclose(latents, wanted, atol=1e-6)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import ConfigError, StaleStateError
-from stoker.loader import Loader, Mixture, Windows, placement
+from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.batching import BatchPlan, TokenPlanner, best_fit
 from stoker.store import Cache
 from tests.loader.caches import folded, write_cache
+from tests.loader.test_partial import move
 
 COUNT, BUDGET = 80, 32
 
@@ -134,15 +135,18 @@ def test_batches_are_packed_with_what_kernels_take(cache: Cache, tier: str, shuf
     assert "up to 32 tokens" in repr(loader)
 
 
-def test_every_tier_gives_the_same_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(tier: str) -> list[Any]:
-        return list(Loader(cache, batch_tokens=BUDGET, tier=tier, seed=4, shuffle=True, dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_every_tier_gives_the_same_bytes(cache: Cache, dtype: str | None) -> None:
+    def made(tier: str) -> Loader:
+        return Loader(cache, batch_tokens=BUDGET, tier=tier, seed=4, shuffle=True, dtype=dtype)
 
-    found = [served(tier) for tier in ("host", "disk", "device")]
-    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset({1}), "host": frozenset({0})})
-    found.append(served("auto"))
+    found = [list(made(tier)) for tier in ("host", "disk", "device")]
     with torch.inference_mode():
-        found.append(served("host"))
+        found.append(list(made("host")))
+    for homes in (["device", "host", "disk"], ["disk", "device", "host"], ["host", "disk", "disk"]):
+        mixed = made("auto")
+        move(mixed, homes)
+        found.append(list(mixed))
     for batches in zip(*found, strict=True):
         assert all(batch.keys() == batches[0].keys() for batch in batches)
         for name, value in batches[0].items():
@@ -247,10 +251,20 @@ def test_records_that_have_no_one_length_are_refused(cache: Cache, tmp_path: Pat
     with pytest.raises(ConfigError, match="'x' has other axes that vary"):
         Loader(images, batch_tokens=8)
     taken = made("taken", {"a": [torch.ones(1), torch.ones(2)], "cu_seqlens": torch.ones(2)})
-    with pytest.raises(ConfigError, match="batch_tokens=... adds cu_seqlens"):
+    with pytest.raises(ConfigError, match="batch_tokens= adds cu_seqlens"):
         Loader(taken, batch_tokens=8)
     with pytest.raises(ConfigError, match="batches of varying size"):
         Mixture([Loader(cache, batch_tokens=BUDGET), Loader(fixed, 1)])
+
+
+def test_a_cache_that_is_filled_is_refused(tmp_path: Path) -> None:
+    data = [{"ids": torch.arange(1 + n % 9)} for n in range(40)]
+    for setting, why in (
+        ({"batch_tokens": 16}, "lengths are known"),
+        ({"batch_by": "ids"}, "shapes and keys"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            stoker.cached(data, wait=False, cache_dir=tmp_path / why, shuffle=True, **setting)
 
 
 def test_a_dataset_is_served_by_tokens_with_fields_by_name(tmp_path: Path) -> None:
