@@ -422,6 +422,29 @@ def test_padding_before_the_tokens_of_a_causal_model_is_refused(folders: dict[st
         stoker.TextEncoder(folders["clip"]).encode(left)
 
 
+def test_a_model_that_sees_both_sides_has_no_hidden_states_of_a_teacher(folders: dict[str, Path]) -> None:
+    """Padding of a fixed length would reach its tokens."""
+    with pytest.raises(EncoderError, match="not causal"):
+        stoker.HiddenStates(folders["bert"], layers=[1]).encode({"input_ids": ids()})
+
+
+def test_tokens_that_share_an_embedding_do_not_make_a_model_causal(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    place = shutil.copytree(folders["bert"], tmp_path / "bert") / "model.safetensors"
+    weights = load_file(place)
+    weights["embeddings.word_embeddings.weight"][:10] = 0
+    save_file(weights, place, metadata={"format": "pt"})
+    real = mask()
+
+    found = stoker.TextEncoder(place.parent).encode({"input_ids": ids() * real, "attention_mask": real})
+
+    wanted = reference(place.parent, "BertModel", input_ids=ids() * real, attention_mask=real.long())
+    assert torch.allclose(found["hidden"][real], wanted.last_hidden_state[real], atol=1e-6)
+
+
 def test_fields_layers_and_sizes_that_do_not_fit_are_refused(folders: dict[str, Path]) -> None:
     encoder = stoker.TextEncoder(folders["clip"])
     with pytest.raises(EncoderError, match=r"'input_ids'.*caption"):

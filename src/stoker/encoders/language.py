@@ -43,6 +43,8 @@ LENGTHS = ".lengths"
 """Ends the name of the entry of a batch with the lengths of a ragged field."""
 RAGGED_BATCH = 8
 """Samples in one call, where ragged samples are encoded several at a time."""
+_TRIED = 8
+"""Tokens with which a model is asked if it is causal."""
 _LOGIT_BYTES = 64 * MIB
 """Logits that are turned into float32 at a time."""
 _FINAL_NORMS = (
@@ -78,6 +80,9 @@ class TokenBatch:
 
 class LanguageEncoder(FolderEncoder):
     """Base of encoders that take one field of tokens."""
+
+    CAUSAL = False
+    """True where only causal models make sense."""
 
     def __init__(
         self,
@@ -160,7 +165,12 @@ class LanguageEncoder(FolderEncoder):
         """Return what the model gives for a batch."""
         model = self._loaded()
         if self._causal is None:
-            self._causal = _is_causal(model, self._device)
+            self._causal = _is_causal(model, self._sizes.vocabulary, self._device)
+        if self.CAUSAL and not self._causal:
+            raise EncoderError(
+                f"the model in {self._folder.path} is not causal: its tokens see those behind them",
+                hint=f"Use stoker.TextEncoder, and not {type(self).__name__}",
+            )
         mask = None
         if self._causal:
             _refuse_left_padding(tokens.real)
@@ -468,6 +478,7 @@ class HiddenStates(_StateEncoder):
     """
 
     NAME = "stoker.HiddenStates"
+    CAUSAL = True
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
@@ -560,6 +571,7 @@ class TopK(LanguageEncoder):
     """
 
     NAME = "stoker.TopK"
+    CAUSAL = True
     VALUES, INDICES, REST = "values", "indices", "log_rest"
     """Fields of a record."""
 
@@ -738,15 +750,19 @@ def _keep_output(kept: dict[int, Tensor], layer: int) -> Any:
     return keep
 
 
-def _is_causal(model: Any, device: torch.device) -> bool:
+def _is_causal(model: Any, vocabulary: int, device: torch.device) -> bool:
     """Return True if a token does not change the state of the one before it: the model itself is asked.
 
-    Configurations do not say it: CLIP is causal, and BERT may be either.
+    Configurations do not say it: CLIP is causal, and BERT may be either. Several tokens are tried, since some
+    may share one embedding.
     """
-    ids = torch.tensor([[0, 1], [0, 2]], device=device)
-    output = model(input_ids=ids, attention_mask=None, return_dict=True)
-    first = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return bool(torch.allclose(first[0, 0].float(), first[1, 0].float(), rtol=0.0, atol=1e-6))
+    others = torch.linspace(1, vocabulary - 1, _TRIED, device=device).long()
+    output = model(
+        input_ids=torch.stack([torch.zeros_like(others), others], 1), attention_mask=None, return_dict=True
+    )
+    states: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    first = states[:, 0].float()
+    return bool(torch.allclose(first, first[:1].expand_as(first), rtol=0.0, atol=1e-6))
 
 
 def _refuse_left_padding(real: Tensor | None) -> None:
