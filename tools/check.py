@@ -27,7 +27,7 @@ UNFINISHED = re.compile(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO
 UNPICKLES = (
     "/worker.py",
     "/encoder_processes.py",
-    "/torch_dataset.py",
+    "/torch_elsewhere.py",
     "extras/ray/task.py",
     "/entry.py",
     "service/worker.py",

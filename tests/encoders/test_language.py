@@ -271,7 +271,7 @@ def test_padding_past_the_last_position_of_the_model_is_no_obstacle(folders: dic
 
 
 def test_the_batch_size_of_ragged_samples_says_their_lengths(folders: dict[str, Path]) -> None:
-    one = stoker.HiddenStates(folders["llama"], layers=[1])
+    one = stoker.HiddenStates(folders["llama"], layers=[1], lengths=None)
     several = stoker.HiddenStates(folders["llama"], layers=[1], lengths=(64, 128), encode_batch=16)
 
     assert one.encode_batch_size(RAGGED) == EncodeBatchSize(samples=1)

@@ -28,9 +28,9 @@ from stoker.encoders.pretrained import (
     refuse_missing,
     required_field,
 )
-from stoker.encoders.protocol import EncodeBatchSize
+from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, arg
-from stoker.schema import Field, Json, Schema
+from stoker.schema import LENGTHS_SUFFIX, Field, Json, Schema
 from stoker.units import MIB
 
 # The package is optional: it is imported where a model is loaded.
@@ -39,8 +39,6 @@ from stoker.units import MIB
 Attend: TypeAlias = Literal["real", "all"]
 """`real`: no token attends to padding. `all`: tokens attend to padding as to any token."""
 
-LENGTHS = ".lengths"
-"""Ends the name of the entry of a batch with the lengths of a ragged field."""
 RAGGED_BATCH = 8
 """Samples in one call, where ragged samples are encoded several at a time."""
 _TRIED = 8
@@ -144,7 +142,7 @@ class LanguageEncoder(FolderEncoder):
             ValueError: A number is not a token of the model, or there are too many tokens.
         """
         ids = batch[self._field].long()
-        length, lengths = ids.shape[1], batch.get(self._field + LENGTHS)
+        length, lengths = ids.shape[1], batch.get(self._field + LENGTHS_SUFFIX)
         real = None if mask is None or mask not in batch else batch[mask].bool()
         limit = self._sizes.positions
         if limit is not None and length > limit:
@@ -207,8 +205,8 @@ class LanguageEncoder(FolderEncoder):
         ragged: Sequence[str],
     ) -> dict[str, Tensor]:
         """Return the fields made with their lengths, and the fields that pass through."""
-        lengths = {} if tokens.lengths is None else {name + LENGTHS: tokens.lengths for name in ragged}
-        taken = {self._field, self._field + LENGTHS}
+        lengths = {} if tokens.lengths is None else {name + LENGTHS_SUFFIX: tokens.lengths for name in ragged}
+        taken = {self._field, self._field + LENGTHS_SUFFIX}
         return {**made, **lengths, **{name: value for name, value in batch.items() if name not in taken}}
 
     def _load(self) -> nn.Module:
@@ -333,7 +331,7 @@ class TextEncoder(_StateEncoder):
         attention_mask: str = "attention_mask",
         dtype: str | None = "float32",
         encode_batch: int | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
         if attend not in get_args(Attend):
@@ -373,7 +371,7 @@ class TextEncoder(_StateEncoder):
             ValueError: A number is not a token of the model, or there are too many tokens.
             EncoderError: `transformers` is not installed, or the weights are not those of the model.
         """
-        ragged = self._field + LENGTHS in batch
+        ragged = self._field + LENGTHS_SUFFIX in batch
         given = None if ragged else batch.get(self._mask_field)
         if given is not None and given.shape != batch[self._field].shape:
             given = None  # of ragged samples, one at a time: another field of that name
@@ -490,7 +488,7 @@ class HiddenStates(_StateEncoder):
         output: str = "hidden",
         dtype: str | None = None,
         encode_batch: int | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
         self._layers = _resolved(layers, self._sizes.layers, self._folder.path)
@@ -584,7 +582,7 @@ class TopK(LanguageEncoder):
         temperature: float = 1.0,
         dtype: str | None = None,
         encode_batch: int | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
         if not 1 <= k < self._sizes.vocabulary:

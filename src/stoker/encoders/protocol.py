@@ -179,3 +179,7 @@ def fixed_batch_size(
         count = steps.pop()
         return EncodeBatchSize(samples=1, steps=max(1, min(count, GROUP_BYTES * count // size_bytes)))
     return EncodeBatchSize(samples=max(1, min(MOST_SAMPLES, GROUP_BYTES // size_bytes)))
+
+
+TOKEN_LENGTHS = (16, 32, 64, 128, 256, 512)
+"""Lengths that sequences of tokens are padded to: each at most doubles, and a model meets few shapes."""

@@ -28,11 +28,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from stoker.encoders.pretrained import ComputeDtype, passed_fields, required_field
-from stoker.encoders.protocol import EncodeBatchSize
+from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, ServiceError, arg
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
 from stoker.runtime.threads import Pool, RetryPolicy, Ticket, retry
-from stoker.schema import Field, Json, Schema
+from stoker.schema import LENGTHS_SUFFIX, Field, Json, Schema
 from stoker.units import MIB
 
 Api: TypeAlias = Literal["openai", "vllm", "vllm-files", "sglang"]
@@ -40,7 +40,6 @@ Api: TypeAlias = Literal["openai", "vllm", "vllm-files", "sglang"]
 Content: TypeAlias = "str | tuple[int, ...]"
 """What is sent of one sample: its text, or its tokens."""
 
-LENGTHS = ".lengths"
 _PATHS = {
     "openai": "/v1/embeddings", "vllm": "/pooling", "vllm-files": "/v1/completions", "sglang": "/generate"
 }  # fmt: skip
@@ -180,7 +179,7 @@ class RemoteEncoder:
         headers: Mapping[str, str] | None = None,
         body: Mapping[str, Json] | None = None,
         encode_batch: int | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         for name, value, known in (("api", api, Api), ("dtype", dtype, ComputeDtype)):
             if value not in get_args(known):
@@ -298,8 +297,8 @@ class RemoteEncoder:
                 raise ValueError(found[content].error)
         rows = [self._row(content, found, values.shape[1]) for content in contents]
         stacked = torch.stack(rows).to(values.device)
-        taken = {self._field, self._field + LENGTHS}
-        lengths = batch.get(self._field + LENGTHS)
+        taken = {self._field, self._field + LENGTHS_SUFFIX}
+        lengths = batch.get(self._field + LENGTHS_SUFFIX)
         if values.dtype is not torch.uint8 and lengths is None:
             taken.add(self._mask)
         if self._api == "openai":
@@ -307,7 +306,7 @@ class RemoteEncoder:
         else:
             made = {name: stacked[:, place].contiguous() for place, name in enumerate(self._names())}
             if lengths is not None:
-                made |= {name + LENGTHS: lengths for name in self._names()}
+                made |= {name + LENGTHS_SUFFIX: lengths for name in self._names()}
         return made | {name: value for name, value in batch.items() if name not in taken}
 
     def to(self, device: torch.device) -> None:
@@ -342,7 +341,7 @@ class RemoteEncoder:
     def _contents(self, batch: Mapping[str, Tensor]) -> list[Content]:
         """Return what to send of each sample; empty for one without text or tokens."""
         values = batch[self._field].cpu()
-        lengths, mask = batch.get(self._field + LENGTHS), batch.get(self._mask)
+        lengths, mask = batch.get(self._field + LENGTHS_SUFFIX), batch.get(self._mask)
         if values.dtype is torch.uint8:
             texts = [row.numpy().tobytes().rstrip(b"\0") for row in values]
             return [text.decode() for text in texts]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch, Windows
 from stoker.loader.loader import Loader
-from stoker.loader.order import Weights, subset
+from stoker.loader.order import Weights
 from stoker.loader.outputs import Normalization
+from stoker.loader.records import subset
 
 if TYPE_CHECKING:
     from stoker.loader.mixture import Mixture

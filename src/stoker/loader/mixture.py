@@ -622,23 +622,7 @@ def _check_together(members: Members) -> None:
     designs = members.designs
     first = next(iter(designs))
     for name, design in designs.items():
-        if design.cuts is not None:
-            raise ConfigError(
-                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins",
-                hint="Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)",
-            )
-        if design.order.batches is not None:
-            raise ConfigError(
-                f"the loader of {name!r} has batches of varying size ({design.order.batches.text}), and "
-                "turns of a mixture are laid out by batches of one size",
-                hint="Iterate over that Loader alone, or make it without batch_by= and batch_tokens=",
-            )
-        windows = design.options.windows
-        if windows is not None and windows.rows:
-            raise ConfigError(
-                f"the loader of {name!r} serves rows as examples (horizon=0), and those of a mixture have z1",
-                hint="Iterate over that Loader alone, or give Windows(horizon=1)",
-            )
+        _check_joins(name, design)
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world_size", designs[first].share.world_size, design.share.world_size),
@@ -651,6 +635,22 @@ def _check_together(members: Members) -> None:
                     hint="Loaders of one mixture agree in rank, world_size, device, and whether they cut "
                     "windows",
                 )
+
+
+def _check_joins(name: str, design: Design) -> None:
+    """Refuse a loader whose batches no mixture joins."""
+    windows, batches = design.options.windows, design.order.batches
+    refused = {
+        "cuts windows from fields of points": design.cuts is not None,
+        "has batches of varying size (batch_by or batch_tokens)": batches is not None,
+        "serves rows as examples (horizon=0)": windows is not None and windows.rows,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ConfigError(
+                f"the loader of {name!r} {what}, which no mixture joins",
+                hint="Iterate over that Loader alone",
+            )
 
 
 def _pass_over(loader: Loader) -> MemberPass:

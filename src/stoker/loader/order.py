@@ -605,49 +605,6 @@ def _low_bits(count: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Parts of a cache that stand for all of it.
-
-
-def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]:
-    """Return the sample indices of a part of the stored records, sorted, for `indices=`.
-
-    Each part of the source (a file, say) gives its share, to within one record. A smaller fraction with the
-    same seed is a part of a larger one, so that runs on 1 %, 10 % and all of the data are comparable.
-
-    Args:
-        cache: The cache whose records are drawn.
-        fraction: Part of the records, above 0 and at most 1.
-        seed: Decides which records are drawn.
-
-    Returns:
-        Sample indices, int64, at least one.
-
-    Raises:
-        ConfigError: `fraction` is not above 0 and at most 1.
-
-    Examples:
-        >>> import stoker, torch
-        >>> cache = stoker.precompute([{"x": torch.ones(1)}] * 100, None, "caches", name="ones")
-        >>> tenth = stoker.subset(cache, 0.1)
-        >>> len(tenth), len(stoker.Loader(cache, batch_size=5, indices=tenth))
-        (10, 2)
-    """
-    if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"subset: fraction {fraction!r}", hint="Expected a number above 0 and at most 1")
-    numbers = cache.indices
-    keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
-    ends = np.array([part.offset + part.count for part in cache.recipe.parts])
-    part = np.searchsorted(ends, numbers, side="right")
-    shuffled = np.lexsort((keys, part))
-    sizes = np.bincount(part)
-    first = np.cumsum(sizes) - sizes
-    # The place of each record among those of its part, 0..1: taking the lowest takes the same share of each.
-    place = (np.arange(len(numbers)) - first[part[shuffled]] + 0.5) / sizes[part[shuffled]]
-    lowest = np.lexsort((keys[shuffled], place))[: max(1, round(fraction * len(numbers)))]
-    return np.sort(numbers[shuffled[lowest]])
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Random numbers for transforms: row `i` depends on key `i` alone, never on how many rows there are.
 #
 # splitmix64 with an increment of its own per key (`split` of Steele, Lea, Flood, OOPSLA 2014). Integers are
