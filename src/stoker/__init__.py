@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from stoker.encoders.mesh import MeshEncoder
     from stoker.encoders.module import ModuleEncoder
     from stoker.encoders.protocol import Encoder
-    from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
+    from stoker.loader import (
+        Loader,
+        Mixture,
+        Normalization,
+        OneOf,
+        Pad,
+        Rows,
+        Span,
+        Weights,
+        Windows,
+        subset,
+    )
     from stoker.precompute import Timeouts, precompute
     from stoker.profile.run import profile
     from stoker.sources.arrays import ArraySource
@@ -66,10 +77,13 @@ __all__ = [
     "Mixture",
     "ModuleEncoder",
     "Normalization",
+    "OneOf",
     "Pad",
     "ParquetSource",
+    "Rows",
     "SQLSource",
     "Source",
+    "Span",
     "StokerError",
     "TarSource",
     "Timeouts",
@@ -102,10 +116,13 @@ _HOMES = {
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
     "Normalization": "stoker.loader",
+    "OneOf": "stoker.loader",
     "Pad": "stoker.loader",
     "ParquetSource": "stoker.sources.tables",
+    "Rows": "stoker.loader",
     "SQLSource": "stoker.sources.sql.source",
     "Source": "stoker.sources.protocol",
+    "Span": "stoker.loader",
     "TarSource": "stoker.sources.tar",
     "Timeouts": "stoker.precompute",
     "TorchSource": "stoker.sources.torch_dataset",

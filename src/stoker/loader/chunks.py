@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.loader.choose import Choices, Draw, Taken
 from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.loader.batch import Examples
+    from stoker.loader.choose import ChosenRows
     from stoker.loader.order import Ids, Order, RankShare
+    from stoker.loader.outputs import OutputSpec
     from stoker.loader.records import Cuts, RecordTable
     from stoker.loader.tiers import Memory
     from stoker.monitor.meter import StallMeter
@@ -50,7 +54,7 @@ ORDER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class BatchRun:
     """Consecutive batches of one rank and epoch."""
 
     epoch: int
@@ -82,7 +86,7 @@ class Span:
 class Chunk:
     """The examples of a span, located. Arrays are numpy, or torch on the device that the order is made on."""
 
-    span: Span
+    span: BatchRun
     examples: Any
     """Example numbers, `(n,)` int64."""
     records: Any
@@ -97,6 +101,8 @@ class Chunk:
     """Gives the memory that `rows` are of while it is there; another one may serve by now."""
     source: tuple[Cache, RecordTable] | None = None
     """What `records` are places in, while the cache is being filled; None: the loader's own."""
+    draw: Draw | None = None
+    """What decides which part of each record is read; None: all is."""
 
 
 class ColumnStrip(NamedTuple):
@@ -131,6 +137,11 @@ class Locator:
     """Per ragged field its steps in each record."""
     cuts: Cuts | None = None
     """How windows are cut from fields whose steps are many rows; None: they are not."""
+    choices: Choices = ()
+    """What part of each record is read."""
+    seed: int = 0
+    sizes: Mapping[str, Any] = dataclass_field(default_factory=dict[str, Any])
+    """By group of `choices` the rows of each record: `(records,)` on the device."""
 
     def extent(self, field: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first row in the record, and the number of rows, that examples take of a field."""
@@ -139,6 +150,13 @@ class Locator:
             rows = self.cuts.rows[field][own]
             return to_host(starts) * rows, self.cuts.steps * rows
         return np.zeros(len(own), np.int64), self.lengths[field][own]
+
+    def draw(self, epoch: int, examples: Any, records: Any) -> Draw | None:
+        """Return what decides which part of each example's record is read; None: all is."""
+        if not self.choices:
+            return None
+        sizes = {name: sizes[records] for name, sizes in self.sizes.items()}
+        return Draw(choices=self.choices, seed=self.seed, epoch=epoch, examples=examples, sizes=sizes)
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
         """Return records, starts and `index` of examples, as in `Chunk`."""
@@ -166,6 +184,41 @@ class Locator:
         return rows
 
 
+def chosen_in(
+    memory: Memory, outputs: Iterable[OutputSpec], records: Any, chosen: Mapping[str, ChosenRows]
+) -> dict[str, Tensor]:
+    """Return what `outputs` take of choices in `memory`, per kind of index.
+
+    Rows of a field are `(n, count)` int64, or `(n, 0)` where no record has any. All of them are in the
+    memory, also those that stand for rows behind the last real one, which are set to zero afterwards.
+    """
+    found: dict[str, Tensor] = {}
+    for output in outputs:
+        if output.taken is None:
+            continue
+        own = chosen[output.group]
+        if output.taken is not Taken.ROWS:
+            found[output.index] = _tensor(own.lengths if output.taken is Taken.LENGTHS else own.start)
+        elif output.field in memory.steps:
+            places = _tensor(memory.steps[output.field][records])[:, None] + _tensor(own.rows)
+            found[output.index] = _existing(places, _tensor(own.lengths), len(memory.sources[output.field]))
+        else:
+            length = memory.sources[output.field].shape[1]
+            found[output.index] = _tensor(memory.rows[records])[:, None] * length + _tensor(own.rows)
+    return found
+
+
+def _existing(places: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """Return rows of a ragged field with those of other records in place of rows of empty records.
+
+    Behind an empty record there may be no row: in memory that is mapped, not even an address.
+    """
+    if not count or (places.device.type == "cpu" and not lengths.any()):
+        return places[:, :0]
+    longest = places.index_select(0, lengths.argmax()[None])  # without waiting for a device
+    return torch.where(lengths[:, None] > 0, places, longest).clamp_(max=count - 1)
+
+
 class Chunks:
     """The chunks of one loader, epoch after epoch."""
 
@@ -189,11 +242,11 @@ class Chunks:
         # A GPU makes an order in no time, and must make it in the stream that the caller works in.
         self._pool = Pool(2, "stoker-order") if device.type == "cpu" else None
         self._made: deque[Chunk] = deque()
-        self._prefetched: tuple[Span, Ticket[list[Chunk]]] | None = None
+        self._prefetched: tuple[BatchRun, Ticket[list[Chunk]]] | None = None
         self._at_once = 1
         self._meter = meter
 
-    def spans(self, epoch: int, position: int) -> Iterator[Span]:
+    def spans(self, epoch: int, position: int) -> Iterator[BatchRun]:
         """Yield how the rest of an epoch is cut into chunks; the short last batch is one of its own."""
         share = self._share
         most = CHUNK_EXAMPLES if self._device.type == "cpu" else DEVICE_CHUNK_EXAMPLES
@@ -201,7 +254,7 @@ class Chunks:
         whole, tail = share.whole_and_tail(position)
         for first in range(0, whole, per_chunk):
             count = min(per_chunk, whole - first)
-            yield Span(
+            yield BatchRun(
                 epoch=epoch,
                 position=position + first * share.step,
                 batches=count,
@@ -212,7 +265,7 @@ class Chunks:
             )
         if tail:
             at = position + whole * share.step
-            yield Span(
+            yield BatchRun(
                 epoch=epoch, position=at, batches=1, batch=tail, step=share.step, short=True, last=True
             )
 
@@ -238,9 +291,9 @@ class Chunks:
         """Return the order of an epoch, which is kept for all that serve it."""
         return self._ids([epoch])[epoch]
 
-    def _following(self, span: Span) -> list[Span]:
+    def _following(self, span: BatchRun) -> list[BatchRun]:
         """Return the spans after `span` that are made in one piece of work, also those of later epochs."""
-        epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES
+        epoch, found, room = span.epoch, list[BatchRun](), CHUNK_EXAMPLES
         rest = iter(()) if span.last else self.spans(epoch, span.position + span.batches * span.step)
         while True:
             for one in rest:
@@ -253,7 +306,7 @@ class Chunks:
                 return found
             rest = self.spans(epoch, 0)
 
-    def _take(self, span: Span) -> Chunk:
+    def _take(self, span: BatchRun) -> Chunk:
         if not self._made and self._prefetched is not None and self._prefetched[0] == span:
             self._made.extend(self._prefetched[1].result(ORDER_TIMEOUT_S, "making the order of examples"))
             self._prefetched = None
@@ -265,7 +318,7 @@ class Chunks:
         self._prefetched, self._at_once = None, 1
         return self._make([span])[0]
 
-    def _make(self, spans: Sequence[Span]) -> list[Chunk]:
+    def _make(self, spans: Sequence[BatchRun]) -> list[Chunk]:
         """Return the chunks of consecutive spans, all arrays in one go."""
         orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
         parts = [
@@ -291,6 +344,7 @@ class Chunks:
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
                     memory=None if memory is None else weakref.ref(memory),
+                    draw=self._locator.draw(span.epoch, examples[own], records[own]),
                 )
             )
         return chunks

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, number_examples, time_field
+from stoker.loader.choose import check_sizes
 from stoker.loader.options import Options, check_share, check_static
 from stoker.loader.order import (
     Draws,
@@ -123,6 +124,7 @@ def decide(
     join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
     if join is not None:
         check_lengths(join, cache, table)
+    check_sizes(options.choose, cache, table)
     cuts, examples = _number(cache, table, options.windows)
     draws = None if options.weights is None else make_draws(options.weights, table, examples)
     lengths = _sizes(cache, table, outputs) if options.order.startswith("bucket") else None
@@ -198,7 +200,12 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
         ConfigError: As `make_outputs`; or a column joined to the cache would replace one of them.
     """
     outputs = make_outputs(
-        cache.schema, options.windows, options.dtype, options.normalize, device=options.device.type
+        cache.schema,
+        options.windows,
+        options.dtype,
+        options.normalize,
+        device=options.device.type,
+        choices=options.choose,
     )
     named = [o.name for o in outputs if o.role not in STATES]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from stoker.errors import ConfigError, StaleStateError
+from stoker.loader.choose import describe_choices
 from stoker.loader.options import whole_numbers
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def dump(design: Design, at: tuple[int, int], *, filled: bool = False) -> dict[s
         **({} if design.fill is None else {"beside": design.fill.kind}),
         **({FILLED: True} if filled and design.fill is not None else {}),
         **({NOTED: transforms} if transforms else {}),
+        **({} if (chosen := describe_choices(options.choose)) is None else {CHOSEN: chosen}),
     }
 
 
@@ -74,8 +76,8 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     Raises:
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
-    here = dump(design, (0, 0))
-    there = check_state(state, "loader", here.keys() - {NOTED})
+    here = {CHOSEN: None, **dump(design, (0, 0))}
+    there = {CHOSEN: None, **check_state(state, "loader", here.keys() - {NOTED, CHOSEN})}
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
     if FILLED in there and not at[1]:  # between two epochs; counted with samples that may be quarantined now
@@ -102,6 +104,8 @@ FILLED = "filled"
 """The entry that says: this place is after the epoch in which the cache was filled."""
 NOTED = "transforms"
 """The entry that may differ, with a word on it; it is there where there are some."""
+CHOSEN = "choose"
+"""The entry that says what part of each record is read; it is there where not all is."""
 
 
 def check_state(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]:
