@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.latents import DrawLatent, DropCondition
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import FieldTransform, ImageCut, run
@@ -32,6 +33,8 @@ __all__ = [
     "Crop",
     "CropImages",
     "Decode",
+    "DrawLatent",
+    "DropCondition",
     "Flip",
     "Noise",
     "Normalize",

@@ -818,7 +818,8 @@ class PartialBatches:
                 if output.taken is None:
                     found = torch.index_select(view, 0, index)
                 elif output.taken is Taken.ROWS:
-                    found = ChosenGather(partial(torch.index_select, view, 0), output)(index)
+                    gather = ChosenGather(partial(torch.index_select, view, 0), output.shape, view.dtype)
+                    found = gather(index)
                 else:
                     found = index.clone()
                 if group.far is not None:

@@ -494,9 +494,11 @@ class RaggedGather:
 class ChosenGather:
     """Gathers some rows of each record, `(n, count)` of them, by a gather of single rows."""
 
-    def __init__(self, gather: Callable[[Tensor], Tensor], output: OutputSpec) -> None:
-        self._gather, self._shape = gather, output.shape
-        self._dtype = output.dtype if output.conversion is None else output.conversion.dtype
+    def __init__(
+        self, gather: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """`shape`: of one example; `dtype`: of what `gather` returns."""
+        self._gather, self._shape, self._dtype = gather, shape, dtype
 
     def __call__(self, index: Tensor) -> Tensor:
         """Return `(len(index), *shape)`."""
@@ -538,7 +540,8 @@ class MemoryBatches:
                 rows = batch * (output.shape[0] if len(output.shape) == view.dim() else 1)
                 of_rows = replace(output, shape=tuple(view.shape[1:]))
                 gather = _make_gather(view, of_rows, rows, pool, static=static)
-                self._gathers.append(ChosenGather(gather, output))
+                made = output.dtype if output.conversion is None else output.conversion.dtype
+                self._gathers.append(ChosenGather(gather, output.shape, made))
             else:
                 self._gathers.append(
                     allocate((batch,), output.dtype, view.device).copy_ if static else torch.clone
