@@ -410,21 +410,45 @@ def _keys(group: FieldGroup, seed: int, epoch: int, examples: Any) -> Any:
     return keys_of(base, examples)
 
 
-ROUNDS = 6
-"""Of the network, as in the order of examples: part of what is drawn, hence fixed."""
+SMALL = 64
+"""Of so few numbers or fewer all are sorted by a random word: a network of halves of three bits or less is
+not random enough. Part of what is drawn, hence fixed, as is the next."""
+ROUNDS = 8
+"""Of the network. With fewer, pairs of numbers below 100 were not all as likely."""
 
 
 def distinct(keys: Any, sizes: Any, count: int) -> Any:
     """Return `count` different numbers below each of `sizes`: `(n, count)` int64, in random order.
 
-    They are where the first `count` places go in a permutation of `range(size)`, so the work does not grow
-    with the size. The permutation is an alternating Feistel network on just enough bits, with a key of its
-    own for each example, walked until it falls below the size (Black and Rogaway, CT-RSA 2002).
-
     Args:
         keys: Random words, `(n,)`, numpy uint64 or torch int64.
         sizes: `(n, 1)` int64, each at least `count`.
         count: Numbers for each.
+    """
+    if count >= SMALL:
+        return _permuted(keys, _at_least(sizes, SMALL + 1), count)
+    few = sizes <= SMALL
+    if isinstance(few, np.ndarray) and few.all():
+        return _sorted(keys, sizes)[:, :count]
+    return _where(few, _sorted(keys, sizes)[:, :count], _permuted(keys, _at_least(sizes, SMALL + 1), count))
+
+
+def _sorted(keys: Any, sizes: Any) -> Any:
+    """Return the numbers below each size, at most `SMALL`, by a random word each: `(n, SMALL)`."""
+    numbers = _arange(SMALL, sizes)[None, :]
+    words = _mixed(mix_(keys + _word(keys, GAMMA))[:, None], numbers + sizes * 0)
+    # Never negative, and each with its number in the low bits, so that no two are equal.
+    words = (words >> 1 & (1 << 62) - 1) & ~(SMALL - 1) | numbers
+    words = _where(numbers < sizes, words, numbers * 0 + ((1 << 63) - 1))
+    return _ascending(words) & (SMALL - 1)
+
+
+def _permuted(keys: Any, sizes: Any, count: int) -> Any:
+    """Return where the first `count` places go in a permutation of the numbers below each size.
+
+    So the work does not grow with the size. The permutation is an alternating Feistel network on just enough
+    bits, with a key of its own for each example, walked until it falls below the size (Black and Rogaway,
+    CT-RSA 2002).
     """
     bits = _bits(sizes)
     rounds = [mix_(keys + _word(keys, (step + 1) * GAMMA & MASK))[:, None] for step in range(ROUNDS)]
@@ -460,9 +484,8 @@ def _mixed(words: Any, value: Any) -> Any:
 
 
 def _bits(sizes: Any) -> Any:
-    """Return how many bits hold every number below each size, at least 2."""
-    powers = _arange(62, sizes)[None, :]
-    return _at_least((((sizes - 1) >> powers) > 0).sum(1), 2)[:, None]
+    """Return how many bits hold every number below each size."""
+    return (((sizes - 1) >> _arange(62, sizes)[None, :]) > 0).sum(1)[:, None]
 
 
 # What numpy and torch spell in different ways.

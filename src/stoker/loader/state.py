@@ -233,7 +233,7 @@ def _loaders_that_differ(there: Mapping[str, Any], here: Mapping[str, Any], posi
         may_differ = [*_MAY_DIFFER, *(["world"] if terms["order"] != "sequential" or not position else [])]
         different += [
             f"{name!r} has {key} {saved.get(key)!r} there, {value!r} here"
-            for key, value in terms.items()
+            for key, value in {CHOSEN: None, **terms}.items()
             if key not in may_differ and saved.get(key) != value
         ]
     return different
