@@ -169,8 +169,8 @@ class DropCondition(FieldTransform):
     p: float
     """Probability, 0 to 1."""
     null: Null = 0
-    """A number, a tensor of the shape of one example, or one of these by field: the record of an empty
-    caption, `cache[0]`, will do. 0: zeros, and of varying length as many as there were."""
+    """A number, a tensor of the shape of one example, or one of these by field, such as the record of an
+    empty caption, `cache[0]`. A number keeps the length of a field of varying length."""
 
     def __post_init__(self) -> None:
         """Refuse a wrong probability, and a null without one of the fields."""
@@ -225,7 +225,7 @@ class DropCondition(FieldTransform):
         values = cast("list[Tensor]", made[name])
         if packed:
             sizes: list[int] = made[name + OFFSETS].diff().tolist()
-            values = [*cast("Any", made[name]).split(sizes)]
+            values = [*made[name].split(sizes)]
         for place in dropped.nonzero().flatten().tolist():
             own = values[place]
             if isinstance(null, Tensor) and null.shape[1:] != own.shape[1:]:

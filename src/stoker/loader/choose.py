@@ -106,8 +106,8 @@ class OneOf:
     """
 
     random: bool | Literal["turn"] = True
-    """True: any view, drawn anew in each epoch. `"turn"`: another one in each epoch, so that an example shows
-    each of its k views once in any k epochs. False: view 0, for validation."""
+    """True: any view, drawn again in each epoch. `"turn"`: another one in each epoch, so that an example
+    shows each of its k views once in any k epochs. False: view 0, for validation."""
 
     def __post_init__(self) -> None:
         """Refuse other words."""
@@ -447,8 +447,8 @@ def _permuted(keys: Any, sizes: Any, count: int) -> Any:
     """Return where the first `count` places go in a permutation of the numbers below each size.
 
     So the work does not grow with the size. The permutation is an alternating Feistel network on just enough
-    bits, with a key of its own for each example, walked until it falls below the size (Black and Rogaway,
-    CT-RSA 2002).
+    bits. Each example has its own key. A number is sent through it until it falls below the size (Black and
+    Rogaway, CT-RSA 2002).
     """
     bits = _bits(sizes)
     rounds = [mix_(keys + _word(keys, (step + 1) * GAMMA & MASK))[:, None] for step in range(ROUNDS)]
