@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from stoker.encoders.protocol import Encoder
     from stoker.encoders.remote import RemoteEncoder
     from stoker.extras.adopt.run import adopt
-    from stoker.loader import Loader, Mixture, Normalization, Pad, Weights, Windows, subset
+    from stoker.loader import (
+        Loader,
+        Mixture,
+        Normalization,
+        OneOf,
+        Pad,
+        Rows,
+        Span,
+        Weights,
+        Windows,
+        subset,
+    )
     from stoker.loader.zipped import Zip, zip
     from stoker.precompute import Timeouts, precompute
     from stoker.profile.run import profile
@@ -73,11 +84,14 @@ __all__ = [
     "Mixture",
     "ModuleEncoder",
     "Normalization",
+    "OneOf",
     "Pad",
     "ParquetSource",
     "RemoteEncoder",
+    "Rows",
     "SQLSource",
     "Source",
+    "Span",
     "StokerError",
     "TarSource",
     "TextEncoder",
@@ -118,11 +132,14 @@ _HOMES = {
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
     "Normalization": "stoker.loader",
+    "OneOf": "stoker.loader",
     "Pad": "stoker.loader",
     "ParquetSource": "stoker.sources.tables",
     "RemoteEncoder": "stoker.encoders.remote",
+    "Rows": "stoker.loader",
     "SQLSource": "stoker.sources.sql.source",
     "Source": "stoker.sources.protocol",
+    "Span": "stoker.loader",
     "TarSource": "stoker.sources.tar",
     "TextEncoder": "stoker.encoders.language",
     "Timeouts": "stoker.precompute",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, arg
 from stoker.loader import Loader
+from stoker.loader.choose import as_choices
 from stoker.loader.loader import give_structure
 from stoker.loader.options import (
     IGNORED,
@@ -163,6 +164,9 @@ def _structure_of(source: TorchSource, encoder: Encoder | None, loader: Loader) 
             "of items"
         )
         return None
+    if any(group.tells(stored) for group in loader.options.choose):
+        log.info("batches are dictionaries: choose= adds lengths or starts to the fields of items")
+        return None
     found = encoded_structure(source.structure(), schema, stored)
     if not isinstance(found, bool):
         return found
@@ -225,6 +229,7 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     """Refuse before anything is encoded what `Loader` would refuse after it."""
     if whole_numbers(batch_size=batch_size)[0] < 1:
         raise ConfigError(f"batch_size is {batch_size}", hint="Expected at least 1")
+    as_choices(loader.get("choose"))
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
     if (dtype := loader.get("dtype")) is not None:
         check_dtype(dtype_name(dtype))

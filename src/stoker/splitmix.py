@@ -34,6 +34,7 @@ class Salt(IntEnum):
     TURNS = 4
     FILLING = 5
     WINDOW = 6
+    CHOICE = 7
 
 
 def mix(value: int) -> int:

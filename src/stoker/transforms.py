@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.latents import DrawLatent, DropCondition
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
-from stoker.loader.latent_transforms import DrawLatent, DropCondition
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import FieldTransform, ImageCut, run
 from stoker.runtime.threads import Pool

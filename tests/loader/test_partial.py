@@ -198,8 +198,8 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
     copied: list[tuple[int, int]] = []
     far = disk.PartialBatches._far
 
-    def noted(self: Any, records: Any, starts: Any, index: Any) -> Any:
-        values, rows, read = far(self, records, starts, index)
+    def noted(self: Any, records: Any, starts: Any, *rest: Any) -> Any:
+        values, rows, read = far(self, records, starts, *rest)
         copied.append((sum(v.nbytes for v in values), len(records)))
         assert rows is not None or len(records) < 2 * per_record
         return values, rows, read

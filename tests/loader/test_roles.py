@@ -48,6 +48,7 @@ def test_each_purpose_has_random_keys_of_its_own() -> None:
         "TURNS": 4,
         "FILLING": 5,
         "WINDOW": 6,
+        "CHOICE": 7,
     }
 
 

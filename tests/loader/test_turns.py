@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.loader import mixture as module
-from stoker.loader.mixture import MemberPass, TurnSchedule, make_turns, normalize_shares
+from stoker.loader import turns as module
 from stoker.loader.order import apportion
+from stoker.loader.turns import MemberPass, TurnSchedule, make_turns, normalize_shares
 from tests.kit.amount import example_count
 
 laps = st.lists(

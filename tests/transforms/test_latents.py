@@ -1,127 +1,210 @@
-"""Latents drawn from stored moments, and conditions dropped for a stored null."""
+"""Latents drawn from stored moments, and conditions that are dropped."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import stoker
 from stoker.errors import ConfigError
+from stoker.loader import Loader, RecordBatch, Windows
+from stoker.loader.order import example_keys, uniform
 from stoker.transforms import DrawLatent, DropCondition
+from tests.loader.caches import write_cache
 
-COUNT = 200
+COUNT = 2000
+KEYS = example_keys(0, 0, torch.arange(COUNT))
+SHAPE = (4, 2, 2)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
-    torch.manual_seed(0)
-    items = [
-        {
-            "mean": torch.full((2, 4), float(i)),
-            "std": torch.full((2, 4), 0.5),
-            "logvar": torch.full((2, 4), -1.386294361),  # of the same deviation
-            "moments": torch.cat([torch.full((2, 4), float(i)), torch.full((2, 4), -1.386294361)]),
-            "text": torch.full((3,), 1.0),
-            "words": torch.full((i % 4 + 1,), 7),
-            "seen": torch.tensor(True),
+def batch_of(**fields: Any) -> RecordBatch:
+    batch = RecordBatch(index=torch.arange(len(next(iter(fields.values())))), **fields)
+    batch.position = (0, COUNT)
+    return batch
+
+
+def moments() -> RecordBatch:
+    mean = torch.arange(4.0).view(1, 4, 1, 1).expand(COUNT, *SHAPE)
+    return batch_of(mean=mean.clone(), std=torch.full((COUNT, *SHAPE), 0.5), label=torch.arange(COUNT))
+
+
+def test_latents_have_the_mean_and_deviation_of_their_moments() -> None:
+    made = DrawLatent(scale=2.0, shift=1.0)(moments(), KEYS)
+
+    assert [*made] == ["index", "label", "latent"]
+    assert torch.allclose(made["latent"].mean((0, 2, 3)), 2 * (torch.arange(4.0) - 1), atol=0.05)
+    assert torch.allclose(made["latent"].std((0, 2, 3)), torch.ones(4), rtol=0.05)
+    assert made.position == (0, COUNT)
+
+
+def test_log_variances_and_moments_in_one_field_give_the_same_latents() -> None:
+    batch = moments()
+    logvar = 2 * batch["std"].log()
+    ours = DrawLatent()(batch, KEYS)["latent"]
+    by_logvar = DrawLatent(logvar="logvar")(batch_of(mean=batch["mean"], logvar=logvar), KEYS)["latent"]
+    whole = batch_of(moments=torch.cat((batch["mean"], logvar), dim=1))
+    by_moments = DrawLatent(moments="moments")(whole, KEYS)
+
+    assert torch.allclose(ours, by_logvar, atol=1e-6)
+    assert torch.equal(by_logvar, by_moments["latent"])
+    assert [*by_moments] == ["index", "latent"]
+
+
+def test_means_alone_serve_validation_and_channels_have_their_own_scale() -> None:
+    how: dict[str, Any] = {"scale": (1.0, 2.0, 3.0, 4.0), "shift": (1.0, 1.0, 0.0, 0.0), "dtype": "bfloat16"}
+    made = DrawLatent(random=False, **how)(moments(), KEYS)["latent"]
+    assert made.dtype == torch.bfloat16
+    assert made[7, :, 1, 1].tolist() == [-1.0, 0.0, 6.0, 12.0]
+
+
+def test_extreme_log_variances_stay_finite() -> None:
+    batch = batch_of(moments=torch.cat((torch.zeros(COUNT, 1, 2), torch.full((COUNT, 1, 2), 1e4)), dim=1))
+    assert DrawLatent(moments="moments", axis=-2)(batch, KEYS)["latent"].isfinite().all()
+
+
+def test_latents_of_many_shapes_are_drawn_one_by_one() -> None:
+    sizes = [(4, n, 3) for n in (1, 2, 5)]
+    batch = batch_of(mean=[torch.zeros(s) for s in sizes], std=[torch.ones(s) for s in sizes])
+    made = DrawLatent()(batch, KEYS[:3])["latent"]
+    assert [tuple(one.shape) for one in made] == sizes
+    alone = batch_of(mean=[torch.zeros(sizes[2])], std=[torch.ones(sizes[2])])
+    assert torch.equal(DrawLatent()(alone, KEYS[2:3])["latent"][0], made[2])
+
+
+def test_each_epoch_draws_another_latent_and_ranks_and_resuming_change_nothing(tmp_path: Path) -> None:
+    fields = {"moments": torch.randn(24, 8, 2, 2).half()}
+    cache = write_cache(tmp_path, fields, shards=(7, 9))
+
+    def latents(**settings: Any) -> dict[int, torch.Tensor]:
+        loader = Loader(cache, seed=3, shuffle=True, transforms=DrawLatent(moments="moments"), **settings)
+        loader.set_epoch(settings.get("rank", 0) * 0 + 1)
+        return {
+            n: v for batch in loader for n, v in zip(batch["index"].tolist(), batch["latent"], strict=True)
         }
-        for i in range(COUNT)
+
+    alone = latents(batch_size=8)
+    ranks = [
+        latents(batch_size=4, rank=rank, world_size=2, tier=tier)
+        for rank, tier in enumerate(("disk", "host"))
     ]
-    return stoker.precompute(
-        items, None, tmp_path_factory.mktemp("latents"), name="moments", workers=0, progress=None
-    )
-
-
-def drawn(cache: stoker.Cache, *transforms: Any, **options: Any) -> dict[int, Any]:
-    """Each example of an epoch, by its sample index."""
-    found: dict[int, Any] = {}
-    for batch in stoker.Loader(cache, shuffle=True, transforms=transforms, **{"batch_size": 16, **options}):
-        for row, index in enumerate(batch["index"].tolist()):
-            found[index] = {name: value[row] for name, value in batch.items()}
-    return found
-
-
-def test_a_latent_is_drawn_around_its_mean(cache: stoker.Cache) -> None:
-    found = drawn(cache, DrawLatent())
-    latents = torch.stack([found[i]["latent"] for i in range(COUNT)])
-
-    noise = (latents - torch.arange(COUNT)[:, None, None]) / 0.5
-
-    assert {"mean", "std"}.isdisjoint(found[0])
-    assert abs(noise.mean()) < 0.1
-    assert abs(noise.std() - 1) < 0.1
-
-
-def test_deviations_log_variances_and_moments_give_the_same_draw(cache: stoker.Cache) -> None:
-    by_std, by_logvar = drawn(cache, DrawLatent()), drawn(cache, DrawLatent(logvar="logvar"))
-    by_moments = drawn(cache, DrawLatent(moments="moments"))
-
-    for i in range(COUNT):
-        assert torch.allclose(by_std[i]["latent"], by_logvar[i]["latent"], rtol=1e-5, atol=1e-6)
-        assert torch.allclose(by_std[i]["latent"], by_moments[i]["latent"], rtol=1e-5, atol=1e-6)
-
-
-def test_scale_and_shift_are_those_of_the_model(cache: stoker.Cache) -> None:
-    plain = drawn(cache, DrawLatent())
-    scaled = drawn(cache, DrawLatent(scale=0.25, shift=2.0, dtype="bfloat16"))
-
-    assert torch.equal(scaled[9]["latent"], ((plain[9]["latent"] - 2.0) * 0.25).bfloat16())
-
-
-def test_validation_takes_the_mean(cache: stoker.Cache) -> None:
-    found = drawn(cache, DrawLatent(random=False, name="z"))
-
-    assert all((found[i]["z"] == i).all() for i in range(COUNT))
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 7}, {"tier": "disk"}, {"tier": "host"}])
-def test_a_draw_belongs_to_its_example_and_epoch(cache: stoker.Cache, options: dict[str, Any]) -> None:
-    steps = (DrawLatent(), DropCondition(["text"], p=0.5))
-    one, other = drawn(cache, *steps), drawn(cache, *steps, **options)
-
-    assert all(torch.equal(one[i]["latent"], other[i]["latent"]) for i in range(COUNT))
-    assert all(torch.equal(one[i]["text"], other[i]["text"]) for i in range(COUNT))
-    loader = stoker.Loader(cache, 16, shuffle=True, transforms=steps)
-    loader.set_epoch(1)
-    again = {int(i): z for batch in loader for i, z in zip(batch["index"], batch["latent"], strict=True)}
-    assert not any(torch.equal(again[i], one[i]["latent"]) for i in range(COUNT))
-
-
-def test_conditions_are_dropped_together(cache: stoker.Cache) -> None:
-    null = {"text": torch.tensor([5.0, 6.0, 7.0]), "seen": False}
-    found = drawn(cache, DropCondition(["text", "seen"], p=0.25, null=null))
-
-    gone = [i for i in range(COUNT) if not found[i]["seen"]]
-
-    assert 30 < len(gone) < 70
-    for i in range(COUNT):
-        assert found[i]["text"].tolist() == ([5, 6, 7] if i in gone else [1, 1, 1])
-
-
-def test_a_list_of_varying_length_gets_the_null_of_its_own_length(cache: stoker.Cache) -> None:
-    found = drawn(cache, DropCondition("words", p=0.5, null={"words": torch.tensor([9, 9, 9, 9, 9])}))
-
-    lengths = {len(found[i]["words"]) for i in range(COUNT) if found[i]["words"][0] == 9}
-
-    assert lengths == {5}
-    assert any(found[i]["words"][0] == 7 for i in range(COUNT))
+    for rank in ranks:
+        for number, latent in rank.items():
+            assert latent.dtype == torch.float16
+            assert torch.equal(latent, alone[number])
+    loader = Loader(cache, 24, seed=3, transforms=DrawLatent(moments="moments"))
+    (first,), (second,) = list(loader), list(loader)
+    assert (first["latent"] != second["latent"]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("how", "says"),
     [
-        (lambda c: DrawLatent(std="std", logvar="logvar"), "Name one of them"),
-        (lambda c: drawn(c, DrawLatent(mean="nothing")), "'nothing'.*The batch has"),
-        (lambda c: drawn(c, DrawLatent(mean="text")), "shape"),
-        (lambda c: drawn(c, DrawLatent(mean="words")), "another length"),
-        (lambda c: DropCondition("text", p=1.5), "0 to 1"),
-        (lambda c: DropCondition([]), "names no field"),
-        (lambda c: drawn(c, DropCondition("text", null={"text": torch.ones(2)})), "its null has the shape"),
-        (lambda c: drawn(c, DropCondition("seen", null={"seen": 3})), "cannot hold its null"),
+        ({"std": "std", "logvar": "l"}, "std and logvar"),
+        ({"scale": float("inf")}, "Expected finite numbers"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"axis": 1}, "Count from the last"),
     ],
 )
-def test_what_does_not_fit_says_so(cache: stoker.Cache, make: Any, says: str) -> None:
+def test_contradicting_settings_are_refused(how: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        make(cache)
+        DrawLatent(**how)
+
+
+def test_what_a_batch_lacks_is_named(tmp_path: Path) -> None:
+    batch = moments()
+    with pytest.raises(ConfigError, match=r"takes the field 'logvar'.*'mean', 'std', 'label'"):
+        DrawLatent(logvar="logvar")(batch, KEYS)
+    with pytest.raises(ConfigError, match="not means and log-variances along axis -3"):
+        DrawLatent(moments="x")(batch_of(x=torch.zeros(COUNT, 3, 2, 2)), KEYS)
+    with pytest.raises(ConfigError, match="2 channels"):
+        DrawLatent(scale=(1.0, 2.0))(batch, KEYS)
+    with pytest.raises(ConfigError, match="deviations"):
+        DrawLatent()(batch_of(mean=torch.zeros(COUNT, 2), std=torch.zeros(COUNT, 3)), KEYS)
+    cache = write_cache(tmp_path, {"latent": torch.randn(4, 9, 2)}, timed=("latent",))
+    with pytest.raises(ConfigError, match=r"entire records.*Leave windows= out"):
+        list(Loader(cache, windows=Windows(), transforms=DrawLatent()))
+
+
+DROPPED = uniform(KEYS, 1)[:, 0] < 0.2
+
+
+def test_conditions_of_an_example_are_dropped_together_with_the_given_probability() -> None:
+    batch = batch_of(text=torch.rand(COUNT, 3, 2) + 1, pooled=torch.rand(COUNT, 5).half() + 1, label=KEYS)
+    null = {"text": torch.full((3, 2), -1.0), "pooled": torch.full((5,), -2.0), "unused": 3}
+    made = DropCondition(("text", "pooled"), p=0.2, null=null)(batch, KEYS)
+
+    assert abs(int(DROPPED.sum()) - 400) < 100
+    assert torch.equal(made["text"][DROPPED], null["text"].expand(int(DROPPED.sum()), 3, 2))
+    assert torch.equal(made["pooled"][DROPPED], torch.full((int(DROPPED.sum()), 5), -2.0).half())
+    for name in ("text", "pooled"):
+        assert torch.equal(made[name][~DROPPED], batch[name][~DROPPED])
+    assert made["label"] is batch["label"]
+    assert not (batch["text"] < 0).any(), "the batch that was given is changed"
+
+
+def test_a_number_stands_for_no_class_and_nothing_is_left_of_nan() -> None:
+    batch = batch_of(label=torch.arange(COUNT), text=torch.full((COUNT, 2), float("nan")))
+    made = DropCondition(["label", "text"], p=1.0, null={"label": 1000, "text": 0})(batch, KEYS)
+    assert (made["label"] == 1000).all()
+    assert (made["text"] == 0).all()
+    assert made["label"].dtype == torch.int64
+    kept = DropCondition("label", p=0.0, null=7)(batch, KEYS)
+    assert torch.equal(kept["label"], batch["label"])
+
+
+@pytest.mark.parametrize("null_length", [1, 9])
+def test_captions_of_varying_length_take_the_length_of_the_null(tmp_path: Path, null_length: int) -> None:
+    lengths = [1 + number % 5 for number in range(20)]
+    captions = [torch.randn(length, 2) for length in lengths]
+    cache = write_cache(tmp_path, {"text": captions})
+    null = torch.full((null_length, 2), 7.0)
+    found: dict[str, list[torch.Tensor]] = {}
+    for ragged in ("list", "pad", "pack"):
+        drop = DropCondition("text", p=0.4, null=null)
+        (batch,) = Loader(cache, 20, seed=1, ragged=ragged, transforms=drop)
+        if ragged == "pad":
+            assert batch["text"].shape[1] == batch["text.mask"].shape[1] == max(5, null_length)
+            assert torch.equal(batch["text.mask"].sum(1), batch["text.lengths"])
+            assert not batch["text"][~batch["text.mask"]].any()
+            found[ragged] = [
+                t[:n] for t, n in zip(batch["text"], batch["text.lengths"].tolist(), strict=True)
+            ]
+        elif ragged == "pack":
+            found[ragged] = [*batch["text"].split(batch["text.offsets"].diff().tolist())]
+        else:
+            found[ragged] = batch["text"]
+    dropped = [torch.equal(own, null) for own in found["list"]]
+    assert 2 < sum(dropped) < 15
+    for own, theirs, packed, caption, gone in zip(*found.values(), captions, dropped, strict=True):
+        assert torch.equal(own, null if gone else caption)
+        assert torch.equal(own, theirs)
+        assert torch.equal(own, packed)
+
+
+def test_zeros_stand_for_a_caption_of_the_same_length() -> None:
+    batch = batch_of(text=[torch.ones(3, 2), torch.ones(1, 2)])
+    made = DropCondition("text", p=1.0)(batch, KEYS[:2])["text"]
+    assert [one.tolist() for one in made] == [[[0, 0]] * 3, [[0, 0]]]
+
+
+def test_a_record_of_a_cache_is_a_null(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, {"text": torch.randn(5, 3), "mask": torch.ones(5, 3, dtype=torch.bool)})
+    drop = DropCondition(("text", "mask"), p=1.0, null=cache[0])
+    (batch,) = Loader(cache, 5, transforms=drop)
+    assert torch.equal(batch["text"], cache[0]["text"].expand(5, 3))
+
+
+def test_a_null_that_does_not_fit_is_refused() -> None:
+    batch = batch_of(text=torch.ones(4, 3), tokens=[torch.ones(2, 3)] * 4)
+    with pytest.raises(ConfigError, match=r"the null of 'text' has the shape \(2,\), examples have \(3\)"):
+        DropCondition("text", p=1.0, null=torch.ones(2))(batch, KEYS[:4])
+    with pytest.raises(ConfigError, match=r"the null of 'tokens' .*\(any, 3\)"):
+        DropCondition("tokens", p=1.0, null=torch.ones(2, 4))(batch, KEYS[:4])
+    with pytest.raises(ConfigError, match="the null has no 'tokens', it has text"):
+        DropCondition(("text", "tokens"), p=1.0, null={"text": 0})
+    with pytest.raises(ConfigError, match=r"p=1\.5.*0 to 1"):
+        DropCondition("text", p=1.5)
+    with pytest.raises(ConfigError, match="'caption'"):
+        DropCondition("caption", p=1.0)(batch, KEYS[:4])

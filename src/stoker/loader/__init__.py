@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import PointBatch, RecordBatch, TaskBatch, WindowBatch, Windows
+from stoker.loader.choose import OneOf, Rows, Span
 from stoker.loader.loader import Loader
 from stoker.loader.order import Weights
 from stoker.loader.outputs import Normalization
@@ -19,9 +20,12 @@ __all__ = [
     "Loader",
     "Mixture",
     "Normalization",
+    "OneOf",
     "Pad",
     "PointBatch",
     "RecordBatch",
+    "Rows",
+    "Span",
     "TaskBatch",
     "Weights",
     "WindowBatch",

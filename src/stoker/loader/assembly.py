@@ -36,6 +36,7 @@ from stoker.loader.batch import (
     main_field,
     to_device,
 )
+from stoker.loader.choose import LENGTHS, Taken
 from stoker.loader.gather import RowConverter, make_converter
 from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
@@ -290,6 +291,8 @@ class BatchAssembly:
         self._has_states = any(output.role in STATES for output in outputs)
         self._join = join
         self._unpack = make_decoder(gathered, options.batch_size, static=static)
+        self._short = [output.field for output in outputs if output.taken is Taken.LENGTHS]
+        """Fields of which a record may have fewer rows than are chosen."""
         self._computed: _ComputedWindows | None = None
         several = windows is not None and isinstance(windows.field, tuple)
         if windows is not None and (several or any(output.compute is not None for output in outputs)):
@@ -317,8 +320,23 @@ class BatchAssembly:
             return self._computed.batches(columns, positions, examples, epoch, size)
         if self._has_states:
             return _windows(self._outputs, columns, positions)
-        batches = _records(self._names, columns, positions)
+        batches: Iterator[Any] = _records(self._names, columns, positions)
+        if self._short:
+            batches = map(self._cleared, batches)
         return batches if self._join is None else map(self._join, batches)
+
+    def _cleared(self, batch: RecordBatch) -> RecordBatch:
+        """Return the batch with zeros behind the rows of short records."""
+        for name in self._short:
+            values, lengths = batch[name], batch[name + LENGTHS]
+            count = values.shape[1]
+            if values.device.type == "cpu":
+                for place in (lengths < count).nonzero().flatten().tolist():
+                    values[place, int(lengths[place]) :] = 0
+            else:
+                behind = torch.arange(count, device=values.device) >= lengths[:, None]
+                values.masked_fill_(behind.view(*behind.shape, *[1] * (values.dim() - 2)), 0)
+        return batch
 
 
 def _records(
@@ -361,8 +379,8 @@ def _windows(
 # rows of it, which are given their axes here.
 
 
-LENGTHS, MASK, OFFSETS = ".lengths", ".mask", ".offsets"
-"""End the names of what comes with a joined field."""
+MASK, OFFSETS = ".mask", ".offsets"
+"""With `LENGTHS`, end the names of what comes with a joined field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

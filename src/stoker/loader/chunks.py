@@ -11,7 +11,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import to_device
+from stoker.loader.choose import Choices, Draw, Taken
 from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.loader.batch import Examples
     from stoker.loader.batching import BatchPlan
+    from stoker.loader.choose import ChosenRows
     from stoker.loader.order import Ids, Order, RankShare
+    from stoker.loader.outputs import OutputSpec
     from stoker.loader.records import Cuts, RecordTable
     from stoker.loader.tiers import Memory
     from stoker.monitor.meter import StallMeter
@@ -52,7 +56,7 @@ ORDER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class BatchRun:
     """Consecutive batches of one rank and epoch."""
 
     epoch: int
@@ -70,7 +74,7 @@ class Span:
     ends: Sequence[int] = ()
     """Position after each batch, where they are not one `step` apart: some examples were passed over, or
     batches differ in size."""
-    begins: NDArray[np.int64] | None = field(default=None, compare=False)
+    begins: NDArray[np.int64] | None = dataclass_field(default=None, compare=False)
     """Where each batch begins in the order, where batches differ in size; None: at the rank's part of a step.
     """
 
@@ -93,7 +97,7 @@ class Span:
 class Chunk:
     """The examples of a span, located. Arrays are numpy, or torch on the device that the order is made on."""
 
-    span: Span
+    span: BatchRun
     examples: Any
     """Example numbers, `(n,)` int64."""
     records: Any
@@ -108,6 +112,8 @@ class Chunk:
     """Gives the memory that `rows` are of while it is there; another one may serve by now."""
     source: tuple[Cache, RecordTable] | None = None
     """What `records` are places in, while the cache is being filled; None: the loader's own."""
+    draw: Draw | None = None
+    """What decides which part of each record is read; None: all is."""
 
 
 class ColumnStrip(NamedTuple):
@@ -142,6 +148,11 @@ class Locator:
     """Per ragged field its steps in each record."""
     cuts: Cuts | None = None
     """How windows are cut from fields whose steps are many rows; None: they are not."""
+    choices: Choices = ()
+    """What part of each record is read."""
+    seed: int = 0
+    sizes: Mapping[str, Any] = dataclass_field(default_factory=dict[str, Any])
+    """By group of `choices` the rows of each record: `(records,)` on the device."""
 
     def extent(self, name: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first row in the record, and the number of rows, that examples take of a field."""
@@ -150,6 +161,13 @@ class Locator:
             rows = self.cuts.rows[name][own]
             return to_host(starts) * rows, self.cuts.steps * rows
         return np.zeros(len(own), np.int64), self.lengths[name][own]
+
+    def draw(self, epoch: int, examples: Any, records: Any) -> Draw | None:
+        """Return what decides which part of each example's record is read; None: all is."""
+        if not self.choices:
+            return None
+        sizes = {name: sizes[records] for name, sizes in self.sizes.items()}
+        return Draw(choices=self.choices, seed=self.seed, epoch=epoch, examples=examples, sizes=sizes)
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
         """Return records, starts and `index` of examples, as in `Chunk`."""
@@ -177,6 +195,41 @@ class Locator:
         return rows
 
 
+def chosen_in(
+    memory: Memory, outputs: Iterable[OutputSpec], records: Any, chosen: Mapping[str, ChosenRows]
+) -> dict[str, Tensor]:
+    """Return what `outputs` take of choices in `memory`, per kind of index.
+
+    Rows of a field are `(n, count)` int64, or `(n, 0)` where no record has any. All of them are in the
+    memory, also those that stand for rows behind the last real one, which are set to zero afterwards.
+    """
+    found: dict[str, Tensor] = {}
+    for output in outputs:
+        if output.taken is None:
+            continue
+        own = chosen[output.group]
+        if output.taken is not Taken.ROWS:
+            found[output.index] = _tensor(own.lengths if output.taken is Taken.LENGTHS else own.start)
+        elif output.field in memory.steps:
+            places = _tensor(memory.steps[output.field][records])[:, None] + _tensor(own.rows)
+            found[output.index] = _existing(places, _tensor(own.lengths), len(memory.sources[output.field]))
+        else:
+            length = memory.sources[output.field].shape[1]
+            found[output.index] = _tensor(memory.rows[records])[:, None] * length + _tensor(own.rows)
+    return found
+
+
+def _existing(places: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """Return rows of a ragged field with those of other records in place of rows of empty records.
+
+    Behind an empty record there may be no row: in memory that is mapped, not even an address.
+    """
+    if not count or (places.device.type == "cpu" and not lengths.any()):
+        return places[:, :0]
+    longest = places.index_select(0, lengths.argmax()[None])  # without waiting for a device
+    return torch.where(lengths[:, None] > 0, places, longest).clamp_(max=count - 1)
+
+
 class Chunks:
     """The chunks of one loader, epoch after epoch."""
 
@@ -200,11 +253,11 @@ class Chunks:
         # A GPU makes an order in no time, and must make it in the stream that the caller works in.
         self._pool = Pool(2, "stoker-order") if device.type == "cpu" else None
         self._made: deque[Chunk] = deque()
-        self._prefetched: tuple[Span, Ticket[list[Chunk]]] | None = None
+        self._prefetched: tuple[BatchRun, Ticket[list[Chunk]]] | None = None
         self._at_once = 1
         self._meter = meter
 
-    def spans(self, epoch: int, position: int) -> Iterator[Span]:
+    def spans(self, epoch: int, position: int) -> Iterator[BatchRun]:
         """Yield how the rest of an epoch is cut into chunks; the short last batch is one of its own."""
         share = self._share
         most = CHUNK_EXAMPLES if self._device.type == "cpu" else DEVICE_CHUNK_EXAMPLES
@@ -215,7 +268,7 @@ class Chunks:
         whole, tail = share.whole_and_tail(position)
         for first in range(0, whole, per_chunk):
             count = min(per_chunk, whole - first)
-            yield Span(
+            yield BatchRun(
                 epoch=epoch,
                 position=position + first * share.step,
                 batches=count,
@@ -226,7 +279,7 @@ class Chunks:
             )
         if tail:
             at = position + whole * share.step
-            yield Span(
+            yield BatchRun(
                 epoch=epoch, position=at, batches=1, batch=tail, step=share.step, short=True, last=True
             )
 
@@ -252,9 +305,9 @@ class Chunks:
         """Return the order of an epoch, which is kept for all that serve it."""
         return self._ids([epoch])[epoch]
 
-    def _following(self, span: Span) -> list[Span]:
+    def _following(self, span: BatchRun) -> list[BatchRun]:
         """Return the spans after `span` that are made in one piece of work, also those of later epochs."""
-        epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES
+        epoch, found, room = span.epoch, list[BatchRun](), CHUNK_EXAMPLES
         rest = iter(()) if span.last else self.spans(epoch, span.end)
         while True:
             for one in rest:
@@ -267,7 +320,7 @@ class Chunks:
                 return found
             rest = self.spans(epoch, 0)
 
-    def _take(self, span: Span) -> Chunk:
+    def _take(self, span: BatchRun) -> Chunk:
         if not self._made and self._prefetched is not None and self._prefetched[0] == span:
             self._made.extend(self._prefetched[1].result(ORDER_TIMEOUT_S, "making the order of examples"))
             self._prefetched = None
@@ -279,7 +332,7 @@ class Chunks:
         self._prefetched, self._at_once = None, 1
         return self._make([span])[0]
 
-    def _make(self, spans: Sequence[Span]) -> list[Chunk]:
+    def _make(self, spans: Sequence[BatchRun]) -> list[Chunk]:
         """Return the chunks of consecutive spans, all arrays in one go."""
         orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
         parts = [self._examples(orders[span.epoch], span) for span in spans]
@@ -300,11 +353,12 @@ class Chunks:
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
                     memory=None if memory is None else weakref.ref(memory),
+                    draw=self._locator.draw(span.epoch, examples[own], records[own]),
                 )
             )
         return chunks
 
-    def _examples(self, ids: Ids, span: Span) -> Any:
+    def _examples(self, ids: Ids, span: BatchRun) -> Any:
         """Return the examples of a span, in serving order."""
         if span.begins is not None:
             first = int(span.begins[0])
@@ -329,7 +383,7 @@ class Chunks:
             return self._orders
 
 
-def planned_spans(plan: BatchPlan, rank: int, epoch: int, position: int, most: int) -> Iterator[Span]:
+def planned_spans(plan: BatchPlan, rank: int, epoch: int, position: int, most: int) -> Iterator[BatchRun]:
     """Yield the batches of a rank from a position on, as runs of equal size of up to `most` examples."""
     begins, sizes = plan.of_rank(rank)
     bounds, step = plan.step_bounds, plan.step_at(position)
@@ -339,7 +393,7 @@ def planned_spans(plan: BatchPlan, rank: int, epoch: int, position: int, most: i
         after = int(np.searchsorted(breaks, step, side="right"))
         stop = int(breaks[after]) if after < len(breaks) else plan.steps
         stop = min(stop, step + max(1, most // max(1, size)))
-        yield Span(
+        yield BatchRun(
             epoch=epoch,
             position=int(bounds[step]),
             batches=stop - step,

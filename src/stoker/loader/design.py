@@ -20,6 +20,7 @@ from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, main_field, number_examples
 from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
+from stoker.loader.choose import check_sizes
 from stoker.loader.options import Options, check_share, check_static
 from stoker.loader.order import (
     Draws,
@@ -127,6 +128,7 @@ def decide(
     join = make_joiner(options, outputs, cache.schema)
     if join is not None:
         check_lengths(join, cache, table)
+    check_sizes(options.choose, cache, table)
     cuts, examples = _number(cache, table, options.windows)
     draws = None if options.weights is None else make_draws(options.weights, table, examples)
     lengths = _sizes(cache, table, outputs) if options.order.startswith("bucket") else None
@@ -206,7 +208,12 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
         ConfigError: As `make_outputs`; or a column joined to the cache would replace one of them.
     """
     outputs = make_outputs(
-        cache.schema, options.windows, options.dtype, options.normalize, device=options.device.type
+        cache.schema,
+        options.windows,
+        options.dtype,
+        options.normalize,
+        device=options.device.type,
+        choices=options.choose,
     )
     named = [o.name for o in outputs if o.role not in STATES]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -24,15 +25,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
-from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, to_host
-from stoker.loader.gather import STRIP_BATCHES, RaggedGather, gather_into, make_converter, view_for
+from stoker.loader.choose import ChosenRows, Taken
+from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, chosen_in, to_host
+from stoker.loader.gather import (
+    STRIP_BATCHES,
+    ChosenGather,
+    RaggedGather,
+    gather_into,
+    make_converter,
+    view_for,
+)
 from stoker.loader.outputs import OutputSpec, StepRun, plan_runs
 from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
+from stoker.store.format import rows_per_block
 from stoker.store.shard import most_open
 from stoker.units import KIB, MIB
 
 if TYPE_CHECKING:
+    from stoker.loader.choose import Draw
     from stoker.loader.options import Options
     from stoker.loader.records import RecordTable
     from stoker.monitor.meter import StallMeter
@@ -79,6 +90,8 @@ class ReadRequest:
         default_factory=dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
     )
     """By output that takes some rows of a ragged field: per example the first of them, and how many."""
+    chosen: Mapping[str, ChosenRows] = dataclass_field(default_factory=dict[str, "ChosenRows"])
+    """What is chosen of the examples' records, by group."""
 
 
 class RecordRead:
@@ -151,6 +164,40 @@ class StepRead:
         return self._shard.advice(*extent)
 
 
+class RowsRead:
+    """Rows of one record that are read together: no block of sums lies between two of them unread."""
+
+    __slots__ = ("_field", "_out", "_row", "_rows", "_shard")
+
+    def __init__(self, shard: Shard, field: str, row: int, rows: Sequence[int], out: memoryview[Any]) -> None:
+        """`out`: the bytes of these rows, one after another."""
+        self._shard, self._field, self._row, self._rows = shard, shard.fields[field], row, rows
+        self._out = out
+
+    def read(self, verify: Verify, *, wait: bool) -> bool:
+        """As `RecordRead.read`."""
+        rows, out, first = self._rows, self._out, self._rows[0]
+        data = self._field.steps(self._row, first, rows[-1] + 1, verify, wait=wait)
+        if data is None:
+            return False
+        if len(data) == len(out):
+            out[:] = data
+            return True
+        size = len(out) // len(rows)
+        for place, row in enumerate(rows):
+            at = (row - first) * size
+            out[place * size : (place + 1) * size] = data[at : at + size]
+        return True
+
+    def extent(self, verify: Verify) -> tuple[int, int, int]:
+        """As `RecordRead.extent`."""
+        extent = self._field.extent(self._row, self._rows[0], self._rows[-1] + 1, verify)
+        return self._shard.advice(*extent)
+
+
+DiskRead: TypeAlias = RecordRead | StepRead | RowsRead
+
+
 class PieceReader:
     """Reads pieces of batches of these outputs; safe to use from several threads."""
 
@@ -161,7 +208,14 @@ class PieceReader:
         self._sizes = [output.example_bytes for output in outputs]
         self._runs = plan_runs(schema, outputs)
         runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
-        self._alone = ADVISED and max([0, *(self._sizes[i] for i in self._whole), *runs]) >= ALONE_FROM_BYTES
+        self._blocks = {
+            i: rows_per_block(schema[output.field])
+            for i, output in enumerate(outputs)
+            if output.taken is Taken.ROWS and output.example_bytes
+        }
+        """By output of chosen rows how many rows share a sum."""
+        most = max([0, *(self._sizes[i] for i in self._whole), *runs])
+        self._alone = ADVISED and (most >= ALONE_FROM_BYTES or bool(self._blocks))
         # What all threads have open together is a part of what the process may have open.
         self._at_once = max(1, most_open() // threads)
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
@@ -187,12 +241,10 @@ class PieceReader:
             waited += len(later)
         return waited
 
-    def _reads(
-        self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest
-    ) -> list[RecordRead | StepRead]:
+    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest) -> list[DiskRead]:
         shards = wanted.shard[piece].tolist()
         rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
-        found: list[RecordRead | StepRead] = []
+        found: list[DiskRead] = []
         shard, last = None, -1
         open_rows: dict[int, RecordRead] = {}
         for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
@@ -212,6 +264,8 @@ class PieceReader:
                     open_rows[i] = RecordRead(shard, self._outputs[i].field, row, out)
                     found.append(open_rows[i])
             found += [StepRead(shard, row, start, run, wanted.spaces, j) for run in self._runs]
+            for i in self._blocks:
+                found += self._rows(shard, i, row, wanted, j)
         return found
 
     def _cut(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> StepRead:
@@ -221,6 +275,19 @@ class PieceReader:
         space = bytes_of(wanted.values[i][j])
         run = StepRun(field=output.field, first=0, stop=count, targets=((0, 0, 0, 0, len(space)),))
         return StepRead(shard, row, first, run, [space], 0)
+
+    def _rows(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> Iterator[RowsRead]:
+        """Yield what reads the rows that are chosen of the batch's example `j` for output `i`."""
+        output, space, chosen = self._outputs[i], wanted.spaces[i], wanted.chosen[self._outputs[i].group]
+        assert space is not None
+        rows, begin = chosen.rows[j, : chosen.lengths[j]], j * self._sizes[i]
+        size = self._sizes[i] // chosen.rows.shape[1]
+        cuts = np.flatnonzero(np.diff(rows // self._blocks[i]) > 1) + 1
+        numbers = rows.tolist()
+        for first, stop in pairwise((0, *cuts.tolist(), len(numbers))):
+            if first < stop:
+                out = space[begin + first * size : begin + stop * size]
+                yield RowsRead(shard, output.field, row, numbers[first:stop], out)
 
     def _place(self, shard: Shard, i: int, row: int, wanted: ReadRequest, j: int) -> memoryview[Any]:
         """Return where output `i` of the batch's example `j` belongs, which is a record."""
@@ -339,7 +406,8 @@ class DiskBatches:
                 own = slice(following * size, (following + 1) * size)
                 values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
                 records, starts = to_host(chunk.records[own]), to_host(chunk.starts[own])
-                line.append(self.begin(records, starts, chunk.index[own], values, chunk.source))
+                draw = None if chunk.draw is None else chunk.draw.of(own)
+                line.append(self.begin(records, starts, chunk.index[own], values, chunk.source, draw))
                 following += 1
             pending = line.popleft()
             # No step ran before the first batch of a chunk, so that one says nothing about the depth.
@@ -358,9 +426,10 @@ class DiskBatches:
         index: Tensor,
         values: list[Any],
         source: tuple[Cache, RecordTable] | None = None,
+        draw: Draw | None = None,
     ) -> PendingBatch:
         """Begin to read some examples into `values`: per output a contiguous CPU tensor `(n, *shape)`, or a
-        list of n for a ragged one. `source` is as in `Chunk`.
+        list of n for a ragged one. `source` and `draw` are as in `Chunk`.
         """
         cache, table = source or (self._cache, self._table)
         shard, row = table.shard[records], table.row[records]
@@ -372,7 +441,11 @@ class DiskBatches:
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbors on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
         cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
-        wanted = ReadRequest(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
+        chosen = {} if draw is None else draw.on_host().rows()
+        self._tell(chosen, values)
+        wanted = ReadRequest(
+            shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts, chosen=chosen
+        )
         tickets = [
             self._pool.submit(partial(self._pieces.read, cache, piece, wanted, self._verify))
             for piece in np.array_split(missing, self._count(len(missing)))
@@ -381,7 +454,8 @@ class DiskBatches:
         gather = None
         if memory is not None and len(missing) < len(records):
             own, views = np.flatnonzero(~rest), self._views.of(memory)
-            gather = partial(self._gather, memory, views, own, records[own], starts[own], values)
+            some = None if draw is None else draw.of(own)
+            gather = partial(self._gather, memory, views, own, records[own], starts[own], values, some)
             if tickets:  # the step runs meanwhile
                 tickets.append(self._pool.submit(gather))
                 gather = None
@@ -436,7 +510,7 @@ class DiskBatches:
         before, self._fetching_s = self._fetching_s, self.fetching_s()
         return (self._fetching_s - before) / max(1, threads)
 
-    def _gather(
+    def _gather(  # noqa: PLR0913, PLR0917 - what `begin` knows
         self,
         memory: Memory,
         views: list[Tensor],
@@ -444,9 +518,12 @@ class DiskBatches:
         records: NDArray[np.int64],
         starts: NDArray[np.int64],
         values: list[Any],
+        draw: Draw | None,
     ) -> int:
         """Copy the examples at `own` of a batch out of a memory; no read has waited."""
         rows = self._locator.rows(memory, records, starts)
+        if draw is not None:
+            rows |= chosen_in(memory, self._outputs, records, draw.on_host().rows())
         where = torch.as_tensor(own, device="cpu")
         for i, (output, view) in enumerate(zip(self._outputs, views, strict=True)):
             if output.ragged:
@@ -454,10 +531,22 @@ class DiskBatches:
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
                     values[i][j] = value
-            else:
+            elif output.taken is None:
                 places = None if len(own) == len(values[i]) else where
                 gather_into(view, rows[output.index], values[i], places, self._gatherers)
+            elif output.taken is Taken.ROWS and (count := rows[output.index].shape[1]):
+                places = (where[:, None] * count + torch.arange(count, device="cpu")).reshape(-1)
+                out = values[i].view(-1, *view.shape[1:])
+                gather_into(view, rows[output.index].reshape(-1), out, places, self._gatherers)
         return 0
+
+    def _tell(self, chosen: Mapping[str, ChosenRows], values: list[Any]) -> None:
+        """Put what batches say of choices in its place."""
+        for output, value in zip(self._outputs, values, strict=True):
+            if output.taken is Taken.LENGTHS:
+                value.copy_(torch.from_numpy(chosen[output.group].lengths))
+            elif output.taken is Taken.START:
+                value.copy_(torch.from_numpy(chosen[output.group].start))
 
     def forget(self, memory: Memory | None) -> None:
         """Refer to no memory but this one."""
@@ -507,6 +596,8 @@ class StagedGroup:
     served the records that they are cut from."""
     rows: Mapping[str, Tensor] | None
     """Per kind of index the rows of these in `values`; None: they are there one after another."""
+    chosen: Mapping[str, ChosenRows]
+    """What is chosen of `records`, by group, on the device."""
     index: Tensor
     tier: str
     """The slowest tier that some row came from."""
@@ -613,13 +704,17 @@ class PartialBatches:
                 # A copy, as in `DiskBatches.begin`: a shard that arrives later counts from the next group on.
                 here = np.frombuffer(ready, dtype=np.uint8)[self._table.shard[records]] == 1
             where = np.flatnonzero(~here)
-            values, rows, read = self._far(records[where], starts[where], index)
+            draw = None if chunk.draw is None else chunk.draw.of(own).on_host()
+            far_draw = None if draw is None else draw.of(where)
+            values, rows, read = self._far(records[where], starts[where], index, far_draw)
             tier = "disk" if read else "host" if len(where) else "device"
             some = len(where) < len(records)
             if some:  # the first one that is near stands in for those that are not
                 at = int(np.argmax(here))
                 records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
+                draw = None if draw is None else draw.standing_in(here, at)
             return StagedGroup(
+                chosen=self._chosen(draw) if some and draw is not None else {},
                 records=self._located(records) if some else None,
                 starts=self._located(starts) if some else None,
                 far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
@@ -632,7 +727,7 @@ class PartialBatches:
             )
 
     def _far(
-        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, draw: Draw | None
     ) -> tuple[list[Any], dict[str, Tensor] | None, bool]:
         """Return `values` and `rows` of a group, and whether disk was read.
 
@@ -648,7 +743,7 @@ class PartialBatches:
                     rows[name] = torch.as_tensor(own * length + starts, device="cpu")
                 records, starts = some, np.zeros_like(some)
         room = [self._room(output, len(records)) for output in outputs]
-        pending = disk.begin(records, starts, index, room)
+        pending = disk.begin(records, starts, index, room, draw=draw)
         return disk.finish(pending), rows, bool(pending.tickets)
 
     def _room(self, output: OutputSpec, count: int) -> Any:
@@ -656,6 +751,12 @@ class PartialBatches:
             return [None] * count
         # Page-locked memory comes from torch's own cache, which gives it out again after its copy has ended.
         return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda, device="cpu")
+
+    def _chosen(self, draw: Draw) -> dict[str, ChosenRows]:
+        return {
+            name: ChosenRows(rows=self._located(own.rows), lengths=self._located(own.lengths))
+            for name, own in draw.rows().items()
+        }
 
     def _located(self, values: NDArray[np.int64]) -> Any:
         """Return the records or starts where the rows of the device's memory are looked up."""
@@ -676,6 +777,7 @@ class PartialBatches:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(group.done)
             rows = [] if group.rows is None else [*group.rows.values()]
+            rows += [part for own in group.chosen.values() for part in (own.rows, own.lengths)]
             # They were allocated on the copy stream. Unless the allocator knows of this stream too, it gives
             # their memory out again while kernels here still read it.
             for tensor in _tensors([group.records, group.starts, group.far, group.values, rows, group.index]):
@@ -701,6 +803,8 @@ class PartialBatches:
 
     def _joined(self, group: StagedGroup, near: Memory, values: list[Any]) -> list[Any]:
         rows = self._locator.rows(near, group.records, group.starts)
+        if group.chosen:
+            rows |= chosen_in(near, self._outputs, group.records, group.chosen)
         made: list[Any] = []
         for output, view, far in zip(self._outputs, self._views.of(near), values, strict=True):
             if output.ragged:
@@ -710,7 +814,14 @@ class PartialBatches:
                 for j, value in zip(group.far_places, far, strict=True):
                     found[j] = value
             else:
-                found = torch.index_select(view, 0, rows[output.index])
+                index = rows[output.index]
+                if output.taken is None:
+                    found = torch.index_select(view, 0, index)
+                elif output.taken is Taken.ROWS:
+                    gather = ChosenGather(partial(torch.index_select, view, 0), output.shape, view.dtype)
+                    found = gather(index)
+                else:
+                    found = index.clone()
                 if group.far is not None:
                     found.index_copy_(0, group.far, far)
             made.append(found)
@@ -727,6 +838,8 @@ def _whole_records(outputs: tuple[OutputSpec, ...], schema: Schema) -> tuple[Out
     """Return the fields of windows as entire records; none where that saves nothing or gives no tensor."""
     fields = {output.field: schema[output.field] for output in outputs}
     if any(field.ragged for field in fields.values()) or all(o.index == RECORD for o in outputs):
+        return ()
+    if any(output.taken is not None for output in outputs):
         return ()
     dtypes = {output.field: output.dtype for output in outputs}
     return tuple(

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.batch import Examples, Windows, main_field, number_examples
-from stoker.loader.chunks import Chunk, Locator, Span
+from stoker.loader.choose import Draw, check_rows
+from stoker.loader.chunks import BatchRun, Chunk, Locator
 from stoker.loader.order import Draws, Order, OrderKind, RankShare, apportion, make_draws
-from stoker.loader.records import RecordTable, as_indices, find_records, trajectory_lengths
+from stoker.loader.records import RecordTable, as_indices, find_records, lengths_of, trajectory_lengths
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.cache import BLOCKS, fill_blocks
 from stoker.units import format_count
@@ -302,7 +303,7 @@ class FillChunks:
         ):
             if not batches * batch:
                 continue
-            span = Span(
+            span = BatchRun(
                 epoch=epoch,
                 position=int(after[begin if short else 0]) - self._scale,
                 batches=batches,
@@ -314,7 +315,7 @@ class FillChunks:
             )
             yield self._located(span, own.take_tail(ids, begin) if short else own.take(ids, 0, whole))
 
-    def _located(self, span: Span, examples: NDArray[np.int64]) -> Chunk:
+    def _located(self, span: BatchRun, examples: NDArray[np.int64]) -> Chunk:
         """Return the examples of a span, located in the cache as it is now."""
         slots, starts, index = self.locator.locate(examples)
         numbers, records = np.unique(self.order.indices[slots], return_inverse=True)
@@ -333,7 +334,21 @@ class FillChunks:
             rows=None,
             memory=None,
             source=(self._cache, table),
+            draw=self._draw(span.epoch, examples, table, records),
         )
+
+    def _draw(
+        self, epoch: int, examples: NDArray[np.int64], table: RecordTable, records: NDArray[np.int64]
+    ) -> Draw | None:
+        """Return what decides which part of each record is read; None: all is."""
+        options = self._options
+        if not options.choose:
+            return None
+        sizes: dict[str, NDArray[np.int64]] = {}
+        for group in options.choose:
+            rows = {name: _rows_of(self._cache, table, name) for name in group.fields}
+            sizes[group.name] = check_rows(group, rows, table.indices)[records]
+        return Draw(choices=options.choose, seed=options.seed, epoch=epoch, examples=examples, sizes=sizes)
 
     def _await_verdict(self) -> None:
         """Wait for the end of the filling if samples were left out: it fails if they are too many.
@@ -448,3 +463,9 @@ class FillChunks:
         if not self._skips_none:  # or ranks would count other batches; `_check_whole` raises for it
             lost = (settled & ~self._here)[self.order.indices]
         self._changed(cache, self.order.lost(lost))
+
+
+def _rows_of(cache: Cache, table: RecordTable, name: str) -> NDArray[np.int64]:
+    """Return the rows of each of these records in a field."""
+    field = cache.schema[name]
+    return lengths_of(cache, table, name) if field.ragged else np.full(len(table.indices), field.shape[0])

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, repeat
 from math import prod
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
+from stoker.loader.choose import Taken
 from stoker.loader.chunks import RECORD
 from stoker.runtime.threads import Pool, Ticket
 from stoker.units import KIB, MIB
@@ -498,6 +500,22 @@ class RaggedGather:
         return list(_cut(rows if self._converter is None else self._converter(rows), lengths.tolist()))
 
 
+class ChosenGather:
+    """Gathers some rows of each record, `(n, count)` of them, by a gather of single rows."""
+
+    def __init__(
+        self, gather: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """`shape`: of one example; `dtype`: of what `gather` returns."""
+        self._gather, self._shape, self._dtype = gather, shape, dtype
+
+    def __call__(self, index: Tensor) -> Tensor:
+        """Return `(len(index), *shape)`."""
+        if not index.shape[1]:  # no record has a row
+            return torch.zeros((len(index), *self._shape), dtype=self._dtype, device=index.device)
+        return self._gather(index.reshape(-1)).view(len(index), *self._shape)
+
+
 class MemoryBatches:
     """Makes batches out of one memory that holds everything."""
 
@@ -521,19 +539,22 @@ class MemoryBatches:
         """Batches that one call gathers, by position: bits and scales of a quantized field share one name."""
         for output in outputs:
             view = view_for(output, schema[output.field], memory.sources[output.field])
-            own = static or output.ragged
-            self._per_call.append(1 if own else _per_call(output.example_bytes * batch, memory.tier))
+            alone = static or output.ragged or output.taken not in (None, Taken.ROWS)
+            self._per_call.append(1 if alone else _per_call(output.example_bytes * batch, memory.tier))
             if output.ragged:
                 self._gathers.append(RaggedGather(view, make_converter(output, view.device)))
-            elif output.conversion is not None:
-                self._gathers.append(
-                    make_converting_gather(view, output.conversion, batch, pool, static=static)
-                )
-            elif static:
-                fixed = allocate((batch, *output.shape), output.dtype, view.device)
-                self._gathers.append(partial(torch.index_select, view, 0, out=fixed))
+            elif output.taken is None:
+                self._gathers.append(_make_gather(view, output, batch, pool, static=static))
+            elif output.taken is Taken.ROWS:
+                rows = batch * (output.shape[0] if len(output.shape) == view.dim() else 1)
+                of_rows = replace(output, shape=tuple(view.shape[1:]))
+                gather = _make_gather(view, of_rows, rows, pool, static=static)
+                made = output.dtype if output.conversion is None else output.conversion.dtype
+                self._gathers.append(ChosenGather(gather, output.shape, made))
             else:
-                self._gathers.append(Gather(view, output, batch, pool).direct())
+                self._gathers.append(
+                    allocate((batch,), output.dtype, view.device).copy_ if static else torch.clone
+                )
 
     def columns(
         self, rows: Mapping[str, Any], index: Tensor, batch: int, views: Mapping[str, ImageViews]
@@ -580,6 +601,16 @@ class MemoryBatches:
         return self._index_out.copy_(index)
 
 
+def _make_gather(view: Tensor, output: OutputSpec, batch: int, pool: Pool | None, *, static: bool) -> Any:
+    """Return what copies rows of `view` into batches of so many rows, as the output is handed out."""
+    if output.conversion is not None:
+        return make_converting_gather(view, output.conversion, batch, pool, static=static)
+    if static:
+        fixed = allocate((batch, *output.shape), output.dtype, view.device)
+        return partial(torch.index_select, view, 0, out=fixed)
+    return Gather(view, output, batch, pool).direct()
+
+
 def _per_call(batch_bytes: int, tier: str) -> int:
     if tier == "device":
         return max(1, min(STRIP_BATCHES, GPU_CALL_BYTES // max(1, batch_bytes)))
@@ -599,6 +630,8 @@ def view_for(output: OutputSpec, field: Field, source: Tensor) -> Tensor:
     if output.index == RECORD:
         return source if output.ragged else source.reshape(len(source), *output.shape)
     steps = source if field.ragged else source.reshape(-1, *field.shape[1:])
+    if output.taken is not None:
+        return steps
     if output.count is None:
         return steps[output.lag :].reshape(-1, *output.shape)
     length = len(steps) - output.lags[-1]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
+from stoker.loader.choose import resolve_choices
 from stoker.loader.options import Options, check_cache, refuse_workers, take_dataloader_arguments
 from stoker.loader.order import order_text
 from stoker.loader.prefetch import PendingStrip, Strips
@@ -29,6 +30,7 @@ from stoker.units import format_bytes, format_count
 if TYPE_CHECKING:
     from stoker.loader.assembly import Ragged
     from stoker.loader.batch import Windows
+    from stoker.loader.choose import Choice, Choices
     from stoker.loader.design import Design
     from stoker.loader.order import Weights
     from stoker.loader.outputs import Normalization
@@ -64,6 +66,7 @@ class Loader(EpochIterable):
         *,
         shuffle: bool | str = False,
         windows: Windows | None = None,
+        choose: Mapping[Any, Choice] | None = None,
         tier: str = "auto",
         device: str | torch.device = "cpu",
         seed: int = 0,
@@ -97,6 +100,8 @@ class Loader(EpochIterable):
                 for slow storage. `"bucket"`, `"bucket(50)"`: records of similar length in a batch, sorted
                 within 50 batches.
             windows: How trajectories are cut; None serves entire records.
+            choose: What part of each record is read; another part in every epoch. `Rows`, `Span` or `OneOf`
+                by field, or by a tuple of fields that share it. See docs/how-to/choose.md.
             tier: `auto`, or the tier that must hold everything: `device` (or `gpu`), `host` (or `ram`),
                 `disk`, `encode`.
             device: Where batches are wanted: `cpu`, `cuda[:i]`, or `auto`: a GPU if the machine has one.
@@ -151,6 +156,7 @@ class Loader(EpochIterable):
         options = Options(
             batch_size=batch_size,
             windows=windows,
+            choose=cast("Choices", choose),
             tier=tier,
             device=cast(torch.device, device),
             seed=seed,
@@ -173,7 +179,8 @@ class Loader(EpochIterable):
             pin_memory=pin_memory,
             meter=meter,
         )
-        self._begin(cache, options)
+        choices = resolve_choices(options.choose, cache, windowed=options.windowed)
+        self._begin(cache, replace(options, choose=choices))
 
     def _begin(self, given: Cache | Zip, options: Options) -> None:
         self._given, self._asked = given, options

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import Windows
+from stoker.loader.choose import Choices, as_choices
 from stoker.loader.order import RankShare, Weights, check_ranks
 from stoker.loader.transform import as_transforms
 from stoker.plan.resources import resolve_device
@@ -69,6 +70,8 @@ class Options:
 
     batch_size: int
     windows: Windows | None
+    choose: Choices
+    """What part of each record is read, by field."""
     tier: str
     device: torch.device
     """Given by name, it is looked up."""
@@ -114,6 +117,7 @@ class Options:
             raise ConfigError(f"verify is {self.verify!r}", hint=f"Expected {', '.join(get_args(Verify))}")
         if self.weights is not None and not isinstance(cast(object, self.weights), Weights):
             object.__setattr__(self, "weights", Weights(cast("Sequence[float]", self.weights)))
+        object.__setattr__(self, "choose", as_choices(self.choose))
         object.__setattr__(self, "tier", TIER_ALIASES.get(str(self.tier), self.tier))
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "transforms", as_transforms(self.transforms))

@@ -19,6 +19,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader.batch import STATES, Role, Windows, check_conditions, condition_width, state_fields
+from stoker.loader.choose import LENGTHS, START, Choices, FieldGroup, OneOf, Taken
 from stoker.loader.chunks import RECORD
 from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
 from stoker.units import KIB
@@ -229,6 +230,10 @@ class OutputSpec:
     sources: tuple[OutputSpec, ...] = ()
     picks: range = range(0)
     """Of `PICK`: steps of a window, in strides from `z0`."""
+    group: str = ""
+    """Of a field of which a part is chosen: the group that the choice is of (`choose.py`)."""
+    taken: Taken | None = None
+    """What it takes of that choice; None: nothing is chosen."""
 
     @property
     def example_bytes(self) -> int:
@@ -239,7 +244,7 @@ class OutputSpec:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one stored row that is gathered: an example, or a step of a ragged output."""
+        """Shape of one stored row that is converted: an example, or a step of a ragged output."""
         return self.shape[1:] if self.ragged else self.shape
 
     @property
@@ -262,6 +267,7 @@ def make_outputs(
     normalize: object = None,
     *,
     device: str = "cpu",
+    choices: Choices = (),
 ) -> tuple[OutputSpec, ...]:
     """Return the outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
@@ -284,10 +290,14 @@ def make_outputs(
     }
     if windows is None:
         check_names(schema)
-        return tuple(
-            replace(_output(name, name, field, conversion[name]), role=_role_in_records(schema, name))
-            for name, field in schema.items()
-        )
+        groups = {name: group for group in choices for name in group.fields}
+        records: list[OutputSpec] = []
+        for name, field in schema.items():
+            output = replace(
+                _output(name, name, field, conversion[name]), role=_role_in_records(schema, name)
+            )
+            records += [output] if name not in groups else _chosen(output, field, groups[name], schema)
+        return tuple(records)
     states = state_fields(schema, windows)
     for main in states:
         check_conditions(schema, main, rows=windows.rows)
@@ -309,6 +319,52 @@ def make_outputs(
         outputs.append(_drawn("future_mask", states[0], Computation.MASK, shape, torch.bool, Role.MASK))
     _check_distinct(outputs)
     return tuple(outputs)
+
+
+def _chosen(output: OutputSpec, field: Field, group: FieldGroup, schema: Schema) -> list[OutputSpec]:
+    """Return the outputs of a field of which a part is chosen, in place of that of entire records."""
+    conversion = output.conversion
+    if not field.ragged and conversion is not None and len(conversion.scale) > 1:
+        period = conversion.inner * len(conversion.scale)
+        if math.prod(field.shape[1:]) % period:
+            raise ConfigError(
+                f"normalize: the channels of {output.name!r} are its axis 0, of which choose= takes a part",
+                hint="Normalize it by one mean and std, or after the choice with stoker.transforms.Normalize",
+            )
+    count = () if isinstance(group.choice, OneOf) else (group.count,)
+    found = [_rows_of(replace(output, role=Role.FIELD), group, count)]
+    told = {LENGTHS: Taken.LENGTHS} if group.tells_lengths(field) else {}
+    told |= {START: Taken.START} if group.tells_start else {}
+    for end, taken in told.items():
+        if output.name + end in schema:
+            raise ConfigError(
+                f"choose= adds {output.name + end!r} to batches, and records have a field of that name",
+                hint="Give it another name in the source",
+            )
+        found.append(
+            OutputSpec(
+                name=output.name + end,
+                field=output.field,
+                index=f"{taken.value}:{group.name}",
+                shape=(),
+                dtype=torch.int64,
+                group=group.name,
+                taken=taken,
+            )
+        )
+    return found
+
+
+def _rows_of(output: OutputSpec, group: FieldGroup, count: tuple[int, ...]) -> OutputSpec:
+    return replace(
+        output,
+        index=f"{Taken.ROWS.value}:{output.field}",
+        shape=(*count, *output.shape[1:]),
+        ragged=False,
+        group=group.name,
+        taken=Taken.ROWS,
+        parts=tuple(_rows_of(part, group, count) for part in output.parts),
+    )
 
 
 def _role_in_records(schema: Schema, name: str) -> Role:
@@ -546,7 +602,9 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
 def step_lengths(outputs: tuple[OutputSpec, ...], schema: Schema) -> Mapping[str, int]:
     """Return the steps per record behind each index that counts steps of fields of fixed length."""
     return {
-        o.index: schema[o.field].shape[0] for o in outputs if o.index != RECORD and not schema[o.field].ragged
+        o.index: schema[o.field].shape[0]
+        for o in outputs
+        if o.index != RECORD and o.taken is None and not schema[o.field].ragged
     }
 
 
@@ -575,7 +633,7 @@ def plan_runs(schema: Schema, outputs: tuple[OutputSpec, ...]) -> list[StepRun]:
     """Join the steps that outputs take of each field into as few reads as pays."""
     wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
     for i, output in enumerate(outputs):
-        if output.index != RECORD:
+        if output.index != RECORD and output.taken is None:
             for place, lag in enumerate(output.lags):
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[StepRun] = []

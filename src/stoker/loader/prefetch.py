@@ -439,8 +439,9 @@ class BlockLocator:
             taken.append((self.first[shard] + low)[owner] + inside)
             owners.append(owner)
         # Sorted by example first, so that `return_index` gives the first use of each block.
-        every = np.concatenate(taken)
-        blocks, first = np.unique(every[np.argsort(np.concatenate(owners), kind="stable")], return_index=True)
+        every = np.concatenate([np.empty(0, np.int64), *taken])
+        owned = np.concatenate([np.empty(0, np.int64), *owners])
+        blocks, first = np.unique(every[np.argsort(owned, kind="stable")], return_index=True)
         return blocks[np.argsort(first)]
 
     def place(self, block: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 from stoker.errors import ConfigError, CorruptError, StalledError, StokerError, arg
 from stoker.loader import placement
 from stoker.loader.assembly import BatchAssembly
-from stoker.loader.chunks import Chunk, Chunks, ColumnStrip, Locator
+from stoker.loader.chunks import Chunk, Chunks, ColumnStrip, Locator, chosen_in
 from stoker.loader.design import (
     check_filling,
     complete_cache,
@@ -46,6 +46,7 @@ from stoker.store.cache import JointCache, reopen
 from stoker.units import format_few
 
 if TYPE_CHECKING:
+    from stoker.loader.choose import FieldGroup
     from stoker.loader.design import Design
     from stoker.loader.filling import FillChunks
     from stoker.loader.options import Options
@@ -147,6 +148,8 @@ def _lost(before: Cache, now: Cache) -> list[int]:
 
 
 MOST_BATCHES = 1024
+CHOSEN_ROWS = 1 << 19
+"""Rows that are chosen in one go at most: a few megabytes of their places."""
 QUICK_S = 1.0
 """Batches that take less than this together may be followed by twice as many."""
 
@@ -202,6 +205,8 @@ class Engine:
         """Where batches are made."""
         self._assembly = BatchAssembly(design.outputs, design.options, design.join)
         self._outputs = self._assembly.columns
+        self._chosen_rows = sum(group.count for group in design.options.choose)
+        """Rows that are chosen of each example."""
         self._pace = StripPace()
         self._locators: dict[str, Locator] = {} if fill_chunks is None else {"cpu": fill_chunks.locator}
         self._chunks: dict[str, Chunks] = {}
@@ -308,9 +313,13 @@ class Engine:
             rows = self._locator(memory.device).rows(memory, chunk.records, chunk.starts)
         number = 0
         while number < chunk.span.batches:
-            count = min(self._pace.next(), STRIP_BATCHES, chunk.span.batches - number)
+            most = max(1, CHOSEN_ROWS // (size * self._chosen_rows)) if self._chosen_rows else STRIP_BATCHES
+            count = min(self._pace.next(), STRIP_BATCHES, most, chunk.span.batches - number)
             own = slice(number * size, (number + count) * size)
             some = {name: values[own] for name, values in rows.items()}
+            if chunk.draw is not None:
+                chosen = chunk.draw.of(own).rows()
+                some |= chosen_in(memory, self._outputs, chunk.records[own], chosen)
             views = cuts.views(chunk.span.epoch, chunk.examples[own], memory.device)
             columns = gathers.columns(some, chunk.index[own], size, views)
             yield ColumnStrip(columns, number, count, memory.tier, cuts.count)
@@ -376,8 +385,17 @@ class Engine:
             ragged=ragged,
             lengths={name: design.table.of_all(design.cache.lengths(name)) for name in ragged},
             cuts=design.cuts,
+            choices=design.options.choose,
+            seed=design.options.seed,
+            sizes={group.name: self._sizes(group, device) for group in design.options.choose},
         )
         return self._locators[device.type]
+
+    def _sizes(self, group: FieldGroup, device: torch.device) -> Any:
+        """Return the rows that each record has of a group of fields, where the order is made."""
+        design = self._design
+        sizes = design.table.of_all(design.cache.lengths(group.fields[0]))
+        return sizes if device.type == "cpu" else torch.as_tensor(sizes, device="cpu").to(device)
 
 
 # ----------------------------------------------------------------------------------------------------------

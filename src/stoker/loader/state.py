@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from stoker.errors import ConfigError, StaleStateError
+from stoker.loader.choose import describe_choices
 from stoker.loader.options import whole_numbers
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def dump(design: Design, at: tuple[int, int], *, filled: bool = False) -> dict[s
         **({} if design.fill is None else {"beside": design.fill.kind}),
         **({FILLED: True} if filled and design.fill is not None else {}),
         **({NOTED: transforms} if transforms else {}),
+        **({} if (chosen := describe_choices(options.choose)) is None else {CHOSEN: chosen}),
     }
 
 
@@ -76,8 +78,8 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     Raises:
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
-    here = dump(design, (0, 0))
-    there = check_state(state, "loader", here.keys() - {NOTED, BATCHES})
+    here = {CHOSEN: None, **dump(design, (0, 0))}
+    there = {CHOSEN: None, **check_state(state, "loader", here.keys() - {NOTED, BATCHES, CHOSEN})}
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
     if FILLED in there and not at[1]:  # between two epochs; counted with samples that may be quarantined now
@@ -86,7 +88,7 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     if not at[1] or (
         here["order"] != "sequential"
         if batches is None
-        else there.get(BATCHES) == batches.text and batches.resumes(*at, there["world"])
+        else there.get(BATCHES) == batches.text and batches.resumes(*at, int(there["world"] or 0))
     ):
         ignored.add("world")
     if allow_rebatch and batches is None and design.order.kind.kind not in ("static", "bucket"):
@@ -114,6 +116,8 @@ FILLED = "filled"
 """The entry that says: this place is after the epoch in which the cache was filled."""
 NOTED = "transforms"
 """The entry that may differ, with a word on it; it is there where there are some."""
+CHOSEN = "choose"
+"""The entry that says what part of each record is read; it is there where not all is."""
 
 
 def check_state(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]:
@@ -241,7 +245,7 @@ def _loaders_that_differ(there: Mapping[str, Any], here: Mapping[str, Any], posi
         may_differ = [*_MAY_DIFFER, *(["world"] if terms["order"] != "sequential" or not position else [])]
         different += [
             f"{name!r} has {key} {saved.get(key)!r} there, {value!r} here"
-            for key, value in terms.items()
+            for key, value in {CHOSEN: None, **terms}.items()
             if key not in may_differ and saved.get(key) != value
         ]
     return different

@@ -1,0 +1,300 @@
+"""Transforms for generative training: draw latents from stored moments, drop conditions.
+
+Public names of `stoker.transforms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader.assembly import MASK, OFFSETS, pack
+from stoker.loader.batch import RecordBatch
+from stoker.loader.choose import LENGTHS
+from stoker.loader.order import normal, uniform
+from stoker.loader.transform import FieldTransform
+from stoker.schema import FLOATS
+
+LOGVAR_RANGE = (-30.0, 20.0)
+"""Logarithms of variances are held within these, as diffusers does: the exponential of more overflows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawLatent(FieldTransform):
+    """Draws a latent from stored moments, another one in each epoch: `(mean + std * noise - shift) * scale`.
+
+    An autoencoder gives a mean and a deviation for each value. With both in the cache no epoch sees the same
+    latent twice. The fields of moments leave the batch. All is computed in float32. The noise follows from
+    seed, epoch and example, and is equal on one kind of device; between a CPU and a GPU its last bits differ.
+
+    Raises:
+        ConfigError: More than one of `std`, `logvar` and `moments` is named, `dtype` is not a float, or
+            numbers are not finite; later, a field is not there or its channels do not fit.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import DrawLatent
+        >>> data = [{"moments": torch.zeros(8, 2, 2)}] * 4  # means and log-variances of 4 channels
+        >>> cache = stoker.precompute(data, None, "caches", name="moments")
+        >>> draw = DrawLatent(moments="moments", scale=0.18215)
+        >>> batch = next(iter(stoker.Loader(cache, batch_size=4, transforms=draw)))
+        >>> sorted(batch), batch["latent"].shape
+        (['index', 'latent'], torch.Size([4, 4, 2, 2]))
+    """
+
+    mean: str = "mean"
+    """Field of means."""
+    std: str | None = None
+    """Field of deviations; None: `std`, unless `logvar` or `moments` is given."""
+    logvar: str | None = None
+    """Field of logarithms of variances, in place of `std`."""
+    moments: str | None = None
+    """One field with means and then logarithms of variances along `axis`, in place of `mean` and `std`."""
+    name: str = "latent"
+    """Field of the batch that the latent becomes."""
+    scale: float | Sequence[float] = 1.0
+    """Factor at the end (`scaling_factor` of an autoencoder); one number, or one per channel."""
+    shift: float | Sequence[float] = 0.0
+    """What is subtracted before (`shift_factor`); one number, or one per channel."""
+    axis: int = -3
+    """The axis of channels, counted from the last: -3 for `(C, H, W)`, -2 for `(C, T)`."""
+    random: bool = True
+    """False: the mean itself, for validation."""
+    dtype: str | None = None
+    """Name of the float dtype of the latent; None: that of the stored mean."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        given = [name for name in ("std", "logvar", "moments") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"DrawLatent has {' and '.join(given)}", hint="Name one of them")
+        numbers = (*_listed(self.scale), *_listed(self.shift))
+        if not all(math.isfinite(number) for number in numbers):
+            raise ConfigError(
+                f"DrawLatent(scale={self.scale!r}, shift={self.shift!r})", hint="Expected finite numbers"
+            )
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise ConfigError(
+                f"DrawLatent(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
+            )
+        if self.axis >= 0:
+            raise ConfigError(f"DrawLatent(axis={self.axis})", hint="Count from the last: -3 for (C, H, W)")
+
+    def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
+        """Return the batch with a latent in place of its moments."""
+        named = [self.mean, self.logvar or self.std or "std"] if self.moments is None else [self.moments]
+        values = [_field(batch, name, "DrawLatent") for name in named]
+        made = _copy(batch)
+        for name in named:
+            del made[name]
+        if isinstance(values[0], list):
+            rows = zip(*cast("list[list[Tensor]]", values), keys.split(1), strict=True)
+            made[self.name] = [self._drawn([row[None] for row in own], key)[0] for *own, key in rows]
+        else:
+            made[self.name] = self._drawn(cast("list[Tensor]", values), keys)
+        return made
+
+    def _drawn(self, values: list[Tensor], keys: Tensor) -> Tensor:
+        """Return the latents `(B, *shape)` of moments."""
+        if self.moments is not None:
+            whole = values[0]
+            if whole.dim() <= -self.axis or whole.shape[self.axis] % 2:
+                raise ConfigError(
+                    f"DrawLatent: field {self.moments!r} has examples of shape {tuple(whole.shape[1:])}, "
+                    f"which are not means and log-variances along axis {self.axis}",
+                    hint="Give axis=, the axis of channels",
+                )
+            values = [*whole.chunk(2, dim=self.axis)]
+        mean, spread = values
+        if mean.shape != spread.shape:
+            raise ConfigError(
+                f"DrawLatent: means have the shape {tuple(mean.shape[1:])}, deviations "
+                f"{tuple(spread.shape[1:])}"
+            )
+        latent = mean.to(torch.float32)
+        if self.random:
+            spread = spread.to(torch.float32)
+            if self.moments is not None or self.logvar is not None:
+                spread = spread.clamp(*LOGVAR_RANGE).mul_(0.5).exp_()
+            noise = normal(keys, math.prod(latent.shape[1:])).view(latent.shape)
+            latent = noise.mul_(spread).add_(latent)
+        latent = (latent - self._row(self.shift, latent)) * self._row(self.scale, latent)
+        return latent.to(mean.dtype if self.dtype is None else getattr(torch, self.dtype))
+
+    def _row(self, numbers: float | Sequence[float], latent: Tensor) -> Tensor:
+        """Return the numbers in the shape in which they meet a latent."""
+        found = _listed(numbers)
+        if len(found) > 1 and (latent.dim() <= -self.axis or latent.shape[self.axis] != len(found)):
+            raise ConfigError(
+                f"DrawLatent has {len(found)} channels, latents of shape {tuple(latent.shape[1:])} have "
+                f"others along axis {self.axis}",
+                hint="Give one number, or one for each channel",
+            )
+        return _numbers_on(found, latent.device).view(-1, *[1] * (-1 - self.axis))
+
+
+Null: TypeAlias = "float | Tensor | Mapping[str, Any]"
+"""What stands for no condition: a number, the values of one example, or either of them by field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropCondition(FieldTransform):
+    """Replaces the conditions of an example by a null with probability `p`, for classifier-free guidance.
+
+    One draw for all named fields: an example keeps all of them or loses all. A field of varying length takes
+    the length of its null, in a list, padded or packed.
+
+    Raises:
+        ConfigError: `p` is not in 0 to 1, or the null lacks a field; later, a field is not in the batch or
+            the null has another shape.
+
+    Examples:
+        >>> import stoker, torch
+        >>> from stoker.transforms import DropCondition
+        >>> data = [{"image": torch.ones(3), "label": number} for number in range(4)]
+        >>> drop = DropCondition("label", p=1.0, null=10)  # class 10: none
+        >>> next(iter(stoker.cached(data, batch_size=4, transforms=drop)))["label"].tolist()
+        [10, 10, 10, 10]
+    """
+
+    fields: str | Sequence[str] = field(kw_only=False)
+    """Fields that are dropped together."""
+    p: float
+    """Probability, 0 to 1."""
+    null: Null = 0
+    """A number, a tensor of the shape of one example, or one of these by field, such as the record of an
+    empty caption, `cache[0]`. A number keeps the length of a field of varying length."""
+
+    def __post_init__(self) -> None:
+        """Refuse a wrong probability, and a null without one of the fields."""
+        if not 0 <= self.p <= 1:
+            raise ConfigError(f"DropCondition(p={self.p!r})", hint="Expected a probability, 0 to 1")
+        if isinstance(self.null, Mapping) and (lost := [n for n in self._names if n not in self.null]):
+            raise ConfigError(
+                f"DropCondition: the null has no {lost[0]!r}, it has {', '.join(map(str, self.null))}",
+                hint="Give what stands for no condition of each field",
+            )
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return [self.fields] if isinstance(self.fields, str) else self.fields
+
+    def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
+        """Return the batch with some conditions dropped."""
+        dropped = uniform(keys, 1)[:, 0] < self.p
+        made = _copy(batch)
+        for name in self._names:
+            values = _field(batch, name, "DropCondition")
+            null = self.null[name] if isinstance(self.null, Mapping) else self.null
+            change = self._varying if isinstance(values, list) or name + OFFSETS in made else self._fixed
+            change(made, name, null, dropped)
+        return made
+
+    def _fixed(self, made: RecordBatch, name: str, null: Any, dropped: Tensor) -> None:
+        """Replace a field that is one tensor with an axis of examples, padded or not."""
+        values = made[name]
+        if isinstance(null, Tensor):
+            length = len(null) if name + LENGTHS in made else None
+            null = _on(null, values.device).to(values.dtype)
+            if length is not None:
+                values, null = _same_length(values, null)
+                self._tell_length(made, name, length, values.shape[1], dropped)
+            if null.shape != values.shape[1:]:
+                raise _unfit(name, null, tuple(values.shape[1:]))
+        else:
+            null = torch.full((), null, dtype=values.dtype, device=values.device)
+        made[name] = torch.where(dropped.view(-1, *[1] * (values.dim() - 1)), null, values)
+
+    def _tell_length(self, made: RecordBatch, name: str, length: int, padded: int, dropped: Tensor) -> None:
+        lengths: Tensor = made[name + LENGTHS]
+        made[name + LENGTHS] = torch.where(dropped, torch.full_like(lengths, length), lengths)
+        if name + MASK in made:
+            places = torch.arange(padded, device=dropped.device)
+            made[name + MASK] = places < made[name + LENGTHS][:, None]
+
+    def _varying(self, made: RecordBatch, name: str, null: Any, dropped: Tensor) -> None:
+        """Replace examples of a field that comes as a list, or packed. Waits for a device, once."""
+        packed = not isinstance(made[name], list)
+        values = cast("list[Tensor]", made[name])
+        if packed:
+            sizes: list[int] = made[name + OFFSETS].diff().tolist()
+            values = [*made[name].split(sizes)]
+        for place in dropped.nonzero().flatten().tolist():
+            own = values[place]
+            if isinstance(null, Tensor) and null.shape[1:] != own.shape[1:]:
+                raise _unfit(name, null, ("any", *own.shape[1:]))
+            new = (
+                _on(null, own.device).to(own.dtype)
+                if isinstance(null, Tensor)
+                else torch.full_like(own, null)
+            )
+            values = [*values[:place], new, *values[place + 1 :]]
+        if packed:
+            made[name], made[name + OFFSETS] = pack(values)
+        else:
+            made[name] = values
+
+
+def _same_length(values: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
+    """Return padded values and a null of as many steps, zeros at the end of the shorter."""
+    missing = len(null) - values.shape[1]
+    if missing > 0:
+        values = torch.cat((values, values.new_zeros((len(values), missing, *values.shape[2:]))), dim=1)
+    elif missing < 0:
+        null = torch.cat((null, null.new_zeros((-missing, *null.shape[1:]))))
+    return values, null
+
+
+def _unfit(name: str, null: Tensor, shape: tuple[Any, ...]) -> ConfigError:
+    return ConfigError(
+        f"DropCondition: the null of {name!r} has the shape {tuple(null.shape)}, examples have "
+        f"({', '.join(map(str, shape))})",
+        hint="Give the values of one example",
+    )
+
+
+def _copy(batch: Any) -> RecordBatch:
+    made = RecordBatch(batch)
+    made.position = batch.position
+    return made
+
+
+def _field(batch: Any, name: str, whose: str) -> Tensor | list[Tensor]:
+    """Return a field of a batch.
+
+    Raises:
+        ConfigError: There is none, or the batch has no fields.
+    """
+    if not isinstance(batch, RecordBatch):
+        raise ConfigError(
+            f"{whose} takes batches of entire records, this is a {type(batch).__name__}",
+            hint="Leave windows= out",
+        )
+    if name not in batch:
+        known = ", ".join(repr(known) for known in batch if known != "index")
+        raise ConfigError(f"{whose} takes the field {name!r}", hint=f"The batch has {known}")
+    return batch[name]
+
+
+def _listed(values: float | Sequence[float]) -> tuple[float, ...]:
+    return tuple(values) if isinstance(values, Sequence) else (values,)
+
+
+@lru_cache(maxsize=64)
+def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the numbers as float32 on a device, kept: a copy to a GPU would wait at every batch."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device, kept as well."""
+    return tensor.to(device)
