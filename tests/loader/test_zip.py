@@ -111,6 +111,21 @@ def test_it_resumes_anywhere_at_another_tier(
             check(one)
 
 
+def test_parts_of_records_are_chosen_by_the_names_in_batches(joined: stoker.Zip) -> None:
+    choose = {"text": stoker.Rows(3), "image.mean": stoker.OneOf()}
+    for tier in ("host", "disk"):
+        loader = stoker.Loader(joined, 8, shuffle=True, tier=tier, choose=choose)
+        for batch in loader:
+            assert batch["text"].shape[1:] == (3, 2)
+            assert batch["text.lengths"].tolist() == [min(3, i % TEXTS + 1) for i in batch["index"].tolist()]
+            assert torch.equal(batch["text"][:, 0, 0].long(), batch["index"] % TEXTS)
+            assert batch["image.mean"].shape[1:] == (3,)
+    with pytest.raises(ConfigError, match="fields of several caches"):
+        stoker.Loader(joined, 8, choose={("text", "image.mean"): stoker.Rows(2)})
+    with pytest.raises(ConfigError, match="choose names"):
+        stoker.Loader(joined, 8, choose={"mean": stoker.OneOf()})
+
+
 def test_ranks_share_the_records(joined: stoker.Zip) -> None:
     seen: list[int] = []
     for rank in range(3):

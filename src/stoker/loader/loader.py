@@ -179,8 +179,7 @@ class Loader(EpochIterable):
             pin_memory=pin_memory,
             meter=meter,
         )
-        choices = resolve_choices(options.choose, cache, windowed=options.windowed)
-        self._begin(cache, replace(options, choose=choices))
+        self._begin(cache, options)
 
     def _begin(self, given: Cache | Zip, options: Options) -> None:
         self._given, self._asked = given, options
@@ -191,6 +190,9 @@ class Loader(EpochIterable):
         if members:
             first = next(iter(members.values()))
             options, self._names = first.options, first.names
+        else:
+            choose = resolve_choices(options.choose, cache, windowed=options.windowed)
+            options = replace(options, choose=choose)
         self._options = options
         self._columns = None if cache.joined is None else ColumnAdder(cache.joined, static=options.static)
         self._fixed = FixedBatch() if options.static and options.transforms else None

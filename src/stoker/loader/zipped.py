@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.errors import ConfigError, MissingRecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
+from stoker.loader.choose import Choices, FieldGroup, resolve_choices
 from stoker.schema import SHAPE_SUFFIX, Schema, digest_json
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
@@ -412,6 +413,8 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
         )
     if unknown := sorted({*(options.normalize or {})} - joined.schema.keys()):
         raise ConfigError(f"normalize names {unknown}, but records have {', '.join(joined.schema)}")
+    if unknown := sorted({n for group in options.choose for n in group.fields} - joined.schema.keys()):
+        raise ConfigError(f"choose names {unknown}, but records have {', '.join(joined.schema)}")
     place = np.arange(len(joined))
     if options.indices is not None:
         wanted = np.asarray(options.indices)
@@ -436,6 +439,7 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
             normalize=_own(options.normalize, names),
             ragged=_own_pad(options.ragged, names),
             batch_by=_first_field(options.batch_by, joined),
+            choose=resolve_choices(_own_choices(options.choose, names), cache, windowed=False),
             zipped=told if number == 0 else (),
         )
         if number:
@@ -466,6 +470,26 @@ def _own(settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> Mappin
     if settings is None:
         return None
     return {field: settings[new] for field, new in names.items() if new in settings}
+
+
+def _own_choices(choices: Choices, names: Mapping[str, str]) -> Choices:
+    """Return the choices of one cache's fields, by the names that it has for them.
+
+    Raises:
+        ConfigError: Fields of several caches are to share one.
+    """
+    own = {new: field for field, new in names.items()}
+    found: list[FieldGroup] = []
+    for group in choices:
+        here = [name for name in group.fields if name in own]
+        if here and len(here) < len(group.fields):
+            raise ConfigError(
+                f"choose names {', '.join(group.fields)} together, which are fields of several caches",
+                hint="Store what shares rows in one cache, or choose for each of them",
+            )
+        if here:
+            found.append(replace(group, fields=tuple(own[name] for name in here)))
+    return tuple(found)
 
 
 def _own_pad(ragged: Any, names: Mapping[str, str]) -> Any:

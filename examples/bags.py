@@ -1,0 +1,67 @@
+"""Train attention over bags of features: `python examples/bags.py FEATURES LABELS OUT`.
+
+FEATURES is a folder with a file `features` (n, width) and `coords` (n, 2) a slide, as CLAM and TRIDENT write
+them. LABELS is a table with the columns `slide` and `label`. Features are taken over as they are. Training sees
+512 other rows of each slide in each epoch, validation evenly spaced ones.
+"""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import stoker
+
+
+class Attention(torch.nn.Module):
+    """A label of a bag from the weighted mean of its rows (Ilse, Tomczak and Welling, 2018)."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.score = torch.nn.Sequential(torch.nn.Linear(width, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.label = torch.nn.Linear(width, classes)
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scores = self.score(rows)[..., 0]
+        behind = torch.arange(rows.shape[1]) >= lengths[:, None]  # short bags end before
+        weights = scores.masked_fill(behind, -torch.inf).softmax(1)
+        return self.label((weights[..., None] * rows).sum(1))
+
+
+def main(features: Path, labels: Path, out: Path, epochs: int = 12, rows: int = 512) -> list[float]:
+    """Return the part of the validation bags with the right label, for each epoch."""
+    bags = stoker.adopt(features, out, name="bags")
+    with labels.open() as file:
+        table = {row["slide"]: int(row["label"]) for row in csv.DictReader(file)}
+    of_slide = [{"label": label} for label in table.values()]
+    source = stoker.TorchSource(of_slide, keys=[*table], version=str(sorted(table.items())))
+    known = stoker.zip(bag=bags, label=stoker.precompute(source, None, out, name="labels"))
+    width, classes = bags.schema["features"].shape[-1], max(table.values()) + 1
+
+    def load(part: str, random: bool) -> Any:
+        choose = {("bag.features", "bag.coords"): stoker.Rows(rows, random=random)}
+        return stoker.Loader(known.where(part), 4, shuffle=random, seed=0, choose=choose)
+
+    train, val = load("number % 4 <> 0", True), load("number % 4 = 0", False)
+    torch.manual_seed(0)
+    model = Attention(width, classes)
+    optimizer, right = torch.optim.Adam(model.parameters(), lr=3e-3), list[float]()
+    for _ in range(epochs):
+        for batch in train:
+            found = model(batch["bag.features"].float(), batch["bag.features.lengths"])
+            loss = F.cross_entropy(found, batch["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        hits = torch.cat(
+            [model(b["bag.features"].float(), b["bag.features.lengths"]).argmax(1) == b["label"] for b in val]
+        )
+        right.append(hits.float().mean().item())
+    return right
+
+
+if __name__ == "__main__":
+    print("right", *(f"{part:.0%}" for part in main(*map(Path, sys.argv[1:4]))))
