@@ -21,7 +21,7 @@ from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
 from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
 from stoker.loader.chunks import RECORD
-from stoker.loader.design import Design, complete_cache, is_served_while_filling
+from stoker.loader.design import Design, complete_cache, is_served_while_filling, why_not_mixed
 from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.order import Ids, Order, OrderKind, apportion
@@ -622,22 +622,10 @@ def _check_together(members: Members) -> None:
     designs = members.designs
     first = next(iter(designs))
     for name, design in designs.items():
-        if design.cuts is not None:
+        if (why := why_not_mixed(design)) is not None:
             raise ConfigError(
-                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins",
-                hint="Iterate over that Loader alone, or mix caches of latents (encoder.kind=mesh)",
-            )
-        if design.order.batches is not None:
-            raise ConfigError(
-                f"the loader of {name!r} has batches of varying size ({design.order.batches.text}), and "
-                "turns of a mixture are laid out by batches of one size",
-                hint="Iterate over that Loader alone, or make it without batch_by= and batch_tokens=",
-            )
-        windows = design.options.windows
-        if windows is not None and windows.rows:
-            raise ConfigError(
-                f"the loader of {name!r} serves rows as examples (horizon=0), and those of a mixture have z1",
-                hint="Iterate over that Loader alone, or give Windows(horizon=1)",
+                f"the loader of {name!r} {why}",
+                hint="Iterate over that Loader alone, or mix caches of latents, with batches of one size",
             )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
