@@ -177,7 +177,11 @@ class Field:
         return bool(self.axes) and all(word == VARIES or word.isdecimal() for word in self.axes)
 
     def made_up_sizes(self, length: int) -> list[int]:
-        """Return sizes of the axes for a made-up sample, about `length` where they vary."""
+        """Return sizes of the axes for a made-up sample.
+
+        Args:
+            length: About the size of those that vary.
+        """
         return [int(word) if word.isdecimal() else length + (word == "p") for word in self.axes]
 
     @property

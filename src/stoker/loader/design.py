@@ -100,9 +100,7 @@ def why_not_mixed(design: Design) -> str | None:
     if design.cuts is not None:
         return "cuts windows from fields of points, whose batches no mixture joins"
     if design.order.batches is not None:
-        return (
-            f"has batches of varying size ({design.order.batches.text}), and turns take one size"
-        )
+        return f"has batches of varying size ({design.order.batches.text}), and turns take one size"
     if windows is not None and windows.rows:
         return "serves rows as examples (horizon=0), and windows of a mixture have z1"
     return None
