@@ -61,7 +61,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     *,
     cache_dir: str | Path | None = ".stoker",
     name: str | None = None,
-    batch_size: int | None = None,
+    batch_size: int = 64,
     device: str | torch.device = "auto",
     precompute: Mapping[str, Any] | None = None,
     wait: bool = True,
@@ -85,7 +85,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         cache_dir: Folder of caches, or a URL such as `s3://bucket/caches`: the cache is made in
             `<cache_dir>/<name>/<fingerprint>`. None: in memory, removed together with the loader.
         name: Name of the cache; None: the class of the dataset, in lower case.
-        batch_size: Samples, or windows, in a batch. None: 64; with `batch_tokens` as many as fit.
+        batch_size: Samples, or windows, in a batch. Leave it out with `batch_tokens`.
         device: Where the encoder runs and batches are wanted: `cpu`, `cuda[:i]`, or `auto`, a GPU if there is
             one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `{"dtype": "float16"}` is the
@@ -127,8 +127,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     device = str(resolve_device(device))
     if encoding["device"] is not None:  # None: where the encoder's weights are
         encode_on(encoding["device"])
-    if batch_size is None:
-        batch_size = 64 if loader.get("batch_tokens") is None else 1
+    if loader.get("batch_tokens") is not None and batch_size == 64:
+        batch_size = 1  # it was left out, as a `Loader` has it
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"version": version, "random": random, "text": text, "time": time}
     source = as_source(dataset, **own)

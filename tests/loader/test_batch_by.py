@@ -161,6 +161,30 @@ def test_batches_of_one_shape_are_one_tensor(cache: Cache, tier: str, shuffle: b
     assert "of 8 of one shape" in repr(loader)
 
 
+def test_a_hundred_thousand_records_are_served_to_four_ranks(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    lengths = rng.choice(40, 100_000, p=rng.dirichlet(np.ones(40)))
+    flat = torch.arange(40, dtype=torch.uint8)
+    cache = write_cache(tmp_path, {"u": [flat[:n] for n in lengths.tolist()]}, shards=(60_000,))
+    setting = {"batch_by": "shape", "shuffle": True, "world_size": 4, "tier": "host", "seed": 9}
+    numbers: list[np.ndarray[Any, Any]] = []
+    counts: set[int] = set()
+    for rank in range(4):
+        loader = Loader(cache, 256, rank=rank, **setting)
+        batches = list(loader)
+        counts |= {len(batches), len(loader)}
+        for batch in batches:
+            own = batch["index"].numpy()
+            assert (lengths[own] == batch["u"].shape[1]).all()
+            assert torch.equal(batch["u"][-1], flat[: batch["u"].shape[1]])
+            numbers.append(own)
+        middle = len(batches) // 2
+        loader.load_state_dict(loader.state_dict(batches[middle].position))
+        assert torch.equal(next(iter(loader))["index"], batches[middle + 1]["index"])
+    assert np.array_equal(np.sort(np.concatenate(numbers)), np.arange(100_000))
+    assert len(counts) == 1
+
+
 def test_one_field_may_decide_and_others_come_as_ever(cache: Cache) -> None:
     for batch in Loader(cache, 8, batch_by="image", shuffle=True, ragged="pad"):
         assert isinstance(batch["image"], torch.Tensor)

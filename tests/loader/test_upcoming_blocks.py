@@ -51,6 +51,10 @@ def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[BlockLocator, Upcom
         ("wide", {"shuffle": "block(2,6)", "indices": list(range(3, 14))}),
         ("varying", {"indices": [0, 3, 4, 11, 19]}),
         ("varying", {"windows": Windows(stride=1, horizon=1), "indices": [2, 5, 17]}),
+        ("varying", {"windows": Windows(horizon=0), "indices": [2, 5, 17]}),
+        ("varying", {"batch_by": "shape", "indices": [0, 3, 4, 11, 19]}),
+        ("varying", {"batch_by": "shape", "indices": [*range(12)], "rank": 1, "world_size": 2}),
+        ("varying", {"batch_tokens": 9, "batch_size": 1, "indices": [0, 3, 4, 11, 19]}),
     ],
 )
 def test_the_blocks_that_come_next_are_those_that_are_read(

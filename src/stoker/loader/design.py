@@ -95,6 +95,18 @@ class Design:
     """The order of examples while the cache is being filled; None: it is complete."""
 
 
+def why_not_mixed(design: Design) -> str | None:
+    """Return why a mixture cannot take turns with batches of this design; None: it can."""
+    windows = design.options.windows
+    if design.cuts is not None:
+        return "cuts windows from fields of points, whose batches no mixture joins"
+    if design.order.batches is not None:
+        return f"has batches of varying size ({design.order.batches.text}), and turns take one size"
+    if windows is not None and windows.rows:
+        return "serves rows as examples (horizon=0), and windows of a mixture have z1"
+    return None
+
+
 MAX_GATHER_THREADS = 8
 """More threads than this do not make one gather quicker: memory is the limit, and the interpreter's lock.
 

@@ -19,7 +19,7 @@ from stoker.errors import ConfigError, arg
 from stoker.loader import state as states
 from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
 from stoker.loader.chunks import RECORD
-from stoker.loader.design import Design, complete_cache, is_served_while_filling
+from stoker.loader.design import Design, complete_cache, is_served_while_filling, why_not_mixed
 from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.outputs import OutputSpec
@@ -417,7 +417,11 @@ def _check_together(members: Members) -> None:
     designs = members.designs
     first = next(iter(designs))
     for name, design in designs.items():
-        _check_joins(name, design)
+        if (why := why_not_mixed(design)) is not None:
+            raise ConfigError(
+                f"the loader of {name!r} {why}",
+                hint="Iterate over that Loader alone, or mix caches of latents, with batches of one size",
+            )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world_size", designs[first].share.world_size, design.share.world_size),
@@ -430,17 +434,6 @@ def _check_together(members: Members) -> None:
                     hint="Loaders of one mixture agree in rank, world_size, device, and whether they cut "
                     "windows",
                 )
-
-
-def _check_joins(name: str, design: Design) -> None:
-    """Refuse a loader whose batches no mixture joins."""
-    windows, batches = design.options.windows, design.order.batches
-    what = "cuts windows from fields of points" if design.cuts is not None else ""
-    what = what or ("" if batches is None else "has batches of varying size (batch_by or batch_tokens)")
-    what = what or ("serves rows as examples (horizon=0)" if windows is not None and windows.rows else "")
-    if what:
-        fact = f"the loader of {name!r} {what}, which no mixture joins"
-        raise ConfigError(fact, hint="Iterate over that Loader alone")
 
 
 def _pass_over(loader: Loader) -> MemberPass:

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from stoker.loader.batch import Examples
     from stoker.loader.batching import BatchPlanner
     from stoker.loader.records import RecordTable
-    from stoker.store import Cache
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -849,23 +848,6 @@ class RankShare:
         rest = self.positions - position
         begin = rest * self.rank // self.world_size
         return ids(position + begin, position + begin + self._tail(rest))
-
-
-def drop_quarantined(
-    weights: Weights | None, cache: Cache, indices: Sequence[int] | NDArray[Any] | None
-) -> Weights | None:
-    """Return the weights of what is stored, where they were given for quarantined samples too.
-
-    So the same weights do while a cache is being filled, before it is known what will be quarantined, and
-    afterwards.
-    """
-    if weights is None or not cache.quarantined:
-        return weights
-    wanted = np.arange(cache.recipe.count) if indices is None else np.asarray(indices)
-    values = np.asarray(weights.values)
-    if values.shape != wanted.shape:
-        return weights
-    return replace(weights, values=values[~np.isin(wanted, list(cache.quarantined))])
 
 
 def make_draws(weights: Weights, table: RecordTable, examples: Examples) -> Draws:

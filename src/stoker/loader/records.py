@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from stoker.store.index import spread
 from stoker.store.shard import offsets_in
 
 if TYPE_CHECKING:
+    from stoker.loader.order import Weights
     from stoker.store import Cache
 
 
@@ -119,6 +120,23 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[np.int64])
                 hint=f"It holds {len(numbers)} records of samples 0 to {cache.recipe.count - 1}",
             )
     return place[found]
+
+
+def drop_quarantined(
+    weights: Weights | None, cache: Cache, indices: Sequence[int] | NDArray[Any] | None
+) -> Weights | None:
+    """Return the weights of what is stored, where they were given for quarantined samples too.
+
+    So the same weights do while a cache is being filled, before it is known what will be quarantined, and
+    afterwards.
+    """
+    if weights is None or not cache.quarantined:
+        return weights
+    wanted = np.arange(cache.recipe.count) if indices is None else np.asarray(indices)
+    values = np.asarray(weights.values)
+    if values.shape != wanted.shape:
+        return weights
+    return replace(weights, values=values[~np.isin(wanted, list(cache.quarantined))])
 
 
 def lengths_of(cache: Cache, table: RecordTable, field: str) -> NDArray[np.int64]:

@@ -29,7 +29,6 @@ from stoker.loader.design import (
 )
 from stoker.loader.disk import DiskBatches, PartialBatches
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
-from stoker.loader.order import drop_quarantined
 from stoker.loader.outputs import OutputSpec, step_lengths
 from stoker.loader.placement import MemorySet, Placement
 from stoker.loader.prefetch import (
@@ -39,6 +38,7 @@ from stoker.loader.prefetch import (
     make_block_prefetcher,
     make_wait_clock,
 )
+from stoker.loader.records import drop_quarantined
 from stoker.loader.transform import NO_CUTS
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.runtime.mounts import are_local
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import SHAPE_SUFFIX, VARIES, Field, Json, Sample, Schema, digest_json, size_field
+from stoker.schema import SHAPE_SUFFIX, Json, Sample, Schema, digest_json
 from stoker.sources.arguments import check_dataset
 from stoker.sources.pickling import (
     estimate_pickle_bytes,
@@ -43,9 +43,14 @@ from stoker.sources.torch_items import (
     PlainItems,
     Rule,
     TextRules,
+    common_schema,
+    fits_field,
     flatten_item,
     narrowed_fields,
+    ragged_cure,
+    shape_text,
     structure_of,
+    varying_axes,
 )
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
@@ -224,105 +229,6 @@ def digests_of(item: Item, *, without: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def common_schema(
-    name: str, items: Mapping[int, Item], *, time: Sequence[str], ragged: Mapping[str, tuple[int, ...]]
-) -> Schema:
-    """Return the fields that all items have, each folded one followed by the field of its sizes.
-
-    Args:
-        name: Of the Dataset, for messages.
-        items: Probed ones by index.
-        time: Fields whose axis 0 is time.
-        ragged: By field the axes that vary, in addition to those that the items show.
-
-    Raises:
-        SourceError: They differ in dtype or number of axes.
-        ConfigError: A field that the user names is not there, or has no such axis.
-    """
-    first_index = next(iter(items))
-    first = items[first_index]
-    schema: Schema = {}
-    for index, item in items.items():
-        if item.keys() != first.keys():
-            raise SourceError(
-                f"{name}: sample {index} has fields {sorted(item)}, sample {first_index} has {sorted(first)}",
-                hint="Return the same fields in every item",
-            )
-    for field in first:
-        others = {index: item[field] for index, item in items.items()}
-        where = f"{name}: field {field!r}"
-        schema[field] = _common_field(where, others, time=field in time, ragged=ragged.get(field, ()))
-    for field in [name for name, found in schema.items() if found.folded]:
-        if field + SHAPE_SUFFIX in schema:
-            raise SourceError(
-                f"{name}: the sizes of {field!r} are stored as {field + SHAPE_SUFFIX!r}, which items have as "
-                "a field of their own",
-                hint="Rename that in the Dataset",
-            )
-        schema[field + SHAPE_SUFFIX] = size_field(schema[field])
-    if unknown := ({*time, *ragged} - schema.keys()):
-        raise ConfigError(f"time or ragged name {sorted(unknown)}; the fields are {', '.join(schema)}")
-    return schema
-
-
-def _common_field(
-    where: str, others: Mapping[int, tuple[NDArray[Any], str]], *, time: bool, ragged: tuple[int, ...]
-) -> Field:
-    first_index, (array, dtype) = next(iter(others.items()))
-    for index, (other, kind) in others.items():
-        if kind != dtype or other.ndim != array.ndim:
-            raise SourceError(
-                f"{where} is {dtype} {array.shape} in sample {first_index} and {kind} {other.shape} in "
-                f"sample {index}",
-                hint="Sizes of axes may vary; return one dtype and one number of axes",
-            )
-    if ragged and max(ragged) >= max(1, array.ndim):
-        raise ConfigError(f"{where} has {array.ndim} axes", hint=f"{max(ragged)} in ragged= is not one")
-    sizes = [{size} for size in array.shape]
-    for other, _ in others.values():
-        for own, size in zip(sizes, other.shape, strict=True):
-            own.add(size)
-    varying = {*ragged, *(axis for axis, own in enumerate(sizes) if len(own) > 1)}
-    if varying - {*ragged}:
-        named = " and ".join(f"axis {axis}" for axis in sorted(varying))
-        _log.info("%s varies along %s and is kept ragged", where, named)
-    last = max(varying, default=0)
-    if not last:
-        shape = (-1, *array.shape[1:]) if varying else array.shape
-        return Field(shape=shape, dtype=dtype, time=time, ragged=bool(varying))
-    if time:
-        raise ConfigError(
-            f"{where} is named in time= and varies along axes {sorted(varying)}",
-            hint="Of a field with time axis 0 alone may vary: leave it out of time=, or resize or pad",
-        )
-    axes = tuple(VARIES if axis in varying else str(array.shape[axis]) for axis in range(last + 1))
-    return Field(shape=(-1, *array.shape[last + 1 :]), dtype=dtype, ragged=True, axes=axes)
-
-
-def _fits(shape: tuple[int, ...], field: Field) -> bool:
-    """Return True if an array of this shape is one of the field."""
-    if not field.folded:
-        return shape == field.shape or (
-            field.ragged and len(shape) == len(field.shape) and shape[1:] == field.shape[1:]
-        )
-    lead = len(field.axes)
-    return (
-        len(shape) >= lead
-        and shape[lead:] == field.shape[1:]
-        and all(word in (VARIES, str(size)) for word, size in zip(field.axes, shape[:lead], strict=True))
-    )
-
-
-def _shown(field: Field) -> str:
-    """Return the shape of a field as arrays have it, -1 for a size that varies.
-
-    >>> _shown(Field(shape=(-1, 4), dtype="uint8", ragged=True, axes=("3", "*")))
-    '(3, -1, 4)'
-    """
-    axes = tuple(-1 if word == VARIES else int(word) for word in field.axes)
-    return str((*axes, *field.shape[1:]) if field.folded else field.shape)
-
-
 @contextmanager
 def preserve_random_state(seed: int | None = None) -> Generator[None]:
     """Leave the global random states as they were: probing must not change a user's training run.
@@ -470,7 +376,7 @@ class TorchSource:
         self._dataset = dataset
         self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"
-        self._time, self._ragged = tuple(time), _varying_axes(ragged)
+        self._time, self._ragged = tuple(time), varying_axes(ragged)
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: ProbeResult | None = None
         self._seen: Description | None = None
@@ -715,11 +621,11 @@ class TorchSource:
             )
         for name, (array, dtype) in found.items():
             field = schema[name]
-            if dtype != field.dtype or not _fits(array.shape, field):
+            if dtype != field.dtype or not fits_field(array.shape, field):
                 raise SourceError(
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} "
-                    f"{_shown(field)} as in the probed samples",
-                    hint=f"Fix the item{_cure(name, array, dtype, field)}",
+                    f"{shape_text(field)} as in the probed samples",
+                    hint=f"Fix the item{ragged_cure(name, array, dtype, field)}",
                 )
         sample = {name: array for name, (array, _) in found.items()}
         if not folded:
@@ -808,32 +714,3 @@ class TorchSource:
         unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
         if unknown:
             raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
-
-
-def _varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Return by field the axes that vary.
-
-    Raises:
-        ConfigError: An axis is not a whole number from 0 on, or a field has none.
-    """
-    if not isinstance(ragged, Mapping):
-        return dict.fromkeys(ragged, (0,))
-    found = {name: tuple(sorted({*axes})) for name, axes in ragged.items()}
-    for name, axes in found.items():
-        if not axes or not all(isinstance(cast(object, axis), int) and axis >= 0 for axis in axes):
-            raise ConfigError(
-                f"ragged[{name!r}] is {ragged[name]!r}", hint="Expected the axes that vary, as (1, 2)"
-            )
-    return found
-
-
-def _cure(name: str, array: NDArray[Any], dtype: str, field: Field) -> str:
-    """Return how to declare the axes that vary, where nothing else differs."""
-    known = field.axes or ((VARIES,) if field.ragged else ())
-    words = [*known, *map(str, field.shape[1 if field.ragged else 0 :])]
-    if dtype != field.dtype or array.ndim != len(words):
-        return ""
-    pairs = enumerate(zip(words, array.shape, strict=True))
-    axes = tuple(axis for axis, (word, size) in pairs if word in (VARIES, "-1") or word != str(size))
-    ragged = (name,) if axes == (0,) else {name: axes}
-    return f"; if its size may vary, give stoker.TorchSource(dataset, ragged={ragged!r})"
