@@ -495,6 +495,17 @@ def test_bags_that_are_all_empty_are_all_zeros(tmp_path: Path) -> None:
         assert batch["features.lengths"].tolist() == [0] * 4
 
 
+def test_an_empty_bag_at_the_end_of_what_is_mapped_is_not_read_beyond(tmp_path: Path) -> None:
+    """The address behind it is of a shard that is not in memory: reading there would end the process."""
+    bags = [torch.ones(1, 1024), torch.zeros(0, 1024), torch.ones(1, 1024)]
+    cache = write_cache(tmp_path, {"features": bags}, shards=(2,))
+    loader = Loader(cache, 2, tier="disk", choose={"features": Rows(3)})
+    move(loader, ["host", "disk"])
+    batch = next(iter(loader))
+    assert batch["features.lengths"].tolist() == [1, 0]
+    assert batch["features"].sum((1, 2)).tolist() == [1024.0, 0.0]
+
+
 def test_draws_by_weight_choose_by_example(cache: Cache, fields: dict[str, Any]) -> None:
     weights = [float(number % 3) for number in range(COUNT)]
     for batch in Loader(cache, 5, weights=weights, choose={BAG: Rows(4)}):
