@@ -1,11 +1,10 @@
 """Train attention over bags of features: `python examples/bags.py FEATURES LABELS OUT`.
 
-FEATURES is a folder with a file `features` (n, width) and `coords` (n, 2) a slide, as CLAM and TRIDENT write
-them. LABELS is a table with the columns `slide` and `label`. Features are taken over as they are. Training sees
-512 other rows of each slide in each epoch, validation evenly spaced ones.
+FEATURES is a folder with an HDF5 file a slide, `features` (n, width) and `coords` (n, 2), as of CLAM and
+TRIDENT. LABELS is a table with the columns `slide` and `label`. Features are taken over as they are. Training
+sees 512 other rows of each slide in each epoch, validation evenly spaced ones.
 """
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,35 +30,29 @@ class Attention(torch.nn.Module):
         return self.label((weights[..., None] * rows).sum(1))
 
 
-def main(features: Path, labels: Path, out: Path, epochs: int = 12, rows: int = 512) -> list[float]:
+def main(features: Path, labels: Path, out: Path, epochs: int = 8, rows: int = 512) -> list[float]:
     """Return the part of the validation bags with the right label, for each epoch."""
     bags = stoker.adopt(features, out, name="bags")
-    with labels.open() as file:
-        table = {row["slide"]: int(row["label"]) for row in csv.DictReader(file)}
-    of_slide = [{"label": label} for label in table.values()]
-    source = stoker.TorchSource(of_slide, keys=[*table], version=str(sorted(table.items())))
-    known = stoker.zip(bag=bags, label=stoker.precompute(source, None, out, name="labels"))
-    width, classes = bags.schema["features"].shape[-1], max(table.values()) + 1
+    table = {"table": labels, "key": "slide", "columns": {"label": "int64"}, "on": [*bags.keys()]}
+    bags = stoker.open_cache(bags.path, join=table)
 
     def load(part: str, random: bool) -> Any:
-        choose = {("bag.features", "bag.coords"): stoker.Rows(rows, random=random)}
-        return stoker.Loader(known.where(part), 4, shuffle=random, seed=0, choose=choose)
+        choose = {("features", "coords"): stoker.Rows(rows, random=random)}
+        return stoker.Loader(bags, 4, shuffle=random, seed=0, choose=choose, indices=bags.where(part))
 
     train, val = load("number % 4 <> 0", True), load("number % 4 = 0", False)
     torch.manual_seed(0)
-    model = Attention(width, classes)
-    optimizer, right = torch.optim.Adam(model.parameters(), lr=3e-3), list[float]()
+    model, right = Attention(bags.schema["features"].shape[-1], classes=2), list[float]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(epochs):
         for batch in train:
-            found = model(batch["bag.features"].float(), batch["bag.features.lengths"])
+            found = model(batch["features"].float(), batch["features.lengths"])
             loss = F.cross_entropy(found, batch["label"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        hits = torch.cat(
-            [model(b["bag.features"].float(), b["bag.features.lengths"]).argmax(1) == b["label"] for b in val]
-        )
-        right.append(hits.float().mean().item())
+        found = [(model(b["features"].float(), b["features.lengths"]), b["label"]) for b in val]
+        right.append(torch.cat([made.argmax(1) == label for made, label in found]).float().mean().item())
     return right
 
 

@@ -24,7 +24,7 @@ def slides(tmp_path: Path) -> Path:
     folder.mkdir()
     lines = ["slide,label"]
     for number in range(32):
-        rows, label = int(rng.integers(40, 900)), number % 2
+        rows, label = int(rng.integers(40, 900)), int(rng.integers(2))
         features = rng.normal(size=(rows, 16)).astype(np.float16)
         features[: rows // 8, 0] += 4 * (2 * label - 1)
         with h5py.File(folder / f"slide{number:02}.h5", "w") as file:
