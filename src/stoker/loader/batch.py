@@ -344,8 +344,8 @@ class Windows:
     horizon: int | tuple[int, int] = 1
     """States after `z0`: `z1` is the first, `future` the `horizon - 1` others. A range: each example draws
     its own. `future` then has the states of the largest, zeros behind the example's own, and
-    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there. 0: each row is an example of its own,
-    `z0` alone, of a field with time or of varying length."""
+    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there. At 0 each row of a field with time, or of
+    varying length, is an example: `z0` alone."""
     start_every: int = 1
     """Stored steps between the starts of consecutive windows of one trajectory."""
     field: str | tuple[str, ...] | None = None

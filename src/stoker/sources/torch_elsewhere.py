@@ -1,8 +1,8 @@
 """The probed items of a Dataset, read once more in a process of their own.
 
-A difference there would be one in every worker. Its causes: items drawn from the state of a process (its
-number, a seed of its own, the order of a set), a value set in this process alone, or a module that only
-this process finds. Each item has a timeout, after which the child is killed.
+A difference there would be one in every worker. Items may be drawn from the state of a process: its number, a
+seed of its own, the order of a set. A value may be set in this process alone, or only this process finds a
+module. Each item has a timeout, after which the child is killed.
 """
 
 from __future__ import annotations
