@@ -137,6 +137,20 @@ command = ["stoker", "precompute", "stoker.yaml", "training.latent_cache_dir=on_
 done = json.loads(subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE).stdout)
 assert sum(cache["encoded"] for cache in done["caches"]) == sum(c["records"] for c in done["caches"]) > 0
 """,
+    "adopt": """
+import lmdb
+import numpy as np
+import stoker
+rows = np.arange(20 * 8, dtype=np.float32).reshape(20, 2, 4) + 1
+database = lmdb.open("latents", map_size=1 << 24)
+with database.begin(write=True) as write:
+    write.put(b"latents_shape", " ".join(map(str, rows.shape)).encode())
+    for number, row in enumerate(rows):
+        write.put(f"latents_{number}_data".encode(), row.tobytes())
+database.close()
+cache = stoker.adopt("latents", "caches", name="latents", layout="lmdb")
+assert np.array_equal(cache["latent"][:].numpy(), rows)
+""",
     "objects": """
 import os, sys
 sys.path.append(REPOSITORY)
@@ -212,6 +226,7 @@ stoker.VAEEncoder("vae").decode(DATASET[0][0])
     "zarr": 'Path("a.zarr").mkdir(); Path("a.zarr/.zgroup").touch(); stoker.ArraySource("a.zarr").schema()',
     "compression": 'stoker.precompute(DATASET, None, "caches", name="small", compression="zstd")',
     "parquet": 'Path("a.parquet").touch(); stoker.ParquetSource("a.parquet").schema()',
+    "adopt": 'Path("a").mkdir(); Path("a/data.mdb").touch(); stoker.adopt("a", "caches", name="a")',
     "ray": 'stoker("precompute", "stoker.yaml", "--engine", "ray")',
     "objects": 'stoker.open_cache("s3://bucket/caches")',
     "service": 'stoker("serve")',

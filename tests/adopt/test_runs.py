@@ -62,6 +62,17 @@ def test_originals_keep_their_bytes_and_times_and_get_no_company(case: str, tmp_
     assert state_of(written.root) == before
 
 
+def test_an_lmdb_is_read_in_this_process_and_in_workers(tmp_path: Path) -> None:
+    """A process may open one only once; listing, reading and the first samples share it."""
+    written = WRITERS["lmdb"][0](tmp_path / "f", 30, {})
+
+    for workers in (None, 0, 1):
+        cache = stoker.adopt(
+            written.root, tmp_path / f"caches{workers}", name="x", workers=workers, progress=False
+        )
+        assert len(cache) == 30
+
+
 def test_all_there_is_found_again_without_reading_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_these_are_the_commands() -> None:
         "cache": [
             "ls",
             "show",
+            "get",
             "why",
             "verify",
             "compact",

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -238,18 +239,8 @@ class _LmdbRows:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            lmdb = import_module("lmdb")
-        except ImportError as error:
-            raise ConfigError(
-                "an LMDB is read with lmdb, which is not installed", hint="Run pip install 'stoker[adopt]'"
-            ) from error
-        try:
-            self._environment: Any = lmdb.open(
-                str(path), readonly=True, lock=False, readahead=False, subdir=False, create=False
-            )
-        except lmdb.Error as error:
-            raise DecodeError(f"not a readable LMDB ({error})") from None
+        self._place = (str(path), os.getpid())
+        self._environment: Any = _opened_lmdb(self._place)
         self._shapes: dict[str, tuple[int, ...]] = {}
         with self._environment.begin() as transaction:
             cursor = transaction.cursor()
@@ -263,6 +254,7 @@ class _LmdbRows:
                 # Past all rows of this name: ":" follows "9".
                 found = cursor.next() if row is None else cursor.set_range(row[1] + b"_:")
         if not self._shapes or not all(self._shapes.values()):
+            self.close()
             raise DecodeError("it has no <name>_shape, which says how the arrays of a row are shaped")
         self.count = max(shape[0] for shape in self._shapes.values())
 
@@ -283,7 +275,50 @@ class _LmdbRows:
         return found
 
     def close(self) -> None:
-        self._environment.close()
+        if self._environment is not None:
+            self._environment = None
+            _close_lmdb(self._place)
+
+
+_environments: dict[tuple[str, int], tuple[Any, int]] = {}
+"""Open LMDBs by path and process, and how many read each: a process may open one only once."""
+_lock = threading.Lock()
+
+
+def _opened_lmdb(place: tuple[str, int]) -> Any:
+    """Return an LMDB, opened for one more reader.
+
+    Raises:
+        ConfigError: lmdb is not installed.
+        DecodeError: It cannot be read.
+    """
+    try:
+        lmdb = import_module("lmdb")
+    except ImportError as error:
+        raise ConfigError(
+            "an LMDB is read with lmdb, which is not installed", hint="Run pip install 'stoker[adopt]'"
+        ) from error
+    with _lock:
+        environment, users = _environments.get(place, (None, 0))
+        if environment is None:
+            try:
+                environment = lmdb.open(
+                    place[0], readonly=True, lock=False, readahead=False, subdir=False, create=False
+                )
+            except lmdb.Error as error:
+                raise DecodeError(f"not a readable LMDB ({error})") from None
+        _environments[place] = (environment, users + 1)
+        return environment
+
+
+def _close_lmdb(place: tuple[str, int]) -> None:
+    """Note that one reader is done; the last one closes."""
+    with _lock:
+        environment, users = _environments.pop(place)
+        if users > 1:
+            _environments[place] = (environment, users - 1)
+        else:
+            environment.close()
 
 
 def _raw(value: bytes, shape: tuple[int, ...]) -> Array | None:
