@@ -76,6 +76,28 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
     assert one.plan.tier == "disk"
 
 
+def test_neighbors_that_an_order_takes_at_different_times_come_in_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each record is a block, and the six blocks that a request may ask for are drawn at random."""
+    block = 16 * KIB
+    for module in (prefetch, folder, storage):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    cache = stored(tmp_path / "share", 1200, record=(64, 64))
+    room = 6 * 16 * folder.SHARE * block
+    remote, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors", room)
+    one, other = (
+        Loader(c, **{"shuffle": True, **settings(batch_size=8, shuffle="block(40,240)")})
+        for c in (remote, cache)
+    )
+
+    compared(one, other, 1)
+
+    blocks = mirror.counters.bytes / block
+    assert mirror.root.run_blocks == 6
+    assert mirror.counters.requests < blocks / 2.5
+
+
 @pytest.mark.slow
 @needs_s3
 @pytest.mark.parametrize(

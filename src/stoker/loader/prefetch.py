@@ -494,7 +494,7 @@ class BlockLocator:
 #
 # For remote caches (`store.mirror`). Which blocks come next is known (`upcoming`): they are
 # fetched in the order in which they are needed, as many bytes at a time as the way holds, as far ahead as a
-# few seconds or a quarter of the mirror. Where the mirror is smaller than the set, blocks are ranked by
+# few seconds or a part of the mirror. Where the mirror is smaller than the set, blocks are ranked by
 # their next use, so that what is needed last goes first (Belady, IBM Systems Journal 1966), over the end of
 # an epoch too. Nothing depends on it: a block that is not here is fetched when it is read.
 
@@ -509,10 +509,12 @@ LEAD_S = 2.0
 """Seconds of the rate at which bytes come that may be here ahead of need: a server that is busy says to wait
 for about one."""
 MOST_LEAD_BYTES = GIB
-LEAD_PART = 4
-"""What is ahead of need takes at most one part in so many of a mirror."""
+STRETCHES = 4
+"""Stretches that are ahead of need at least, where there is enough: what was begun is counted by them."""
 REFILL_AT = 0.75
 """More is begun once what is here ahead of need has fallen to this part of the most."""
+SOON_PART = 2
+"""A request takes along neighbors that are needed a little later: of one part in so many of that lead."""
 RANKED_FROM = 0.7
 """Blocks are ranked once so much of a mirror is filled."""
 LOOK_S = 0.05
@@ -553,7 +555,8 @@ class BlockPrefetcher:
     ) -> None:
         """`ids` gives the order of an epoch; `mirrors`: where each shard comes from."""
         self._locator, self._mirrors = locator, mirrors
-        self._room = mirror_room(mirrors)
+        self._room, self._ranks = mirror_room(mirrors), share.world_size
+        self._set_bytes = int(locator.first[-1]) * locator.block_bytes
         self._run_blocks = min(m.folder.root.run_blocks for m in mirrors)
         self._depth = RequestDepth(LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES)
         self._upcoming = UpcomingBlocks(share, ids, locator.blocks, lambda: self.most_blocks)
@@ -578,12 +581,15 @@ class BlockPrefetcher:
     def lead_bytes(self) -> int:
         """The most bytes that may be loaded before they are needed."""
         lead = min(MOST_LEAD_BYTES, max(2 * self._depth.bytes, int(LEAD_S * self._depth.bytes_s)))
-        return lead if self._room is None else min(lead, self._room // LEAD_PART)
+        if self._room is None or self._room >= self._set_bytes:
+            return lead
+        # Half of a mirror that one process reads; if all ranks are on one machine, each has its part.
+        return min(lead, self._room // (1 + self._ranks))
 
     @property
     def most_blocks(self) -> int:
         """The most blocks of a stretch: few, since what was begun is counted by stretches."""
-        return max(1, self.lead_bytes // LEAD_PART // self._locator.block_bytes)
+        return max(1, self.lead_bytes // STRETCHES // self._locator.block_bytes)
 
     def _nudge(self) -> None:
         # `_turns` decides to end under the same lock, so no position is lost between its last look and its
@@ -610,7 +616,7 @@ class BlockPrefetcher:
     def _turn(self) -> None:
         self._upcoming.at(*self._where)
         self._fetch()
-        if self._room is None or self._room >= int(self._locator.first[-1]) * self._locator.block_bytes:
+        if self._room is None or self._room >= self._set_bytes:
             return
         until = time.monotonic() + LOOK_S
         while self._upcoming.extend():
@@ -638,10 +644,36 @@ class BlockPrefetcher:
                 folder, file = self._mirrors[run.shard]
                 if folder.absent_bytes(file, [run.extent(self._locator.block_bytes)]) > 0:
                     return run
-            blocks = self._more()
-            if not blocks:
+            fresh = self._more()
+            if not fresh:
                 return None
-            self._runs.extend(runs_of(np.array(blocks), self._locator, self._run_blocks))
+            self._runs.extend(self._joined(fresh))
+
+    def _joined(self, fresh: list[int]) -> Iterator[BlockRun]:
+        """Yield requests for these blocks, and for neighbors of theirs that are needed soon after them.
+
+        An order by blocks takes examples of its window at random, so neighbors are needed at different times.
+        A request for each of them would be several times as slow.
+        """
+        soon = self._soon()
+        first = self._locator.first
+        for run in runs_of(np.array([*fresh, *soon]), self._locator, self._run_blocks):
+            blocks = range(int(first[run.shard]) + run.first, int(first[run.shard]) + run.stop)
+            early = [block for block in blocks if block in soon]
+            if len(early) < len(blocks):
+                self._requested.update((block, soon[block]) for block in early)
+                yield run
+
+    def _soon(self) -> dict[int, int]:
+        """Return blocks of the stretches after those begun, each with the last stretch that takes it."""
+        upcoming, most = self._upcoming, self.lead_bytes // SOON_PART // self._locator.block_bytes
+        soon: dict[int, int] = {}
+        at = self._begun - upcoming.passed
+        while len(soon) < most and (at < len(upcoming.stretches) or upcoming.extend()):
+            own: list[int] = upcoming.stretches[at].own.tolist()
+            soon.update((block, upcoming.passed + at) for block in own if block not in self._requested)
+            at += 1
+        return soon
 
     def _more(self) -> list[int]:
         """Return the blocks that are needed next and were not begun.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,16 @@ class _Begun:
     pid = 0
 
 
+def _client(url: str, options: Any, retries: Any) -> Any:
+    try:
+        return from_url(url, client_options=options, retry_config=retries)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(
+            f"{url} cannot be used with the environment as it is ({_plain(error)})",
+            hint=f"See {docs_url('how-to/objects')}",
+        ) from None
+
+
 class ObjectRemote:
     """Objects below a URL in a bucket. See `Remote`."""
 
@@ -103,18 +114,17 @@ class ObjectRemote:
             "allow_http": True,
         }
         never: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
+        self._store = _client(url, options, never)
+        self._options = options
+        self._conditional = True
+
+    @cached_property
+    def _writing(self) -> Any:
+        """The client for what is written; it takes some 20 ms to make, and most only read."""
         # Of an upload in parts the client itself repeats the part that failed.
         parts: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=PUT_S)}
-        try:
-            self._store = from_url(url, client_options=options, retry_config=never)
-            slower: Any = {**options, "timeout": f"{PUT_S:g}s", "read_timeout": f"{PUT_S:g}s"}
-            self._writing = from_url(url, client_options=slower, retry_config=parts)
-        except (BaseError, ValueError) as error:
-            raise ConfigError(
-                f"{url} cannot be used with the environment as it is ({_plain(error)})",
-                hint=f"See {docs_url('how-to/objects')}",
-            ) from None
-        self._conditional = True
+        slower: Any = {**self._options, "timeout": f"{PUT_S:g}s", "read_timeout": f"{PUT_S:g}s"}
+        return _client(self._url, slower, parts)
 
     @property
     def url(self) -> str:
