@@ -27,6 +27,7 @@ from torch import Tensor
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
 from stoker.loader.choose import Taken
 from stoker.loader.chunks import RECORD
+from stoker.native import RowGather, can_gather
 from stoker.runtime.threads import Pool, Ticket
 from stoker.units import KIB, MIB
 
@@ -168,6 +169,7 @@ class ConvertingGather:
         self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
         self._in_place = self._rows == 1 and not self._moved and not narrow
         self._scratch: deque[tuple[Tensor, Tensor]] = deque()
+        self._select = _selector(view)
 
     def __call__(self, index: Tensor, views: ImageViews = (None, None)) -> Tensor:
         """Return rows `index`, converted, `(len(index), *shape)`; `views` crop and mirror them."""
@@ -198,7 +200,7 @@ class ConvertingGather:
         rows, work = scratch = self._take_scratch()
         for begin in pieces:
             end = min(begin + self._rows, len(index))
-            raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
+            raw = self._select(index[begin:end], rows[: end - begin])
             if self._moved:
                 own = [None if view is None else view[begin:end] for view in views]
                 raw = cut_images(raw, self._conversion.crop, *own)
@@ -376,8 +378,10 @@ class Gather:
 
     def __init__(self, view: Tensor, output: OutputSpec, batch: int, pool: Pool | None) -> None:
         """`pool`: threads that gather too, in addition to the caller's; `batch`: the size of a full batch."""
-        words = _words(view) if output.example_bytes >= WORDS_FROM_BYTES else None
+        native = can_gather(view)
+        words = _words(view) if output.example_bytes >= WORDS_FROM_BYTES and not native else None
         self._view = view if words is None else words
+        self._select = _selector(self._view)
         self._batch = batch
         self._given = None if words is None else (view.dtype, output.shape)
         """What a batch of words is handed out as."""
@@ -393,13 +397,20 @@ class Gather:
     def direct(self) -> Callable[[Tensor], Tensor]:
         """Return the quickest equivalent of this gather."""
         if self._buffers is None and self._given is None:
-            return partial(torch.index_select, self._view, 0)
+            if not isinstance(self._select, RowGather):
+                return partial(torch.index_select, self._view, 0)
+            return self._fresh
         return self
+
+    def _fresh(self, index: Tensor) -> Tensor:
+        view = self._view
+        out = torch.empty((len(index), *view.shape[1:]), dtype=view.dtype, device=view.device)
+        return self._select(index, out)
 
     def __call__(self, index: Tensor) -> Tensor:
         """Gather one batch; a short one is always fresh."""
         if self._buffers is None or len(index) != self._batch:
-            rows = torch.index_select(self._view, 0, index)
+            rows = self._fresh(index)
         else:
             rows = self._buffers.take()
             self._fill(index, rows)
@@ -410,9 +421,16 @@ class Gather:
 
     def _fill(self, index: Tensor, out: Tensor) -> None:
         if self._pool is None or len(self._pieces) == 1:
-            torch.index_select(self._view, 0, index, out=out)
+            self._select(index, out)
             return
-        _run_on_all(self._pool, partial(_select, self._view, index, out, iter(self._pieces)))
+        _run_on_all(self._pool, partial(_select, self._select, index, out, iter(self._pieces)))
+
+
+def _selector(view: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what copies rows `index` of a view into `out`."""
+    if can_gather(view):
+        return RowGather(view)
+    return lambda index, out: torch.index_select(view, 0, index, out=out)
 
 
 def gather_into(
@@ -424,7 +442,7 @@ def gather_into(
         places: Rows of `out` that they go to, no row twice; None: all of it, in order.
     """
     size, row_bytes = len(index), out.itemsize * prod(out.shape[1:])
-    if row_bytes >= WORDS_FROM_BYTES:
+    if row_bytes >= WORDS_FROM_BYTES and not (places is None and can_gather(view)):
         from_words, to_words = _words(view), _words(out)
         if from_words is not None and to_words is not None:
             view, out = from_words, to_words
@@ -433,7 +451,10 @@ def gather_into(
     parts = 1 if pool is None else min(size, PIECES_PER_THREAD * (1 + pool.size))
     # A list's iterator may be shared by threads; neither a generator nor `pairwise` may.
     pieces = iter([*pairwise(size * part // parts for part in range(parts + 1))])
-    _run_on_all(pool, partial(_select, view, index, out, pieces, places))
+    if places is None:
+        _run_on_all(pool, partial(_select, _selector(view), index, out, pieces))
+    else:
+        _run_on_all(pool, partial(_scatter, view, index, out, pieces, places))
 
 
 def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
@@ -461,18 +482,19 @@ def _words(view: Tensor) -> Tensor | None:
 
 
 def _select(
-    view: Tensor,
-    index: Tensor,
-    out: Tensor,
-    pieces: Iterator[tuple[int, int]],
-    places: Tensor | None = None,
+    select: Callable[[Tensor, Tensor], Tensor], index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]]
 ) -> None:
     """Gather pieces until none is left; threads share the iterator, so a slow one does less."""
     for begin, end in pieces:
-        if places is None:
-            torch.index_select(view, 0, index[begin:end], out=out[begin:end])
-        else:
-            out.index_copy_(0, places[begin:end], torch.index_select(view, 0, index[begin:end]))
+        select(index[begin:end], out[begin:end])
+
+
+def _scatter(
+    view: Tensor, index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]], places: Tensor
+) -> None:
+    """Do the same, to other rows of `out`."""
+    for begin, end in pieces:
+        out.index_copy_(0, places[begin:end], torch.index_select(view, 0, index[begin:end]))
 
 
 LONG_ROWS = 1 << 10
@@ -607,7 +629,7 @@ def _make_gather(view: Tensor, output: OutputSpec, batch: int, pool: Pool | None
         return make_converting_gather(view, output.conversion, batch, pool, static=static)
     if static:
         fixed = allocate((batch, *output.shape), output.dtype, view.device)
-        return partial(torch.index_select, view, 0, out=fixed)
+        return partial(_selector(view), out=fixed)
     return Gather(view, output, batch, pool).direct()
 
 
