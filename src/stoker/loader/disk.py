@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker import native
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
 from stoker.loader.choose import ChosenRows, Taken
 from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, chosen_in, to_host
@@ -218,6 +219,8 @@ class PieceReader:
         self._alone = ADVISED and (most >= ALONE_FROM_BYTES or bool(self._blocks))
         # What all threads have open together is a part of what the process may have open.
         self._at_once = max(1, most_open() // threads)
+        self._native = native.library() is not None
+        self._only_records = len(self._whole) == len(outputs)
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
         """Shards of which nothing is read on by the system."""
 
@@ -231,7 +234,15 @@ class PieceReader:
         """
         waited, begins = 0, np.flatnonzero(np.diff(wanted.shard[piece], prepend=-1))[:: self._at_once]
         for some in np.split(piece, begins[1:]):  # of few enough shards to have all of them open
-            later = [read for read in self._reads(cache, some, wanted) if not read.read(verify, wait=False)]
+            done: dict[int, NDArray[np.bool_]] = {}
+            for i in self._whole if self._native and verify != "first" else ():
+                if i not in wanted.cuts:
+                    done[i], slow = self._read_together(cache, some, i, wanted, verify)
+                    waited += slow
+            if self._only_records and len(done) == len(self._outputs) and all(map(np.all, done.values())):
+                continue
+            reads = self._reads(cache, some, wanted, done)
+            later = [read for read in reads if not read.read(verify, wait=False)]
             if ADVISED:
                 for read in later:
                     with suppress(OSError):  # a file system that takes no advice is read all the same
@@ -241,21 +252,80 @@ class PieceReader:
             waited += len(later)
         return waited
 
-    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest) -> list[DiskRead]:
+    def _read_together(
+        self, cache: Cache, piece: NDArray[np.int64], i: int, wanted: ReadRequest, verify: Verify
+    ) -> tuple[NDArray[np.bool_], int]:
+        """Read records of output `i` in few calls, without the interpreter's lock.
+
+        Returns:
+            Which are there and right, and how many were waited for. The others are to be read one by one.
+        """
+        done, name, size = np.zeros(len(piece), np.bool_), self._outputs[i].field, self._sizes[i]
+        numbers, own = np.unique(wanted.shard[piece], return_inverse=True)
+        shards = [cache.shard(number) for number in numbers.tolist()]
+        places = [shard.fields[name].record_places for shard in shards]
+        fds = [shard.file.direct_fd for shard in shards]
+        space = wanted.spaces[i]
+        if max(fds) < 0 or not size or space is None:
+            return done, 0
+        table = np.array([place or (0,) * 6 for place in places], np.int64)[own]
+        rows, fd = wanted.row[piece].astype(np.int64), np.array(fds, np.int32)[own]
+        begins = table[:, 0] + rows * size
+        may = (fd >= 0) & (table[:, 1] == size)
+        generations: dict[int, object] = {}
+        for number, shard in enumerate(shards):
+            self._tell(shard)
+            if (generation := shard.file.generation) is not None and fds[number] >= 0:
+                generations[number] = generation
+                of_shard = np.flatnonzero(own == number)
+                may[of_shard] &= shard.file.here(begins[of_shard], begins[of_shard] + size)
+        outs = np.frombuffer(space, np.uint8).ctypes.data + piece * size
+        block = int(table[:, 2].max())
+        seeds, sums = table[:, 3] + 8 * rows, table[:, 4] + table[:, 5] * rows
+        waited = 0
+        for flags in (os.RWF_NOWAIT, 0) if hasattr(os, "RWF_NOWAIT") else (0,):
+            some = np.flatnonzero(may & ~done)
+            if not len(some):
+                break
+            states = native.read_records(
+                fd[some], begins[some], np.full(len(some), size), outs[some], block, seeds[some],
+                None if verify == "off" else sums[some], flags,
+            )  # fmt: skip
+            done[some] = states == native.READ
+            waited = 0 if flags else len(some)
+        for number, generation in generations.items():
+            if shards[number].file.generation != generation:
+                done[own == number] = False
+        return done, waited
+
+    def _tell(self, shard: Shard) -> None:
+        """Have the system read nothing on of a shard whose records are large."""
+        if self._alone and shard not in self._told:
+            self._told.add(shard)
+            with suppress(OSError):
+                os.posix_fadvise(shard.advice(0, 0)[0], 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _reads(
+        self,
+        cache: Cache,
+        piece: NDArray[np.int64],
+        wanted: ReadRequest,
+        done: Mapping[int, NDArray[np.bool_]],
+    ) -> list[DiskRead]:
+        """Return what reads the examples at these places, but for the outputs that are `done`."""
         shards = wanted.shard[piece].tolist()
         rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
         found: list[DiskRead] = []
         shard, last = None, -1
         open_rows: dict[int, RecordRead] = {}
-        for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
+        for k, (j, number, row, start) in enumerate(zip(piece.tolist(), shards, rows, starts, strict=True)):
             if shard is None or number != last:
                 shard, last = cache.shard(number), number
                 open_rows.clear()
-                if self._alone and shard not in self._told:
-                    self._told.add(shard)
-                    with suppress(OSError):
-                        os.posix_fadvise(shard.advice(0, 0)[0], 0, 0, os.POSIX_FADV_RANDOM)
+                self._tell(shard)
             for i in self._whole:
+                if i in done and done[i][k]:
+                    continue
                 if i in wanted.cuts:
                     found.append(self._cut(shard, i, row, wanted, j))
                     continue

@@ -200,7 +200,7 @@ class ConvertingGather:
         rows, work = scratch = self._take_scratch()
         for begin in pieces:
             end = min(begin + self._rows, len(index))
-            raw = self._select(index[begin:end], rows[: end - begin])
+            raw = self._select(index[begin:end], out=rows[: end - begin])
             if self._moved:
                 own = [None if view is None else view[begin:end] for view in views]
                 raw = cut_images(raw, self._conversion.crop, *own)
@@ -405,7 +405,7 @@ class Gather:
     def _fresh(self, index: Tensor) -> Tensor:
         view = self._view
         out = torch.empty((len(index), *view.shape[1:]), dtype=view.dtype, device=view.device)
-        return self._select(index, out)
+        return self._select(index, out=out)
 
     def __call__(self, index: Tensor) -> Tensor:
         """Gather one batch; a short one is always fresh."""
@@ -421,16 +421,16 @@ class Gather:
 
     def _fill(self, index: Tensor, out: Tensor) -> None:
         if self._pool is None or len(self._pieces) == 1:
-            self._select(index, out)
+            self._select(index, out=out)
             return
         _run_on_all(self._pool, partial(_select, self._select, index, out, iter(self._pieces)))
 
 
-def _selector(view: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _selector(view: Tensor) -> Callable[..., Tensor]:
     """Return what copies rows `index` of a view into `out`."""
     if can_gather(view):
         return RowGather(view)
-    return lambda index, out: torch.index_select(view, 0, index, out=out)
+    return partial(torch.index_select, view, 0)
 
 
 def gather_into(
@@ -482,11 +482,11 @@ def _words(view: Tensor) -> Tensor | None:
 
 
 def _select(
-    select: Callable[[Tensor, Tensor], Tensor], index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]]
+    select: Callable[..., Tensor], index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]]
 ) -> None:
     """Gather pieces until none is left; threads share the iterator, so a slow one does less."""
     for begin, end in pieces:
-        select(index[begin:end], out[begin:end])
+        select(index[begin:end], out=out[begin:end])
 
 
 def _scatter(

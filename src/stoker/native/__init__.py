@@ -1,4 +1,4 @@
-"""Compiled code for what the interpreter is too slow for, each with a twin in Python that gives the same bytes.
+"""Compiled code for what the interpreter is too slow for; twins in Python give the same bytes.
 
 `core.c` is built into the wheel for Linux on x86-64 and arm64 (`hatch_build.py`). Where there is no library,
 or `STOKER_NATIVE=0` is set, the twins run.

@@ -352,6 +352,15 @@ class CompressedFile:
         """None: its pages hold nothing that could be mapped."""
         return -1
 
+    @property
+    def direct_fd(self) -> int:
+        """None."""
+        return -1
+
+    def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return False for all."""
+        return np.zeros(len(begins), np.bool_)
+
     def close(self) -> None:
         """Release the file."""
         self._file.close()

@@ -144,6 +144,15 @@ class OpenFile(Protocol):
         """Return the descriptor, for mapping; -1 if it has none."""
         ...
 
+    @property
+    def direct_fd(self) -> int:
+        """A descriptor that has the bytes which are `here`, at the same offsets; -1: there is none."""
+        ...
+
+    def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of these extents `direct_fd` has, until `generation` changes."""
+        ...
+
     def close(self) -> None:
         """Release the file; safe to call twice."""
         ...
@@ -154,6 +163,15 @@ class LocalFile(RegularFile):
 
     origin: str | None = None
     generation: tuple[int, int] | None = None
+
+    @property
+    def direct_fd(self) -> int:
+        """Its own."""
+        return self.fileno()
+
+    def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for all."""
+        return np.ones(len(begins), np.bool_)
 
     def refetch(self, offset: int, size: int) -> bool:
         """Return False: the bytes are nowhere else."""

@@ -32,6 +32,7 @@ from stoker.runtime.locks import lock_range
 from stoker.runtime.threads import Pool, Ticket, is_exiting
 from stoker.store.mirror_blocks import (
     BLOCK_BYTES,
+    HERE,
     MAP_PREFIX,
     BlockFile,
     BlockMap,
@@ -269,6 +270,21 @@ class MirrorFile:
     def fileno(self) -> int:
         """None: pages of it may not be here, and must be fetched before they are read."""
         return -1
+
+    @property
+    def direct_fd(self) -> int:
+        """Of the local copy, which has some of the bytes."""
+        return self._copy.file.fileno()
+
+    def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of these extents are here; those are noted as read now."""
+        blocks = self._copy.map
+        first, last = begins // blocks.block_bytes, -(-ends // blocks.block_bytes)
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks.state != HERE)])
+        found = (ends <= blocks.size) & (before[np.minimum(last, blocks.count)] == before[first])
+        for low, high in zip(first[found].tolist(), last[found].tolist(), strict=True):
+            blocks.touch(low, high)
+        return found
 
     def prefetch(self, offset: int, size: int) -> None:
         """Begin to fetch bytes that will be read."""

@@ -205,6 +205,15 @@ class PlacedFile:
         """None: the bytes are in several files, and are on no pages."""
         return -1
 
+    @property
+    def direct_fd(self) -> int:
+        """None."""
+        return -1
+
+    def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return False for all."""
+        return np.zeros(len(begins), np.bool_)
+
     def close(self) -> None:
         """Release all files."""
         for file in {id(piece[2]): piece[2] for piece in self._pieces}.values():

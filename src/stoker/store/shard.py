@@ -10,13 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, RecordError, ResourceError
+from stoker.native import LEAST_BLOCK
 from stoker.runtime.jsonio import read_strict
 from stoker.runtime.threads import map_in_order
 from stoker.schema import Field, Schema, columns_of, numpy_dtype
@@ -50,6 +51,20 @@ R = TypeVar("R")
 Verify: TypeAlias = Literal["always", "first", "off"]
 """When bytes are compared with their sums: at each read, at a block's first since opening (and since it was
 fetched, where bytes come from a store), or never."""
+
+
+class RecordPlaces(NamedTuple):
+    """Where the records of one field of fixed shape are, their seeds and sums, which the shard keeps."""
+
+    begin: int
+    """Offset of the first record in the file."""
+    record_bytes: int
+    block_bytes: int
+    seeds: int
+    """Address of the first record's seed, 8 bytes each."""
+    sums: int
+    """Address of the first record's sums, `sum_bytes` each."""
+    sum_bytes: int
 
 
 class Blocks:
@@ -94,8 +109,24 @@ class Blocks:
             raise FormatError(f"{len(sums)} sums for field {name!r}, expected {count}")
         self._sums: Any = sums.data  # items are plain integers, which numpy's are not
         self._seeds: Any = seeds.data
+        self.record_places = self._record_places(seeds, sums)
+        """What `native.read_records` takes of entire records; None: their blocks are too small, or vary."""
         self._seen: dict[object, bytearray] = {}
         """For `verify="first"`: 1 for each block that was found right, in the file's present generation."""
+
+    def _record_places(self, seeds: NDArray[np.uint64], sums: NDArray[np.uint64]) -> RecordPlaces | None:
+        size = self._length * self.step_bytes
+        last = size % self._bytes if self._bytes else 0
+        if self._offsets is not None or size < LEAST_BLOCK or 0 < last < LEAST_BLOCK:
+            return None
+        return RecordPlaces(
+            begin=self._begin,
+            record_bytes=size,
+            block_bytes=self._bytes,
+            seeds=seeds.ctypes.data,
+            sums=sums.ctypes.data,
+            sum_bytes=8 * self._each,
+        )
 
     def length(self, row: int) -> int:
         """Return the steps along axis 0 of one record; 1 for a scalar."""
@@ -213,6 +244,8 @@ class FieldReader:
     def __init__(self, name: str, field: Field, blocks: Blocks, file: ShardFile) -> None:
         self._name, self._field, self._blocks, self._file = name, field, blocks, file
         self.length = blocks.length
+        self.record_places = blocks.record_places
+        """See `Blocks`."""
 
     def read(self, row: int, start: int | None, stop: int | None, verify: Verify) -> NDArray[Any]:
         """Return one record, or steps `start:stop` of its axis 0, in a fresh array; see `Shard.read`."""
@@ -491,7 +524,7 @@ class Shard:
         file = open_compressed(file, str(path))
         self.compression = file.compression if isinstance(file, CompressedFile) else "none"
         """Compression of its columns: `none`, `zstd` or `lz4`."""
-        self._file, self._path, self._offset = file, path, offset
+        self.file, self._path, self._offset = file, path, offset
         self.facts = facts = facts_of(file, schema, str(path), known)
         """All that it says of itself; good for opening it again."""
         self.header_digest, self.part, self.rows = facts.header_digest, facts.part, facts.rows
@@ -590,7 +623,7 @@ class Shard:
 
     def _refetch(self, field: str) -> bool:
         """Have a column fetched again where it can be."""
-        return self._file.refetch(self.columns[field].offset, self.columns[field].nbytes)
+        return self.file.refetch(self.columns[field].offset, self.columns[field].nbytes)
 
     def _digest(self, field: str, sink: ColumnSink | None) -> str:
         """Return the digest of a column as it is, handed to `sink` on the way."""
@@ -614,7 +647,7 @@ class Shard:
         first = begin + ahead - piece if begin else 0
         count = min(begin + ahead, size) - first
         if count > 0:
-            self._file.prefetch(offset + first, count)
+            self.file.prefetch(offset + first, count)
 
     def damage(self, field: str) -> dict[int, str]:
         """Return the damaged rows of a column, each with why; all if only its digest differs."""
@@ -643,7 +676,7 @@ class Shard:
         """
         for offset, size in self.padding:
             pad = bytearray(size)
-            self._file.read_into(offset, memoryview(pad))
+            self.file.read_into(offset, memoryview(pad))
             if any(pad):
                 raise CorruptError(
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
@@ -651,21 +684,21 @@ class Shard:
 
     def advice(self, offset: int, size: int) -> tuple[int, int, int]:
         """Return descriptor, offset and size in the file of some bytes of a column, for `posix_fadvise`."""
-        if isinstance(self._file, CompressedFile):
-            return self._file.advice(offset, size)
-        return self._file.fileno(), offset, size
+        if isinstance(self.file, CompressedFile):
+            return self.file.advice(offset, size)
+        return self.file.fileno(), offset, size
 
     def stored_extents(
         self, begin: NDArray[np.int64], end: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where bytes `begin:end` of the ordinary shard are in the file, each an array."""
-        if isinstance(self._file, CompressedFile):
-            return self._file.stored_extents(begin, end)
+        if isinstance(self.file, CompressedFile):
+            return self.file.stored_extents(begin, end)
         return begin, end
 
     def fileno(self) -> int:
         """Return the descriptor, for mapping columns; stays open as long as the shard."""
-        return self._file.fileno()
+        return self.file.fileno()
 
 
 # ----------------------------------------------------------------------------------------------------------
