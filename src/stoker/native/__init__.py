@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Of the functions; a library of another version is not used."""
-LEAST_BLOCK = 241
-"""Bytes of a block whose digest the library knows; shorter ones have another algorithm."""
 READ, NOT_READ, WRONG = 0, 1, 2
 """States of a record after `read_records`: read and right, not all there, or not what its sums say."""
 
@@ -112,7 +110,7 @@ def read_records(  # noqa: PLR0913, PLR0917 - what the call of C takes
     Args:
         fds, offsets, sizes: The bytes to read.
         outs: Addresses that they go to.
-        block_bytes: Bytes that share a sum, more than 240; so are those of the last block of each record.
+        block_bytes: Bytes that share a sum; the last of a record may be fewer.
         seeds: Addresses of the records' seeds, uint64.
         sums: Addresses of the sum of each record's first block, uint64; None: nothing is compared.
         flags: Of `preadv2`, as `os.RWF_NOWAIT`.

@@ -3,7 +3,7 @@
 // Plain C that is loaded with ctypes, so one library serves every version of Python. All of it has a twin in
 // Python, which gives the same bytes; tests compare the two.
 //
-// XXH3 (64 bits, with a seed, more than 240 bytes) is written after its specification:
+// XXH3 (64 bits, with a seed) is written after its specification:
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 #define _GNU_SOURCE
@@ -142,9 +142,64 @@ static void scramble(uint64_t *sums, const uint8_t *secret) {
   for (int i = 0; i < 8; i++) sums[i] = (sums[i] ^ sums[i] >> 47 ^ word(secret + 8 * i)) * P32_1;
 }
 
-static uint64_t folded(uint64_t a, uint64_t b) {
+static inline uint64_t folded(uint64_t a, uint64_t b) {
   unsigned __int128 product = (unsigned __int128)a * b;
   return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static inline uint64_t avalanche(uint64_t value) {
+  value = (value ^ value >> 37) * 0x165667919E3779F9u;
+  return value ^ value >> 32;
+}
+
+static inline uint64_t avalanche64(uint64_t value) {
+  value = (value ^ value >> 33) * P64_2;
+  value = (value ^ value >> 29) * P64_3;
+  return value ^ value >> 32;
+}
+
+static inline uint64_t rotated(uint64_t value, int bits) { return value << bits | value >> (64 - bits); }
+
+static inline uint64_t half(const void *at) {
+  uint32_t value;
+  memcpy(&value, at, sizeof value);
+  return value;
+}
+
+static inline uint64_t mixed(const uint8_t *data, const uint8_t *secret, uint64_t seed) {
+  return folded(word(data) ^ (word(secret) + seed), word(data + 8) ^ (word(secret + 8) - seed));
+}
+
+// Up to 240 bytes.
+static uint64_t short_digest(const uint8_t *data, size_t size, uint64_t seed) {
+  const uint8_t *secret = DEFAULT_SECRET, *end = data + size;
+  if (size == 0) return avalanche64(seed ^ word(secret + 56) ^ word(secret + 64));
+  if (size < 4) {
+    uint32_t all = (uint32_t)data[0] << 16 | (uint32_t)data[size >> 1] << 24 | end[-1] | (uint32_t)size << 8;
+    return avalanche64(all ^ ((half(secret) ^ half(secret + 4)) + seed));
+  }
+  if (size <= 8) {
+    seed ^= (uint64_t)__builtin_bswap32((uint32_t)seed) << 32;
+    uint64_t value = (half(end - 4) + (half(data) << 32)) ^ ((word(secret + 8) ^ word(secret + 16)) - seed);
+    value = (value ^ rotated(value, 49) ^ rotated(value, 24)) * 0x9FB21C651E98DF25u;
+    value = (value ^ ((value >> 35) + size)) * 0x9FB21C651E98DF25u;
+    return value ^ value >> 28;
+  }
+  if (size <= 16) {
+    uint64_t low = word(data) ^ ((word(secret + 24) ^ word(secret + 32)) + seed);
+    uint64_t high = word(end - 8) ^ ((word(secret + 40) ^ word(secret + 48)) - seed);
+    return avalanche(size + __builtin_bswap64(low) + high + folded(low, high));
+  }
+  uint64_t sum = size * P64_1;
+  if (size <= 128) {
+    for (int i = (int)(size - 1) / 32; i >= 0; i--)
+      sum += mixed(data + 16 * i, secret + 32 * i, seed) + mixed(end - 16 * (i + 1), secret + 32 * i + 16, seed);
+    return avalanche(sum);
+  }
+  for (int i = 0; i < 8; i++) sum += mixed(data + 16 * i, secret + 16 * i, seed);
+  sum = avalanche(sum);
+  for (int i = 8; i < (int)(size / 16); i++) sum += mixed(data + 16 * i, secret + 16 * (i - 8) + 3, seed);
+  return avalanche(sum + mixed(end - 16, secret + 136 - 17, seed));
 }
 
 static void make_secret(uint8_t *secret, uint64_t seed) {
@@ -167,12 +222,14 @@ static uint64_t digest(const uint8_t *data, size_t size, const uint8_t *secret, 
   uint64_t result = size * P64_1;
   for (int i = 0; i < 4; i++)
     result += folded(sums[2 * i] ^ word(secret + 11 + 16 * i), sums[2 * i + 1] ^ word(secret + 19 + 16 * i));
-  result = (result ^ result >> 37) * 0x165667919E3779F9u;
-  return result ^ result >> 32;
+  return avalanche(result);
 }
+
+enum { SHORT = 240 };  // bytes that are hashed in another way
 
 PUBLIC uint64_t stoker_digest(const uint8_t *data, size_t size, uint64_t seed) {
   uint8_t secret[SECRET];
+  if (size <= SHORT) return short_digest(data, size, seed);
   make_secret(secret, seed);
   return digest(data, size, secret, best_stripes());
 }
@@ -186,9 +243,12 @@ enum { READ = 0, NOT_READ = 1, WRONG = 2 };
 static int matches(
     const uint8_t *data, size_t size, size_t block, uint64_t seed, const uint64_t *sums, Stripes add) {
   uint8_t secret[SECRET];
-  make_secret(secret, seed);
-  for (size_t at = 0; at < size; at += block)
-    if (digest(data + at, size - at < block ? size - at : block, secret, add) != *sums++) return 0;
+  if (size > SHORT) make_secret(secret, seed);
+  for (size_t at = 0; at < size; at += block) {
+    size_t some = size - at < block ? size - at : block;
+    uint64_t found = some > SHORT ? digest(data + at, some, secret, add) : short_digest(data + at, some, seed);
+    if (found != word(sums++)) return 0;
+  }
   return 1;
 }
 
@@ -209,7 +269,7 @@ static int filled(int fd, int64_t offset, struct iovec *into, int count, size_t 
 }
 
 // `seeds` and `sums`: where those of each record are, the sum of its first block; null: nothing is checked.
-// Blocks are of more than 240 bytes. Returns how many records were not read, or are wrong; `states` says which.
+// Returns how many records were not read, or are wrong; `states` says which.
 PUBLIC int64_t stoker_read(size_t count, const int32_t *fds, const int64_t *offsets, const int64_t *sizes,
     uint8_t *const *outs, size_t block, const uint64_t *const *seeds, const uint64_t *const *sums, int flags,
     uint8_t *states) {
@@ -229,7 +289,7 @@ PUBLIC int64_t stoker_read(size_t count, const int32_t *fds, const int64_t *offs
     int got = filled(fds[i], offsets[i], into, (int)(next - i), bytes, flags);
     for (size_t j = i; j < next; j++) {
       states[j] = !got ? NOT_READ
-          : sums && !matches(outs[j], (size_t)sizes[j], block, *seeds[j], sums[j], add) ? WRONG : READ;
+          : sums && !matches(outs[j], (size_t)sizes[j], block, word(seeds[j]), sums[j], add) ? WRONG : READ;
       failed += states[j] != READ;
     }
   }

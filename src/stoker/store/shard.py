@@ -17,7 +17,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, RecordError, ResourceError
-from stoker.native import LEAST_BLOCK
 from stoker.runtime.jsonio import read_strict
 from stoker.runtime.threads import map_in_order
 from stoker.schema import Field, Schema, columns_of, numpy_dtype
@@ -110,14 +109,13 @@ class Blocks:
         self._sums: Any = sums.data  # items are plain integers, which numpy's are not
         self._seeds: Any = seeds.data
         self.record_places = self._record_places(seeds, sums)
-        """What `native.read_records` takes of entire records; None: their blocks are too small, or vary."""
+        """What `native.read_records` takes of entire records; None: their lengths vary."""
         self._seen: dict[object, bytearray] = {}
         """For `verify="first"`: 1 for each block that was found right, in the file's present generation."""
 
     def _record_places(self, seeds: NDArray[np.uint64], sums: NDArray[np.uint64]) -> RecordPlaces | None:
         size = self._length * self.step_bytes
-        last = size % self._bytes if self._bytes else 0
-        if self._offsets is not None or size < LEAST_BLOCK or 0 < last < LEAST_BLOCK:
+        if self._offsets is not None or not size:
             return None
         return RecordPlaces(
             begin=self._begin,
