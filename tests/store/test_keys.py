@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import stoker
 from stoker.errors import ConfigError, MissingRecordError
+from stoker.store.access import Column
+from stoker.store.keys import put_keys, read_keys
+from stoker.store.storage import open_storage
 from stoker.store.transfer import pull, push
 
 Items = list[dict[str, Any]]
@@ -102,7 +106,7 @@ def test_keys_travel_with_a_cache(tmp_path: Path) -> None:
 def test_where_picks_records_by_their_numbers_and_keys(tmp_path: Path) -> None:
     cache = keyed(tmp_path, [f"{'train' if i % 2 else 'val'}/{i}" for i in range(20)])
 
-    assert cache.where("label = 3 AND number > 10").tolist() == [11, 15, 19]
+    assert cache.where("label = 3 AND sample_index > 10").tolist() == [11, 15, 19]
     assert cache.where("key LIKE 'val/%' OR label IN (1)").tolist() == [
         i for i in range(20) if i % 2 == 0 or i % 4 == 1
     ]
@@ -127,6 +131,99 @@ def test_where_reads_joined_columns(tmp_path: Path) -> None:
     assert joined.where("split = 1").tolist() == [4, 5]
 
 
+def test_records_left_out_by_a_joined_table_are_served_nowhere(tmp_path: Path) -> None:
+    cache = keyed(tmp_path, list("abcdef"))
+    (tmp_path / "table.csv").write_text("id,lab\n0,0\n2,1\n3,0\n5,1\n")
+    join = {"table": tmp_path / "table.csv", "key": "id", "columns": ["lab"], "missing": "drop"}
+
+    joined = stoker.open_cache(cache.path, join=join)
+
+    (batch,) = stoker.Loader(joined, 6)
+    dataset = joined.as_dataset()
+    assert batch["index"].tolist() == [0, 2, 3, 5]
+    assert dataset.indices.tolist() == [0, 2, 3, 5]
+    assert [item["lab"].item() for item in dataset.__getitems__([0, 1, 2, 3])] == [0, 1, 0, 1]
+    assert joined.where("lab = 0").tolist() == [0, 3]
+    assert joined.where("1").tolist() == [0, 2, 3, 5]
+
+
+def with_fields(folder: Path, **fields: Sequence[float]) -> stoker.Cache:
+    rows = [
+        dict(zip(fields, map(torch.tensor, row), strict=True)) for row in zip(*fields.values(), strict=True)
+    ]
+    return stoker.precompute(rows, None, folder, name="fields", workers=0, progress=None)
+
+
+def test_a_field_called_number_is_read_by_a_condition(tmp_path: Path) -> None:
+    cache = with_fields(tmp_path, number=[5, 4, 3, 2, 1, 0], rowid=[9, 9, 9, 0, 0, 0])
+
+    assert cache.where("number < 2").tolist() == [4, 5]
+    assert cache.where("sample_index < 2").tolist() == [0, 1]
+    assert cache.where("rowid = 9").tolist() == [0, 1, 2]
+
+
+def test_a_field_with_the_name_of_the_key_or_index_is_refused_only_where_it_is_used(tmp_path: Path) -> None:
+    cache = with_fields(tmp_path, key=[3, 2, 1], sample_index=[7, 8, 9], x=[0, 1, 2])
+
+    assert cache.where("x > 0").tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"'KEY = 3' means the key of the sample and field 'key'"):
+        cache.where("KEY = 3")
+    with pytest.raises(ConfigError, match=r"the index of the sample and field 'sample_index'"):
+        cache.where('"sample_index" > 0')
+
+
+def test_fields_whose_names_differ_in_case_alone_are_refused_only_where_they_are_used(tmp_path: Path) -> None:
+    cache = with_fields(tmp_path, Label=[3, 2, 1], label=[7, 8, 9], x=[0, 1, 2])
+
+    assert cache.where("x > 0").tolist() == [1, 2]
+    with pytest.raises(ConfigError, match="field 'Label' and field 'label'"):
+        cache.where("label = 3")
+
+
+def test_a_misspelled_name_in_double_quotes_is_refused(tmp_path: Path) -> None:
+    """SQLite takes it for a text."""
+    cache = keyed(tmp_path, list("abc"))
+
+    assert cache.where('key <> \'a "b"\' AND "label" = 1').tolist() == [1]
+    with pytest.raises(ConfigError, match=r"lable.*Columns of keyed"):
+        cache.where('"lable" = 1')
+
+
+def test_a_condition_reads_only_the_columns_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = with_fields(tmp_path, a=[3, 2, 1], b=[7, 8, 9])
+    (cache.path / "keys.jsonl").unlink()
+    read: list[str] = []
+    whole = Column.__getitem__
+    monkeypatch.setattr(
+        Column, "__getitem__", lambda self, rows: (read.append(self.name), whole(self, rows))[1]
+    )
+
+    assert cache.where("b > (SELECT avg(b) FROM records)").tolist() == [2]
+    assert read == ["b"]
+    with pytest.raises(MissingRecordError, match="no keys"):
+        cache.where("key = 'a'")
+
+
+def test_a_million_keys_are_kept_and_looked_up_in_little_memory(tmp_path: Path) -> None:
+    count = 200_000
+    keys = [f"k{i:07}" for i in range(count)]
+    tracemalloc.start()
+
+    put_keys(open_storage(tmp_path), keys)
+    put_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    found = read_keys(open_storage(tmp_path), count)
+    places, _ = found.find(found.select(np.arange(count - 1, -1, -1)))
+    found_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert places[:3].tolist() == [count - 1, count - 2, count - 3]
+    assert put_bytes < 40 * count  # the lines alone are 11 bytes each
+    assert found_bytes < 160 * count
+
+
 @pytest.mark.parametrize(
     "condition",
     [
@@ -142,7 +239,7 @@ def test_a_condition_that_is_none_is_refused_with_the_columns_there_are(
 ) -> None:
     cache = keyed(tmp_path, list("abc"))
 
-    with pytest.raises(ConfigError, match=r"not understood.*number, key, label"):
+    with pytest.raises(ConfigError, match=r"not understood.*sample_index, key, label"):
         cache.where(condition)
 
 
@@ -179,7 +276,7 @@ def test_quarantined_samples_are_no_items_of_a_dataset(tmp_path: Path) -> None:
     dataset = cache.as_dataset()
 
     assert len(dataset) == 9
-    assert dataset.numbers.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert dataset.indices.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert dataset[4]["x"][0].item() == 5
 
 

@@ -111,7 +111,7 @@ def cache_get(
     """Show single records, by key or condition.
 
     The first values of each field, read and checked. A condition may name fields that hold one number, `key`
-    and `number`, the sample index.
+    and `sample_index`.
 
     \b
     Example:
@@ -178,7 +178,7 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = cast(float, "100%"),
     seed: Annotated[int, typer.Option(help="Which records --subset picks.")] = 0,
 ) -> None:
-    """Read a cache back and compare checksums.
+    """Read a cache back and compare checksums, also those of its keys.
 
     Exit code 4 when a record is damaged; with --repair, when the cache is not complete afterwards.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, MissingRecordError
 from stoker.store.cache import Cache, JointCache, same_fields
 from stoker.store.index import Index, ShardInfo
-from stoker.store.keys import SampleKeys, key_lines
+from stoker.store.keys import SampleKeys
 from stoker.store.recipe import Recipe
 from stoker.store.storage import UsageLock
 from stoker.units import format_count
@@ -29,24 +28,17 @@ class UpdatedCache(JointCache):
         MissingRecordError: `base` has no sample with a key of `fixes`.
     """
 
-    def __init__(self, base: Cache, fixes: Cache) -> None:
-        self.members = (base, fixes)
+    def __init__(self, members: Sequence[Cache]) -> None:
+        """Take the records of two caches: `base` and `fixes`."""
+        base, fixes = self.members = tuple(members)
         self._first_shard = np.array([0, len(base.index.shards)])
         recipe = _recipe(base, fixes)
         Cache.__init__(self, base.path, recipe, _index(base, fixes, recipe), use=UsageLock(base.path))
         self.joined = base.joined
 
-    def of(self, members: Sequence[Cache]) -> Cache:
-        """As in `JointCache`."""
-        return UpdatedCache(*members)
-
     @cached_property
     def _keys(self) -> SampleKeys:
         return self.members[0].keys()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the paths of the two alone."""
-        return UpdatedCache, self.members
 
 
 def _recipe(base: Cache, fixes: Cache) -> Recipe:
@@ -92,8 +84,13 @@ def _index(base: Cache, fixes: Cache, recipe: Recipe) -> Index:
 def _replaced(base: Cache, fixes: Cache) -> NDArray[np.int64]:
     """Return the sample index in `base` of each stored record of `fixes`, in the order of its indices."""
     keys = fixes.keys()
-    lines = key_lines([keys[number] for number in fixes.indices.tolist()])
-    found, counts = base.keys().find(lines)
+    if keys.are_indices:
+        raise ConfigError(
+            f"{fixes.path} has no keys of its own, and would replace the first samples of {base.path}",
+            hint=f"Give each the key of the sample that it replaces, such as {base.keys()[0]!r}: "
+            "TorchSource(samples, keys=[...]); run its precompute again, which encodes nothing",
+        )
+    found, counts = base.keys().find(keys.select(fixes.indices))
     if (counts == 0).any():
         lost = fixes.indices[counts == 0]
         raise MissingRecordError(
