@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,20 @@ def test_records_that_the_first_caches_table_leaves_out_need_no_partner(tmp_path
     assert labeled.keys() == ["a", "c"]
     (batch,) = stoker.Loader(labeled, 4)
     assert batch["one.label"].tolist() == [5, 6]
+
+
+def test_records_of_a_large_join_are_selected_in_little_memory(joined: stoker.Zip) -> None:
+    count = 200_000
+    every = np.arange(count)
+    large = stoker.Zip({"one": joined.main, "two": joined.main}, {"one": every, "two": every})
+    tracemalloc.start()
+
+    some = large.select(every[::2])
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert len(some) == count // 2
+    assert peak_bytes < 50 * count
 
 
 def test_a_condition_reads_fields_called_number_of_each_cache(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from stoker.store.access import Column
 from stoker.store.keys import put_keys, read_keys
 from stoker.store.storage import open_storage
 from stoker.store.transfer import pull, push
+from stoker.store.where import ConditionColumn, select_rows
 
 Items = list[dict[str, Any]]
 
@@ -162,6 +163,14 @@ def test_a_field_called_number_is_read_by_a_condition(tmp_path: Path) -> None:
     assert cache.where("rowid = 9").tolist() == [0, 1, 2]
 
 
+def test_a_position_among_the_records_is_not_taken_for_their_index(tmp_path: Path) -> None:
+    """SQLite calls it rowid."""
+    cache = with_fields(tmp_path, x=[0, 1, 2])
+
+    with pytest.raises(ConfigError, match="no such column: rowid"):
+        cache.where("rowid > 1")
+
+
 def test_a_field_with_the_name_of_the_key_or_index_is_refused_only_where_it_is_used(tmp_path: Path) -> None:
     cache = with_fields(tmp_path, key=[3, 2, 1], sample_index=[7, 8, 9], x=[0, 1, 2])
 
@@ -222,6 +231,20 @@ def test_a_million_keys_are_kept_and_looked_up_in_little_memory(tmp_path: Path) 
     assert places[:3].tolist() == [count - 1, count - 2, count - 3]
     assert put_bytes < 40 * count  # the lines alone are 11 bytes each
     assert found_bytes < 160 * count
+
+
+def test_a_condition_over_many_records_takes_little_memory() -> None:
+    count = 200_000
+    values = np.arange(count)
+    column = ConditionColumn("x", "field 'x'", lambda: values)
+    tracemalloc.start()
+
+    rows = select_rows([column], "x >= 10", count, "the test")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert len(rows) == count - 10
+    assert peak_bytes < 40 * count  # SQLite's own memory is not counted
 
 
 @pytest.mark.parametrize(

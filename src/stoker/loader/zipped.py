@@ -1,7 +1,7 @@
 """Several caches joined record by record: latents, text and labels of the same samples in one batch.
 
 The first cache says which records there are and in which order. For each of its records every other cache has
-one of its own, found by key. A loader serves each cache as if it were alone, all in the order of the first
+a partner, found by key. A loader serves each cache as if it were alone, all in the order of the first
 one, and puts their batches together. So each is served from the fastest tier that holds it, and many records
 may share one partner, which is kept once.
 """
@@ -24,6 +24,7 @@ from stoker.errors import ConfigError, MissingRecordError, RecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
 from stoker.loader.choose import Choices, FieldGroup, resolve_choices
+from stoker.loader.records import as_indices
 from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
@@ -53,8 +54,8 @@ def zip(
     """Return several caches joined by key, which a `Loader` serves as one; nothing is read or copied.
 
     Each cache keeps its own recipe: a changed caption encodes one text again, another text encoder the texts.
-    Batches have the fields of all: a cache of one field gives it under its own name here, `latents`; of
-    several, each gets that name in front, `text.hidden`.
+    Batches have the fields of all. The field of a cache with one field gets the name of the cache, `latents`.
+    Of a cache with several, each gets that name in front, `text.hidden`.
 
     Args:
         on: How partners are found: `"key"`, by equal keys (see `Cache.keys`); `"stem"`, by keys without their
@@ -96,18 +97,18 @@ def zip(
     (first, main), *others = opened.items()
     relations = _relations(on, [name for name, _ in others])
     indices_in = {first: served_indices(main)}
-    here = np.ones(len(served_indices(main)), np.bool_)
+    has_partners = np.ones(len(served_indices(main)), np.bool_)
     for name, cache in others:
         indices_in[name] = _partners(main, cache, relations[name], name)
-        here &= indices_in[name] >= 0
+        has_partners &= indices_in[name] >= 0
         if missing == "refuse":
             _refuse_missing(main, cache, indices_in[name], name)
-    if not here.any():
+    if not has_partners.any():
         raise MissingRecordError(
             f"no record of {main.path} has a partner in every other cache",
             hint=f"Keys of {first} are such as {_some(main)}; of {others[0][0]} {_some(others[0][1])}",
         )
-    return Zip(opened, {name: indices[here] for name, indices in indices_in.items()})
+    return Zip(opened, {name: indices[has_partners] for name, indices in indices_in.items()})
 
 
 class Zip:
@@ -148,7 +149,7 @@ class Zip:
 
     @cached_property
     def schema(self) -> Schema:
-        """Fields of a record, by the names that they have here."""
+        """Fields of a record, by their names in batches."""
         return {
             new: served_schema(self.caches[name])[old]
             for name in self.caches
@@ -156,10 +157,10 @@ class Zip:
         }
 
     def renamed(self, name: str) -> dict[str, str]:
-        """Return by field of a cache the name that it has here.
+        """Return by field of a cache its name in batches.
 
         Args:
-            name: Of the cache, here.
+            name: Name of the cache in this `Zip`.
         """
         return _names_of(name, self.caches[name])
 
@@ -191,7 +192,7 @@ class Zip:
         Raises:
             MissingRecordError: There is no such record, or it has no partner.
             CorruptError: A record is damaged.
-            RecordError: It is a name. Fields of all records are read from their own cache.
+            RecordError: It is a name. Read a field of all records from its cache.
         """
         if isinstance(key, str):
             raise RecordError(f"{self!r} has no entry {key!r}", hint=self._field_hint(key))
@@ -241,7 +242,7 @@ class Zip:
         """Return the records that meet a condition, as a smaller `Zip`.
 
         Args:
-            condition: As of `Cache.where`, over fields of all caches by the names that they have here;
+            condition: As of `Cache.where`, over fields of all caches by their names in batches;
                 `key` and `sample_index` are those of the first one. A name with a dot goes in double quotes.
 
         Raises:
@@ -250,7 +251,7 @@ class Zip:
         columns = sample_columns(self.main, self.indices)
         for name, cache in self.caches.items():
             columns += field_columns(cache, self.indices_in[name], self.renamed(name))
-        return self.select(self.indices[select_rows(columns, condition, len(self), self.name)])
+        return self._at(select_rows(columns, condition, len(self), self.name))
 
     def select(self, indices: Sequence[int] | NDArray[Any]) -> Zip:
         """Return some of the records, as a smaller `Zip`.
@@ -259,15 +260,21 @@ class Zip:
             indices: Sample indices in the first cache; each record comes once, in order.
 
         Raises:
-            MissingRecordError: One of them is not here.
+            ConfigError: They are not whole numbers.
+            MissingRecordError: One of them is not joined.
         """
-        chosen = np.isin(self.indices, np.asarray(indices))
-        if lost := sorted({*np.asarray(indices).tolist()} - {*self.indices.tolist()}):
+        wanted = as_indices(indices)
+        missing = np.setdiff1d(wanted, self.indices)
+        if len(missing):
             raise MissingRecordError(
-                f"{format_count(len(lost), 'sample')} of {self.main.name} are not among those joined, the "
-                f"first is {lost[0]}"
+                f"{format_count(len(missing), 'sample')} of {self.main.name} are not among those joined, the "
+                f"first is {missing[0]}"
             )
-        return Zip(self.caches, {name: own[chosen] for name, own in self.indices_in.items()})
+        return self._at(np.isin(self.indices, wanted))
+
+    def _at(self, places: NDArray[Any]) -> Zip:
+        """Return the records at some places, sorted, or where a mask is True."""
+        return Zip(self.caches, {name: indices[places] for name, indices in self.indices_in.items()})
 
     def as_dataset(self) -> CacheDataset:
         """Return the records as a map-style `Dataset`; see `Cache.as_dataset`."""
@@ -392,13 +399,13 @@ def _by_key(keys: SampleKeys, other: Cache, relation: Any, name: str) -> NDArray
         partner_key = cast("Mapping[str, object]", relation).get
     else:
         partner_key = {"stem": _stem, "key": str}[relation] if isinstance(relation, str) else relation
-    here = np.zeros(len(keys), np.bool_)
+    has_key = np.zeros(len(keys), np.bool_)
 
     def wanted() -> Iterator[str]:
         for place, key in enumerate(keys):
             partner = partner_key(key)
             if isinstance(partner, str):
-                here[place] = True
+                has_key[place] = True
                 yield partner
             elif partner is not None:
                 raise ConfigError(
@@ -408,7 +415,7 @@ def _by_key(keys: SampleKeys, other: Cache, relation: Any, name: str) -> NDArray
 
     texts = text_keys(wanted())
     found = np.full(len(keys), -1, np.int64)
-    found[here] = _unique(*theirs.find(texts), texts, other, name)
+    found[has_key] = _unique(*theirs.find(texts), texts, other, name)
     return found
 
 
@@ -426,7 +433,7 @@ def _unique(
         raise ConfigError(
             f"{counts[place]} samples of {name} ({other.path}) have the key {keys[place]!r}, so it does not "
             "say which of them is the partner",
-            hint=f"Give them keys of their own, or {arg('on', 'index')} if samples have equal indices",
+            hint=f"Give each another key, or {arg('on', 'index')} if samples have equal indices",
         )
     return found
 
@@ -486,15 +493,14 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
         raise ConfigError(f"choose names {unknown}, but records have {', '.join(joined.schema)}")
     place = np.arange(len(joined))
     if options.indices is not None:
-        wanted = np.asarray(options.indices)
+        wanted = as_indices(options.indices)
         place = np.searchsorted(joined.indices, wanted)
-        there = place < len(joined)
-        there[there] = joined.indices[place[there]] == wanted[there]
-        if not there.all():
+        is_joined = np.isin(wanted, joined.indices)
+        if not is_joined.all():
             raise MissingRecordError(
-                f"indices= names sample {wanted[~there][0]}, which is not among those of {joined!r}"
+                f"indices= names sample {wanted[~is_joined][0]}, which is not among those of {joined!r}"
             )
-    told = tuple(
+    partners = tuple(
         f"{name}: {cache.fingerprint} {xxhash.xxh3_64_hexdigest(joined.indices_in[name][place].data)}"
         for name, cache in [*joined.caches.items()][1:]
     )
@@ -503,20 +509,22 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
         is_first = not found
         names = joined.renamed(name)
         all_of_it = is_first and options.indices is None and len(joined) == len(cache)
-        own = replace(
+        member = replace(
             options,
             indices=None if all_of_it else joined.indices_in[name][place],
             normalize=_own(options.normalize, names),
             ragged=_own_pad(options.ragged, names),
             batch_by=_first_field(options.batch_by, joined),
             choose=resolve_choices(_own_choices(options.choose, names), cache, windowed=False),
-            zipped=told if is_first else (),
+            zipped=partners if is_first else (),
         )
         if not is_first:
-            ragged = own.ragged if options.batch_tokens is None else "pack"
-            own = replace(own, transforms=(), meter=None, weights=None, batch_by=None, batch_tokens=None)
-            own = replace(own, ragged=ragged)
-        found[name] = Member(cache, own, names)
+            ragged = member.ragged if options.batch_tokens is None else "pack"
+            member = replace(
+                member, transforms=(), meter=None, weights=None, batch_by=None, batch_tokens=None
+            )
+            member = replace(member, ragged=ragged)
+        found[name] = Member(cache, member, names)
     return found
 
 
@@ -526,13 +534,13 @@ def _first_field(batch_by: str | None, joined: Zip) -> str | None:
     Raises:
         ConfigError: It is a field of another cache.
     """
-    own = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
-    if batch_by is not None and batch_by != "shape" and batch_by not in own:
+    field_of = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
+    if batch_by is not None and batch_by != "shape" and batch_by not in field_of:
         raise ConfigError(
-            f"{arg('batch_by', batch_by)} is not among the fields of the first cache: {', '.join(own)}",
+            f"{arg('batch_by', batch_by)} is not among the fields of the first cache: {', '.join(field_of)}",
             hint="Name the cache first whose field batches go by",
         )
-    return own.get(batch_by, batch_by) if batch_by is not None else None
+    return field_of.get(batch_by, batch_by) if batch_by is not None else None
 
 
 def _own(settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> Mapping[str, Any] | None:
@@ -548,17 +556,17 @@ def _own_choices(choices: Choices, names: Mapping[str, str]) -> Choices:
     Raises:
         ConfigError: Fields of several caches are to share one.
     """
-    own = {new: field for field, new in names.items()}
+    field_of = {new: field for field, new in names.items()}
     found: list[FieldGroup] = []
     for group in choices:
-        here = [name for name in group.fields if name in own]
-        if here and len(here) < len(group.fields):
+        names_of_cache = [name for name in group.fields if name in field_of]
+        if names_of_cache and len(names_of_cache) < len(group.fields):
             raise ConfigError(
                 f"choose names {', '.join(group.fields)} together, which are fields of several caches",
                 hint="Store what shares rows in one cache, or choose for each of them",
             )
-        if here:
-            found.append(replace(group, fields=tuple(own[name] for name in here)))
+        if names_of_cache:
+            found.append(replace(group, fields=tuple(field_of[name] for name in names_of_cache)))
     return tuple(found)
 
 

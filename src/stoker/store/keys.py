@@ -1,7 +1,7 @@
 """The keys of a cache's samples: names that stay when indices change, by which caches are joined.
 
 They are kept next to the shards in `keys.jsonl`: a head with the number of samples and a digest, then one
-JSON string per sample, by sample index. Where keys are the indices themselves there is the head alone.
+JSON string per sample, by sample index. Where keys are the indices themselves, the file is the head alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stoker.store.format import KEYS_FILE
 from stoker.store.storage import Storage
 from stoker.units import GIB, format_few
 
-_NO_KEYS = "Run the same precompute again: it encodes nothing, and notes the keys of the samples"
+_NO_KEYS = "Run the same precompute again: it encodes nothing, and writes the keys of the samples"
 
 
 class SampleKeys(Sequence[str]):
@@ -104,7 +104,7 @@ class SampleKeys(Sequence[str]):
             keys: Keys of `n` samples, as `text_keys` makes them.
 
         Returns:
-            The first sample here with each key, -1 where there is none; and how many samples have it. Both
+            The first sample with each key, -1 where no sample has it; and how many samples have it. Both
             `(n,)`.
         """
         hashes, order = self._sorted
@@ -154,7 +154,7 @@ def joint_keys(members: Sequence[SampleKeys]) -> SampleKeys:
 
 
 def put_keys(storage: Storage, keys: Sequence[str]) -> None:
-    """Keep the keys of samples next to their records, unless these very keys are there."""
+    """Write the keys of samples next to their records, unless the same keys are stored."""
     stored = _stored_digest(storage, len(keys))
     if all(key == str(index) for index, key in enumerate(keys)):
         given = SampleKeys(None, len(keys))
@@ -185,7 +185,7 @@ def read_keys(storage: Storage, count: int) -> SampleKeys:
 
     Args:
         storage: The cache's folder.
-        count: Samples that it is of.
+        count: Samples of the cache.
 
     Raises:
         FormatError: The file is damaged.

@@ -62,13 +62,13 @@ def _recipe(base: Cache, fixes: Cache) -> Recipe:
 
 
 def _index(base: Cache, fixes: Cache, recipe: Recipe) -> Index:
-    numbers = _replaced(base, fixes)
+    replaced = _replaced(base, fixes)
     old, new = _places(base), _places(fixes)
-    old = old[~np.isin(old[:, 2], numbers)]
-    new[:, 2] = numbers[np.searchsorted(fixes.indices, new[:, 2])]
+    old = old[~np.isin(old[:, 2], replaced)]
+    new[:, 2] = replaced[np.searchsorted(fixes.indices, new[:, 2])]
     shards = [*_serving(base, old), *_serving(fixes, new)]
     stored = len(old) + len(new)
-    quarantined = {n: failure for n, failure in base.quarantined.items() if n not in numbers}
+    quarantined = {i: failure for i, failure in base.quarantined.items() if i not in replaced}
     return replace(
         base.index,
         fingerprint=recipe.fingerprint,
@@ -92,16 +92,16 @@ def _replaced(base: Cache, fixes: Cache) -> NDArray[np.int64]:
         )
     found, counts = base.keys().find(keys.select(fixes.indices))
     if (counts == 0).any():
-        lost = fixes.indices[counts == 0]
+        unknown = fixes.indices[counts == 0]
         raise MissingRecordError(
-            f"{base.path} lacks {format_count(len(lost))} of the {format_count(len(fixes))} keys of "
-            f"{fixes.path}, the first is {keys[int(lost[0])]!r}",
+            f"{base.path} lacks {format_count(len(unknown))} of the {format_count(len(fixes))} keys of "
+            f"{fixes.path}, the first is {keys[int(unknown[0])]!r}",
             hint="A fix has the key of the sample that it replaces; new samples are added by precompute",
         )
     if (counts > 1).any() or len({*found.tolist()}) < len(found):
         raise ConfigError(
-            f"a key of {fixes.path} is that of several samples of {base.path}, or comes twice",
-            hint="Give samples keys of their own",
+            f"a key of {fixes.path} belongs to several samples of {base.path}, or comes twice",
+            hint="Give each sample another key",
         )
     return found
 
@@ -119,11 +119,11 @@ def _serving(cache: Cache, places: NDArray[np.int64]) -> list[ShardInfo]:
     """Return the shards of a cache, serving these records and no others."""
     found: list[ShardInfo] = []
     for shard, entry in enumerate(cache.index.shards):
-        own = places[places[:, 0] == shard]
-        own = own[np.argsort(own[:, 1])]
-        ends = np.flatnonzero((np.diff(own[:, 1:], axis=0) != 1).any(axis=1)) + 1
-        begins = np.concatenate([np.zeros(min(1, len(own)), np.int64), ends])
-        counts = np.diff(np.append(begins, len(own)))
-        segments = np.stack([own[begins, 1], own[begins, 2], counts], axis=1).astype(np.int64)
+        rows = places[places[:, 0] == shard]
+        rows = rows[np.argsort(rows[:, 1])]
+        ends = np.flatnonzero((np.diff(rows[:, 1:], axis=0) != 1).any(axis=1)) + 1
+        begins = np.concatenate([np.zeros(min(1, len(rows)), np.int64), ends])
+        counts = np.diff(np.append(begins, len(rows)))
+        segments = np.stack([rows[begins, 1], rows[begins, 2], counts], axis=1).astype(np.int64)
         found.append(replace(entry, part=0, segments=segments))
     return found

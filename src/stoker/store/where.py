@@ -106,7 +106,7 @@ def select_rows(
 
     Raises:
         ConfigError: It is not a condition over these columns, or uses a name that several of them have.
-        MissingRecordError: It uses the key, and there are no keys.
+        MissingRecordError: It uses the key, and the cache has no keys.
     """
     named: dict[str, list[ConditionColumn]] = {}
     for column in columns:
@@ -118,7 +118,9 @@ def select_rows(
     query = f"SELECT {row} FROM records WHERE ({condition}\n) ORDER BY {row}"  # noqa: S608 - it may read
     with closing(sqlite3.connect(":memory:")) as database:
         try:
-            database.execute(f"CREATE TABLE records ({row} INTEGER PRIMARY KEY, {_listed(names)})")
+            database.execute(
+                f"CREATE TABLE records ({row} INTEGER PRIMARY KEY, {_listed(names)}) WITHOUT ROWID"
+            )
             used = _used(database, query)
             for name in _in_double_quotes(condition):
                 if _folded(name) not in named:  # SQLite takes it for a text
