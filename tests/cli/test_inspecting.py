@@ -99,6 +99,9 @@ def test_verify_finds_damaged_keys_and_says_how_to_note_them_again(project: Path
     assert [(bad["index"], bad["shard"]) for bad in report["bad"]] == [(-1, "keys.jsonl")]
     assert "Run the same precompute again" in " ".join(text.split())
     assert "--repair" not in text
+    repaired, _ = run("cache", "verify", path, "--repair")
+    assert "keys.jsonl" in repaired
+    assert "Run the same precompute again" in " ".join(repaired.split())
     run("precompute", "c.yaml")
     assert run_json("cache", "verify", path)["ok"]
 

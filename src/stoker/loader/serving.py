@@ -128,7 +128,7 @@ class Repairer:
         opened = open_cache(cache.path, require_complete=False)
         if lost := _lost(cache, opened):
             raise CorruptError(f"{len(lost)} records are still missing, the first is sample {lost[0]}")
-        if bad := [record.index for record in found.bad]:
+        if bad := [record.index for record in found.bad if record.index >= 0]:
             log.warning("%s. Encoded again from the source: samples %s", error.fact, format_few(bad, 10))
         else:
             log.warning("%s. It is sound now: another process repaired it, or a read went wrong", error.fact)

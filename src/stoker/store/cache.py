@@ -1,4 +1,4 @@
-"""A cache, opened: records by sample number, verified on every read."""
+"""A cache, opened: records by sample index, verified on every read."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from stoker.store.format import INDEX_FILE, KEYS_FILE, RECIPE_FILE
 from stoker.store.index import LostShard, ShardInfo, load_index, load_recipe
 from stoker.store.keys import read_keys
 from stoker.store.shard import Shard
-from stoker.store.storage import open_storage
+from stoker.store.storage import Storage, open_storage
 from stoker.units import MIB, format_count
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class BadRecord(JsonResult):
     """One damaged record, or a damaged file that holds none."""
 
     index: int
-    """Sample number; -1 when no record is affected."""
+    """Sample index; -1 when no record is affected."""
     shard: str
     """File name."""
     why: str
@@ -98,7 +98,7 @@ def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
 
 
 def _served(cache: Cache, entry: ShardInfo) -> dict[int, int]:
-    """Return the global numbers that a shard serves, by row."""
+    """Return the sample indices that a shard serves, by row."""
     offset = cache.recipe.parts[entry.part].offset
     return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
 
@@ -153,8 +153,18 @@ def _bad_files(cache: Cache) -> Iterator[BadRecord]:
         load_index(cache.path, cache.recipe)
     except (FormatError, OSError) as error:
         yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))
+    yield from bad_keys(open_storage(cache.path), cache.index.count)
+
+
+def bad_keys(storage: Storage, count: int) -> Iterator[BadRecord]:
+    """Yield what is wrong with the keys of the samples, if anything is.
+
+    Args:
+        storage: The cache's folder.
+        count: Samples of the cache.
+    """
     try:
-        read_keys(open_storage(cache.path), cache.index.count)
+        read_keys(storage, count)
     except MissingRecordError:
         pass  # it was made before keys were kept
     except (FormatError, OSError) as error:
