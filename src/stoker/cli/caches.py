@@ -178,9 +178,10 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = cast(float, "100%"),
     seed: Annotated[int, typer.Option(help="Which records --subset picks.")] = 0,
 ) -> None:
-    """Read a cache back and compare checksums, also those of its keys.
+    """Read a cache back and compare checksums.
 
-    Exit code 4 when a record is damaged; with --repair, when the cache is not complete afterwards.
+    Exit code 4 when a record is damaged, or the keys are; with --repair, when the cache is not complete
+    afterwards.
 
     \b
     Example:
