@@ -13,7 +13,13 @@ import numpy as np
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.arguments import check_int, check_path, parse_names
-from stoker.sources.protocol import SelfCheckingSource, Source, SourceIdentity, locate
+from stoker.sources.protocol import (
+    SelfCheckingSource,
+    Source,
+    SourceIdentity,
+    keys_follow_identity,
+    locate,
+)
 from stoker.sources.torch_dataset import MapDataset, TorchSource
 
 # The package is optional: it is imported where the first text is read.
@@ -184,6 +190,11 @@ class Tokenize:
     def keys(self) -> Sequence[str]:
         """Return those of the source."""
         return self._source.keys()
+
+    @property
+    def keys_follow_identity(self) -> bool:
+        """As the source says: tokens change no key."""
+        return keys_follow_identity(self._source)
 
     def locate(self, index: int) -> str:
         """Return the place that the source names."""
