@@ -235,6 +235,26 @@ def test_the_identity_is_the_tokenizer_by_content_and_the_settings(folder: Path,
     assert all(other.identity() != first for other in others)
 
 
+@pytest.mark.parametrize(
+    ("name", "decides"),
+    [("source.spm", True), ("added_tokens.json", True), ("merges.txt", True), ("chat_template.jinja", True),
+     ("model.safetensors", False), ("model.safetensors.index.json", False), ("pytorch_model.bin", False),
+     ("README.md", False), (".gitattributes", False), ("logs/a.txt", False)],
+)  # fmt: skip
+def test_any_file_of_a_tokenizer_makes_another_cache_but_weights_do_not(
+    folder: Path, tmp_path: Path, name: str, decides: bool
+) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / name).parent.mkdir(exist_ok=True)
+    found = [stoker.Tokenize(data(), own).identity()]
+
+    for text in ("{}", "{} "):
+        (own / name).write_text(text)
+        found.append(stoker.Tokenize(data(), own).identity())
+
+    assert len({repr(one) for one in found}) == (3 if decides else 1)
+
+
 def test_a_tokenizer_that_changes_after_the_source_was_made_is_refused(folder: Path, tmp_path: Path) -> None:
     own = shutil.copytree(folder, tmp_path / "own")
     source = stoker.Tokenize(data(), own)
