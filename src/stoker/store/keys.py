@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import overload
 
 import numpy as np
@@ -22,6 +23,8 @@ from stoker.store.format import KEYS_FILE
 from stoker.store.storage import Storage
 from stoker.units import GIB, format_few
 
+_CHUNK = 1 << 12
+"""Keys that are written as text in one call."""
 _NO_KEYS = "Run the same precompute again: it encodes nothing, and writes the keys of the samples"
 
 
@@ -144,8 +147,14 @@ class SampleKeys(Sequence[str]):
 
 def text_keys(keys: Iterable[str]) -> SampleKeys:
     """Return keys as `SampleKeys` keeps them: about the bytes of their text."""
-    lines = _joined(json.dumps(key).encode() for key in keys)
-    return SampleKeys(lines, lines.count(b"\n"))
+    text, rest, count = io.BytesIO(), iter(keys), 0
+    # Many in one call, a line feed between them: millions of keys are compared whenever a run begins. All in one
+    # call would take several times the memory.
+    while chunk := [*islice(rest, _CHUNK)]:
+        text.write(json.dumps(chunk, separators=("\n", ":"))[1:-1].encode())
+        text.write(b"\n")
+        count += len(chunk)
+    return SampleKeys(text.getvalue(), count)
 
 
 def joint_keys(members: Sequence[SampleKeys]) -> SampleKeys:
