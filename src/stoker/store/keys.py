@@ -148,8 +148,8 @@ class SampleKeys(Sequence[str]):
 def text_keys(keys: Iterable[str]) -> SampleKeys:
     """Return keys as `SampleKeys` keeps them: about the bytes of their text."""
     text, rest, count = io.BytesIO(), iter(keys), 0
-    # Many in one call, a line feed between them: millions of keys are compared whenever a run begins. All in one
-    # call would take several times the memory.
+    # Many in one call, a line feed between them: millions of keys are compared whenever a run begins. All in
+    # one call would take several times the memory.
     while chunk := [*islice(rest, _CHUNK)]:
         text.write(json.dumps(chunk, separators=("\n", ":"))[1:-1].encode())
         text.write(b"\n")
