@@ -23,13 +23,8 @@ from stoker.extras.adopt.layouts import LAYOUTS, layout_of_pattern
 from stoker.extras.adopt.listing import make_listing
 from stoker.extras.adopt.run import AdoptSettings, run_adopt
 from stoker.extras.adopt.source import FileReader
-from tests.adopt.writers import WRITERS, nan, values
+from tests.adopt.writers import WRITERS, nan, settle, values
 from tests.cli.commands import run, run_json
-
-
-def settle(folder: Path) -> None:
-    """Wait until files are so old that their digests are remembered."""
-    time.sleep(max(0.0, 2.1 - (time.time() - max(p.stat().st_ctime for p in folder.rglob("*")))))
 
 
 def write_npy(root: Path, count: int, *shape: int) -> Path:
