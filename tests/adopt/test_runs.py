@@ -133,6 +133,20 @@ def test_a_fixed_file_costs_its_block_alone(tmp_path: Path, monkeypatch: pytest.
     assert (fixed.bad, fixed.adopted, fixed.new) == ((), 40, 10)
 
 
+def test_a_new_file_costs_the_blocks_from_there_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.extras.adopt import listing
+
+    monkeypatch.setattr(listing, "BLOCK", 10)
+    root = write_npy(tmp_path / "f", 40, 4)
+    take(root, tmp_path / "c")
+    np.save(root / "0/00024b.npy", values(99, 4))
+
+    more = take(root, tmp_path / "c")
+
+    assert (more.adopted, more.new) == (41, 21)
+    assert more.cache[25]["data"].numpy().tolist() == values(99, 4).tolist()
+
+
 KILLED = """
 import sys, time
 from stoker.extras.adopt.source import FileReader

@@ -63,20 +63,21 @@ def members(kind: str, path: Path) -> Iterator[Member]:
         path: The file; of an LMDB its `data.mdb`.
 
     Raises:
-        SourceError: It is damaged, cut short, or does not hold samples.
+        DecodeError: It is damaged, cut short, or does not hold samples.
         ConfigError: A package that reads it is not installed.
     """
-    if kind == "tar":
-        archive = list_members(path.name, path)
-        for key, found in zip(archive.keys, archive.members, strict=True):
-            for ending, member in found.items():
-                yield Member(f"{key}.{ending}", member.offset, member.size)
-    elif kind == "zip":
-        yield from _zip_directory(path)
-    else:
-        with Rows(kind, path) as rows:
-            for row, name in enumerate(rows.names()):
-                yield Member(name, row=row)
+    with _row_errors(path, "its content cannot be listed"):
+        if kind == "tar":
+            archive = list_members(path.name, path)
+            for key, found in zip(archive.keys, archive.members, strict=True):
+                for ending, member in found.items():
+                    yield Member(f"{key}.{ending}", member.offset, member.size)
+        elif kind == "zip":
+            yield from _zip_directory(path)
+        else:
+            with Rows(kind, path) as rows:
+                for row, name in enumerate(rows.names()):
+                    yield Member(name, row=row)
 
 
 class Rows:
@@ -523,13 +524,19 @@ _PAIR = re.compile(rb'\[\s*("(?:[^"\\]|\\.)*")\s*,\s*(-?\d+)\s*\]')
 
 
 def label_pairs(file: io.BufferedIOBase) -> Iterator[tuple[str, int]]:
-    """Yield file name and label of each pair in `{"labels": [["00000/img0.npy", 3], ...]}`."""
+    """Yield file name and label of each pair in `{"labels": [["00000/img0.npy", 3], ...]}`.
+
+    Raises:
+        DecodeError: A name is not text, or a label has too many digits.
+    """
     rest = b""
     while piece := file.read(_PIECE):
         rest += piece
         end = 0
         for match in _PAIR.finditer(rest):
-            yield PurePosixPath(cast(str, json.loads(match[1])).replace("\\", "/")).as_posix(), int(match[2])
+            with decode_errors("its labels cannot be read"):
+                name, label = PurePosixPath(str(json.loads(match[1])).replace("\\", "/")), int(match[2])
+            yield name.as_posix(), label
             end = match.end()
         rest = rest[end:][-_PIECE:]
 

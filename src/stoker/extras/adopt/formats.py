@@ -58,7 +58,8 @@ def decode_errors(fact: str) -> Generator[None]:
     except StokerError:
         raise
     except Exception as error:  # noqa: BLE001 (zipfile, NumPy and h5py raise what they like at foreign bytes)
-        text = str(error).partition("\n")[0][:200] or type(error).__name__
+        said = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        text = (said or str(error) or type(error).__name__)[:200]
         raise DecodeError(f"{fact} ({text})") from None
 
 
@@ -218,6 +219,8 @@ def _npz(data: bytes) -> Arrays:
             raise DecodeError(f"has {len(data):,} bytes and claims to unpack to {total:,}")
         for entry in entries:
             if entry.filename.endswith(".npy"):
+                if entry.filename.removesuffix(".npy") in found:
+                    raise DecodeError(f"holds {entry.filename!r} twice")
                 unpacked = archive.read(entry)  # which compares the checksum
                 values = _npy(io.BytesIO(unpacked), len(unpacked))
                 if values.dtype.kind not in "US":

@@ -499,6 +499,9 @@ class _ListingWriter:
         except (SourceError, OSError) as error:
             fact = error.fact if isinstance(error, SourceError) else f"cannot be read: {error.strerror}"
             why = fact.removeprefix(f"{path} ").removeprefix(f"{path}: ")
+            if role.kind == "labels":
+                self._notes.faults.append((part.file, why))
+                return
             broken = part._replace(role="!" + why)
             yield self._noted(part.file, place, "", broken, {}, changed)
 
@@ -648,12 +651,15 @@ class _ListingWriter:
         held: dict[int, list[list[Any]]] = {}
         values: dict[str, Any] = {}
         faults: list[tuple[str, str]] = []
-        for _, _, place, _, part, own, _ in notes:
+        for _, _, place, base, part, own, _ in notes:
             held.setdefault(place, [])
             if part:
                 held[place].append(json.loads(part))
             for name, value in (json.loads(own) if own else {}).items():
-                values[name] = self._classes[name][value] if isinstance(value, str) else value
+                number = self._classes[name][value] if isinstance(value, str) else value
+                if not part and values.setdefault(name, number) != number:  # of a list of labels
+                    faults.append((base, f"gives {key!r} the {name} {values[name]} and the {name} {number}"))
+                values[name] = number
         for place in shared:
             found = self._database.execute(
                 "SELECT part FROM shared WHERE key = ? AND role = ?", (notes[0][3], place)
@@ -675,7 +681,8 @@ class _ListingWriter:
             lead = files[0] if files else notes[0][3]  # of a label: the file that lists it
             faults.append((lead, f"has no {role.name}: no such file belongs to {key!r}"))
         parts = [part for _, parts in sorted(held.items()) for part in parts]
-        faults += [(part[1], part[0][1:]) for part in parts if part[0].startswith("!")]
+        # Of a container that cannot be listed, nothing else is known.
+        faults = [(part[1], part[0][1:]) for part in parts if part[0].startswith("!")] or faults
         kept = [part[: len(FilePart._fields)] for part in parts if roles_kind(roles, part[0]) != "image"]
         for part in kept:
             part[-1] = self._large_files.is_sampled(FilePart(*part))

@@ -401,6 +401,8 @@ class AdoptSource:
             files |= dict.fromkeys(arrays, part.file)
         first = listed.parts[0].file if listed.parts else listed.key
         for name, value in listed.values.items():
+            if not -(2**63) <= int(value) < 2**63:
+                raise DecodeError(f"{self.folder / first}: {name} {value} is beyond the range of int64")
             fields[name] = Array(np.asarray(value, np.int64), "int64")
             files[name] = first
         return fields, files
