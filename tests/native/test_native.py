@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -187,12 +186,3 @@ def test_damage_on_disk_is_met_with_the_error_of_the_twin(
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert "sample 3" in said[0]
-
-
-def test_stoker_native_0_turns_it_off() -> None:
-    code = "from stoker import native; print(native.library())"
-    environment = {**os.environ, "STOKER_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "None"

@@ -1,14 +1,13 @@
 """Compiled code for what the interpreter is too slow for; twins in Python give the same bytes.
 
-`core.c` is built into the wheel for Linux on x86-64 and arm64 (`hatch_build.py`). Where there is no library,
-or `STOKER_NATIVE=0` is set, the twins run.
+`core.c` is built into the wheel for Linux on x86-64 and arm64 (`hatch_build.py`). Where it was not built, the
+twins run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 from math import prod
 from pathlib import Path
@@ -35,9 +34,7 @@ def library_path(machine: str = platform.machine()) -> Path:
 
 @functools.cache
 def library() -> Any:
-    """Return the library, or None where there is none."""
-    if os.environ.get("STOKER_NATIVE") == "0":
-        return None
+    """Return the library; None where it was not built, or is of another version."""
     try:
         found = ctypes.CDLL(str(library_path()))
         if found.stoker_version() != VERSION:
