@@ -6,10 +6,11 @@ The complete call of precompute is timed, the ways in turns, workers as by defau
 the call and in the encoder, and the ratios to `alone`. Records are compared: relative to the largest value,
 no number may differ by more than `TOLERANCE`.
 
-On a CPU a call of one sample of 60 tokens already keeps both cores busy where the model is wide, so that the
-ratio shows padding and overhead of a call. `--width 32 --layers 1` shows calls that are mostly overhead.
+Two models: in the small one calls are mostly overhead; in the other one sample of 60 tokens already keeps two
+cores busy, so that the ratio shows padding. Attention does not write out all scores (torch's "fast path" does, and
+is slower).
 
-    python benchmarks/ragged_encode.py [--save] [--samples 2000] [--width 256] [--layers 4] [--batch 8]
+    python benchmarks/ragged_encode.py [--save] [--samples 1000] [--models 32x1 256x4] [--batch 8] [--device cpu]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from stoker.precompute.encode import TOLERANCE, distance
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 TOKENS = 1000
+WAYS = ("alone", "lengths", "all padded")
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
@@ -63,72 +66,71 @@ class Transformer(nn.Module):
         return (states * (keep[..., None] / keep.sum(1)[:, None, None])).sum(1)
 
 
-def encoder(way: str, options: argparse.Namespace) -> stoker.ModuleEncoder:
+def encoder(way: str, model: Sequence[int], batch: int) -> stoker.ModuleEncoder:
     """Return the encoder of one way."""
     lengths = {"alone": None, "lengths": LENGTHS, "all padded": LENGTHS[-1:]}[way]
     return stoker.ModuleEncoder(
-        Transformer(options.width, options.layers).eval().requires_grad_(requires_grad=False),
+        Transformer(*model).eval().requires_grad_(requires_grad=False),
         field="tokens",
         mask="keep",
         lengths=lengths,
-        encode_batch=None if lengths is None else options.batch,
+        encode_batch=None if lengths is None else batch,
         version="benchmark",
     )
 
 
-def run(way: str, options: argparse.Namespace, folder: Path) -> Any:
+def run(way: str, model: Sequence[int], options: argparse.Namespace, folder: Path) -> Any:
     """Fill one cache, and return the report."""
     settings = PrecomputeSettings(progress=None, device=options.device)
     source = stoker.TorchSource(Sequences(options.samples))
-    return run_precompute(source, encoder(way, options), folder, name="c", settings=settings)
+    return run_precompute(source, encoder(way, model, options.batch), folder, name="c", settings=settings)
+
+
+def measure(model: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one model."""
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    far = 0.0
+    for turn in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            reports = {way: run(way, model, options, Path(folder) / way) for way in WAYS}
+            for way, report in reports.items():
+                seconds[way].append((report.seconds, report.encode_seconds))
+                said = f"{report.seconds:.2f} s, encoder {report.encode_seconds:.2f} s"
+                print(f"{model} round {turn}: {way} {said}", flush=True)
+            for number in range(options.samples):
+                alone = reports["alone"].cache[number]["latent"]
+                for way in WAYS[1:]:
+                    far = max(far, distance(reports[way].cache[number]["latent"], alone))
+    assert far <= TOLERANCE, f"records differ by {far:.2g} of their largest value"
+    whole, inside = (
+        {way: statistics.median(one[place] for one in seconds[way]) for way in WAYS} for place in (0, 1)
+    )
+    return {
+        "device": options.device,
+        "samples": options.samples,
+        "width": model[0],
+        "layers": model[1],
+        "batch": options.batch,
+        "seconds": {way: round(value, 3) for way, value in whole.items()},
+        "encoder_seconds": {way: round(value, 3) for way, value in inside.items()},
+        "ratio": {way: round(whole["alone"] / whole[way], 2) for way in WAYS[1:]},
+        "encoder_ratio": {way: round(inside["alone"] / inside[way], 2) for way in WAYS[1:]},
+        "largest_difference": far,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--models", nargs="+", default=["32x1", "256x4"], help="width x layers")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sdpa", action="store_true", help="attention that does not write out all scores")
     options = parser.parse_args()
-    torch.backends.mha.set_fastpath_enabled(not options.sdpa)
-    ways = ("alone", "lengths", "all padded")
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    far = 0.0
-    for turn in range(options.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            reports = {way: run(way, options, Path(folder) / way) for way in ways}
-            for way, report in reports.items():
-                seconds[way].append((report.seconds, report.encode_seconds))
-                print(
-                    f"round {turn}: {way} {report.seconds:.2f} s, encoder {report.encode_seconds:.2f} s",
-                    flush=True,
-                )
-            for number in range(options.samples):
-                alone = reports["alone"].cache[number]["latent"]
-                for way in ways[1:]:
-                    far = max(far, distance(reports[way].cache[number]["latent"], alone))
-    assert far <= TOLERANCE, f"records differ by {far:.2g} of their largest value"
-    whole, inside = (
-        {way: statistics.median(one[place] for one in seconds[way]) for way in ways} for place in (0, 1)
-    )
-    row = {
-        "device": options.device,
-        "samples": options.samples,
-        "model": [options.width, options.layers],
-        "batch": options.batch,
-        "sdpa": options.sdpa,
-        "seconds": {way: round(value, 3) for way, value in whole.items()},
-        "encoder_seconds": {way: round(value, 3) for way, value in inside.items()},
-        "ratio": {way: round(whole["alone"] / whole[way], 2) for way in ways[1:]},
-        "encoder_ratio": {way: round(inside["alone"] / inside[way], 2) for way in ways[1:]},
-        "largest_difference": far,
-    }
-    print(row["ratio"], row["encoder_ratio"], f"largest difference {far:.1e}")
-    publish("ragged_encode", [row], save=options.save)
+    torch.backends.mha.set_fastpath_enabled(False)
+    rows = [measure([int(size) for size in model.split("x")], options) for model in options.models]
+    publish("ragged_encode", rows, save=options.save)
 
 
 if __name__ == "__main__":

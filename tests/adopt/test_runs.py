@@ -351,14 +351,50 @@ def test_a_folder_of_no_known_layout_says_what_it_holds(tmp_path: Path) -> None:
         take(tmp_path / "g", tmp_path / "c")
 
 
-def test_shapes_that_vary_along_several_axes_are_refused_with_the_files(tmp_path: Path) -> None:
+def test_shapes_that_vary_along_several_axes_are_one_cache(tmp_path: Path) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    for number in range(12):
+        np.save(root / f"{number:02d}.npy", values(number, 4, 8 + number % 3, 8 - number % 3))
+    np.save(root / "12.npy", values(12, 5, 8, 8))
+
+    result = take(root, tmp_path / "c")
+
+    assert [bad.file for bad in result.bad] == ["12.npy"], "another number of channels"
+    for number in range(12):
+        stored = result.cache[number]["data"]
+        assert stored.shape == (4, 8 + number % 3, 8 - number % 3)
+        assert np.array_equal(stored.numpy(), np.load(root / f"{number:02d}.npy"))
+
+
+def test_arrays_of_another_number_of_axes_are_refused_with_the_files(tmp_path: Path) -> None:
     root = tmp_path / "f"
     root.mkdir()
     for number in range(9):
-        np.save(root / f"{number}.npy", values(number, 4, 8 + number % 3, 8 - number % 3))
+        np.save(root / f"{number}.npy", values(number, *((4, 8) if number % 2 else (4, 2, 4))))
 
-    with pytest.raises(SourceError, match=r"\(4, 8, 8\) in 0\.npy, float32 \(4, 9, 7\) in 1\.npy.*\{key\}"):
+    with pytest.raises(SourceError, match=r"\(4, 2, 4\) in 0\.npy, float32 \(4, 8\) in 1\.npy.*\{key\}"):
         take(root, tmp_path / "c")
+
+
+def test_latents_in_buckets_of_several_sizes_are_batched_by_size(tmp_path: Path) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    sizes = [(8, 8)] * 8 + [(6, 10)] + [(10, 6)]
+    for number in range(40):
+        height, width = sizes[number % 10]
+        name = f"{number:03d}_{height * 8:04d}x{width * 8:04d}_sd.npz"
+        (root / f"{number:03d}.png").write_bytes(b"an image")
+        np.savez(root / name, latents=values(number, 4, height, width))
+
+    cache = take(root, tmp_path / "c", layout="sd-scripts").cache
+    loader = stoker.Loader(cache, batch_size=4, batch_by="latent", shuffle=True)
+
+    seen = [number for batch in loader for number in batch["index"].tolist()]
+    assert sorted(seen) == list(range(40))
+    for batch in loader:
+        for number, latent in zip(batch["index"].tolist(), batch["latent"], strict=True):
+            assert np.array_equal(latent.numpy(), values(number, 4, *sizes[number % 10]))
 
 
 def test_a_varying_axis_0_is_a_ragged_field(tmp_path: Path) -> None:
@@ -380,8 +416,29 @@ def test_ragged_fields_can_be_named_where_the_first_files_are_alike(tmp_path: Pa
         np.save(root / f"{number:02d}.npy", values(number, 5 if number == 7 else 4, 3))
 
     assert [bad.file for bad in take(root, tmp_path / "c").bad] == ["07.npy"]
-    rules = source.AdoptRules(ragged=("data",))
+    rules = source.AdoptRules(ragged={"data": (0,)})
     assert take(root, tmp_path / "c", rules=rules).bad == ()
+
+
+def test_the_axes_that_a_bad_file_names_take_it_when_given(tmp_path: Path) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    for number in range(40):
+        np.save(root / f"{number:02d}.npy", values(number, 4, 9 if number == 23 else 8, 8))
+    command = ["cache", "adopt", str(root), "--out", str(tmp_path / "c"), "--name", "x", "--layout", "npy"]
+
+    bad = run_json(*command, exit_code=4)["bad"]
+    assert [one["file"] for one in bad] == ["23.npy"]
+    axes = bad[0]["why"].split("(ragged ")[1].split(",")[0]
+    assert run_json(*command, "--ragged", axes)["adopted"] == 40
+
+    for wrong, says in (
+        ("data:x", "'data:x'"),
+        ("latent", "latent; the fields are data"),
+        ("data:3", "3 axes"),
+    ):
+        with pytest.raises(AssertionError, match=says):  # the exit code is another, and the output says why
+            run(*command, "--ragged", wrong)
 
 
 def test_zeros_and_nan_can_be_allowed(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from stoker.sources.torch_items import (
     common_schema,
     fits_field,
     flatten_item,
+    fold,
     narrowed_fields,
     ragged_cure,
     shape_text,
@@ -631,11 +632,7 @@ class TorchSource:
         if not folded:
             self._plain = self._plain or PlainItems(item, found)
             return sample
-        for name in folded:
-            array, lead = sample[name], len(schema[name].axes)
-            sample[name] = array.reshape(-1, *array.shape[lead:])
-            sample[name + SHAPE_SUFFIX] = np.array(array.shape[:lead], np.int64)
-        return sample
+        return fold(sample, schema)
 
     def _look_ahead(self) -> None:
         """Read what will be probed in a second process first, where a read may stop all threads of this one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, cast
 
@@ -194,17 +194,45 @@ def _common_field(
     if varying - {*ragged}:
         named = " and ".join(f"axis {axis}" for axis in sorted(varying))
         logging.getLogger("stoker").info("%s varies along %s and is kept ragged", where, named)
-    last = max(varying, default=0)
-    if not last:
-        shape = (-1, *array.shape[1:]) if varying else array.shape
-        return Field(shape=shape, dtype=dtype, time=time, ragged=bool(varying))
-    if time:
+    if time and max(varying, default=0):
         raise ConfigError(
             f"{where} is named in time= and varies along axes {sorted(varying)}",
             hint="Of a field with time axis 0 alone may vary: leave it out of time=, or resize or pad",
         )
-    axes = tuple(VARIES if axis in varying else str(array.shape[axis]) for axis in range(last + 1))
-    return Field(shape=(-1, *array.shape[last + 1 :]), dtype=dtype, ragged=True, axes=axes)
+    return varying_field(array.shape, dtype, varying, time=time)
+
+
+def varying_field(
+    shape: tuple[int, ...], dtype: str, varying: Collection[int], *, time: bool = False
+) -> Field:
+    """Return a field of which some axes vary; folded where one of them is not the first.
+
+    >>> varying_field((4, 64, 64), "float16", {1, 2}).axes
+    ('4', '*', '*')
+    """
+    last = max(varying, default=0)
+    if not last:
+        return Field(
+            shape=(-1, *shape[1:]) if varying else shape, dtype=dtype, time=time, ragged=bool(varying)
+        )
+    axes = tuple(VARIES if axis in varying else str(shape[axis]) for axis in range(last + 1))
+    return Field(shape=(-1, *shape[last + 1 :]), dtype=dtype, ragged=True, axes=axes)
+
+
+def fold(sample: Sample, schema: Schema) -> Sample:
+    """Return the sample with folded fields in rows, and their sizes after all others.
+
+    Args:
+        sample: Arrays in the shapes that the user has.
+        schema: Their fields.
+    """
+    found = dict(sample)
+    for name, array in sample.items():
+        if schema[name].folded:
+            lead = len(schema[name].axes)
+            found[name] = array.reshape(-1, *array.shape[lead:])
+            found[name + SHAPE_SUFFIX] = np.array(array.shape[:lead], np.int64)
+    return found
 
 
 def fits_field(shape: tuple[int, ...], field: Field) -> bool:
@@ -248,14 +276,23 @@ def varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[st
     return found
 
 
-def ragged_cure(name: str, array: NDArray[Any], dtype: str, field: Field) -> str:
-    """Return how to declare the axes that vary, where nothing else differs."""
+def differing_axes(shape: tuple[int, ...], dtype: str, field: Field) -> tuple[int, ...]:
+    """Return the axes that would have to vary for such an array to be one of the field, and those that do.
+
+    Empty where its dtype or number of axes differs.
+    """
     known = field.axes or ((VARIES,) if field.ragged else ())
     words = [*known, *map(str, field.shape[1 if field.ragged else 0 :])]
-    if dtype != field.dtype or array.ndim != len(words):
+    if dtype != field.dtype or len(shape) != len(words):
+        return ()
+    pairs = enumerate(zip(words, shape, strict=True))
+    return tuple(axis for axis, (word, size) in pairs if word in (VARIES, "-1") or word != str(size))
+
+
+def ragged_cure(name: str, array: NDArray[Any], dtype: str, field: Field) -> str:
+    """Return how to declare the axes that vary, where nothing else differs."""
+    if not (axes := differing_axes(array.shape, dtype, field)):
         return ""
-    pairs = enumerate(zip(words, array.shape, strict=True))
-    axes = tuple(axis for axis, (word, size) in pairs if word in (VARIES, "-1") or word != str(size))
     ragged = (name,) if axes == (0,) else {name: axes}
     return f"; if its size may vary, give stoker.TorchSource(dataset, ragged={ragged!r})"
 

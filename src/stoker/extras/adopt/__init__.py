@@ -1,1 +1,1 @@
-"""Import a folder of `.pt` files, `stoker cache import-pt`."""
+"""Take over features that exist on disk, `stoker cache adopt`."""

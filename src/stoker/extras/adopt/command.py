@@ -40,7 +40,9 @@ def adopt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     dtype: Dtype = None,
     ragged: Annotated[
         str | None,
-        typer.Option(metavar="X,Y", help="Fields whose axis 0 varies; default: as files show."),
+        typer.Option(
+            metavar="X,Y:1:2", help="Fields whose axis 0 varies, or these axes; default: as files show."
+        ),
     ] = None,
     nan: Nan = "reject",
     zeros: Annotated[str, typer.Option(help="reject or allow samples with a field of zeros.")] = "reject",
@@ -66,12 +68,24 @@ def adopt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     from stoker.extras.adopt.source import AdoptRules
 
     chosen: Any = {"nan": nan, "zeros": zeros}  # checked by AdoptSettings
-    fields = () if ragged is None else tuple(field.strip() for field in ragged.split(","))
     settings = AdoptSettings(
-        layout=layout, dtype=dtype, rules=AdoptRules(**chosen, ragged=fields), workers=workers
+        layout=layout, dtype=dtype, rules=AdoptRules(**chosen, ragged=_axes(ragged)), workers=workers
     )
     result = run_adopt(folder, out_dir, name=name, settings=settings)
     out.show(result, render, exit_code=IncompleteError.exit_code if result.bad and not allow_bad else 0)
+
+
+def _axes(ragged: str | None) -> dict[str, tuple[int, ...]]:
+    """Return the axes that vary by field, of `tokens,latent:1:2`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in (ragged or "").split(",") if ragged else ():
+        name, *axes = one.strip().split(":")
+        if not name or not all(axis.isdecimal() for axis in axes):
+            raise ConfigError(
+                f"--ragged has {one.strip()!r}", hint="Expected a field, or its axes: latent:1:2"
+            )
+        found[name] = tuple(map(int, axes)) or (0,)
+    return found
 
 
 def render(result: AdoptResult, console: Console) -> None:

@@ -65,6 +65,8 @@ class Layout:
     """Makes fields of the arrays of one file, given its role."""
     ragged: tuple[str, ...] = ()
     """Fields whose axis 0 varies."""
+    sized: tuple[str, ...] = ()
+    """Fields of several sizes: each axis varies along which one sample differs."""
     time: tuple[str, ...] = ()
     """Fields whose axis 0 is time."""
     dense: tuple[str, ...] = ()
@@ -188,6 +190,7 @@ def _hidden_states(role: str, arrays: Arrays) -> Arrays:
     return found
 
 
+_SIZED_FIELDS = ("latent", "latent_flip", "alpha_mask", "hidden", "hidden_2", "mask")
 _TOKEN_FIELDS = ("hidden", "aux_hidden", "last_hidden", "input_ids", "loss_mask", "mask")
 
 
@@ -299,6 +302,7 @@ LAYOUTS: Mapping[str, Layout] = {
                 Role(name="image", pattern=rf"(?P<key>.+){IMAGE}", kind="image", optional=True),
             ),
             fields=_sd_scripts,
+            sized=_SIZED_FIELDS,
         ),
         Layout(
             name="musubi-tuner",
@@ -310,6 +314,7 @@ LAYOUTS: Mapping[str, Layout] = {
                 ),
             ),
             fields=_musubi,
+            sized=_SIZED_FIELDS,
         ),
         Layout(
             name="ai-toolkit",
@@ -330,11 +335,13 @@ LAYOUTS: Mapping[str, Layout] = {
                 ),
             ),
             fields=_text_and_latents,
+            sized=_SIZED_FIELDS,
         ),
         Layout(
             name="simpletuner",
             roles=(Role(name="embeddings", pattern=r"(?P<key>.+)\.pt"),),
             fields=_text_and_latents,
+            sized=_SIZED_FIELDS,
         ),
         Layout(
             name="hidden-states",

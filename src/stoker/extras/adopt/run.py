@@ -19,6 +19,7 @@ from stoker.precompute import PrecomputeReport, PrecomputeSettings, ProgressSink
 from stoker.precompute.settings import as_timeouts
 from stoker.runtime.files import make_folder
 from stoker.schema import DtypeName, JsonResult, Schema, dtype_names
+from stoker.sources.torch_items import varying_axes
 from stoker.store import Cache
 from stoker.store.folder import CACHE_NAME
 from stoker.store.storage import resolve_local
@@ -114,7 +115,7 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
     name: str,
     layout: str = "auto",
     dtype: DtypeName | Mapping[str, DtypeName] | None = None,
-    ragged: Sequence[str] = (),
+    ragged: Sequence[str] | Mapping[str, Sequence[int]] = (),
     nan: Values = "reject",
     zeros: Values = "reject",
     allow_bad: bool = False,
@@ -133,7 +134,8 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
             `"{split}/{key}_{label:int}.npy"`; `"auto"` recognizes it from the first files, and logs which.
         dtype: Storage dtype of float fields, for all or by field name; None: as in the files (float64 becomes
             float32).
-        ragged: Fields whose axis 0 varies, where the first files do not show it.
+        ragged: Fields whose axis 0 varies, or by field the axes that vary, as `{"latent": (1, 2)}`, where the
+            first files do not show it.
         nan: `"reject"` sets samples with NaN or infinity aside, `"allow"` stores them.
         zeros: `"reject"` sets samples aside of which a float field is all zeros, as a killed job leaves them.
         allow_bad: Return the cache of the sound samples where files are bad; else an error names these.
@@ -149,9 +151,9 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
     Raises:
         IncompleteError: Files are bad: unreadable, cut short, NaN, zeros, of another shape, of the same key,
             or without their partner. All others are stored.
-        SourceError: The layout is not recognized, no sample can be read, or their shapes vary along several
-            axes.
-        ConfigError: There is no such layout, or a package that reads it is not installed.
+        SourceError: The layout is not recognized, no sample can be read, or a field differs in dtype or
+            number of axes.
+        ConfigError: There is no such layout, field or axis, or a package that reads it is not installed.
 
     Examples:
         >>> import numpy, pathlib, stoker
@@ -166,7 +168,7 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
     settings = AdoptSettings(
         layout=layout,
         dtype=dtype_names(dtype),
-        rules=AdoptRules(nan=nan, zeros=zeros, ragged=tuple(ragged)),
+        rules=AdoptRules(nan=nan, zeros=zeros, ragged=varying_axes(ragged)),
         identity=identity,
         workers=workers,
         timeouts=as_timeouts(timeouts),

@@ -8,12 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
-from stoker.errors import DecodeError, SourceError, arg
+from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.extras.adopt.containers import Member, Rows, read_hdf5, read_zip_member, stated_shapes
 from stoker.extras.adopt.formats import Array, Arrays, decode
 from stoker.extras.adopt.layouts import MAY_BE_ZERO, FolderLook, Layout, choose_layout
@@ -21,9 +22,10 @@ from stoker.extras.adopt.listing import FilePart, ListedSample, Listing, walk
 from stoker.extras.adopt.pt import MAX_FILE_BYTES, PtReader, RefusedFileError
 from stoker.precompute.worker import ChangedError, all_finite
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import FLOATS, Field, Json, Sample, Schema
+from stoker.schema import FLOATS, SHAPE_SUFFIX, Field, Json, Sample, Schema, size_field, without_sizes
 from stoker.sources.files import OpenFiles, open_regular, why_unreadable
 from stoker.sources.protocol import Part, SourceIdentity, check_index
+from stoker.sources.torch_items import differing_axes, fits_field, fold, shape_text, varying_field
 
 VERSION = 1
 """Bumped by hand when the same files would give other samples."""
@@ -40,6 +42,8 @@ MORE_PROBED = 256
 """Samples that are tried where none of those can be read."""
 ODD = 0.25
 """Fraction of these that may differ in shape and count as damaged; more of them, and the shapes vary."""
+RARE = 1 / 16
+"""Where shapes vary, fraction of these that may differ along an axis and count as damaged; always one."""
 OPEN_CONTAINERS = 16
 RUN = 64
 PT_TIMEOUT_S = 30.0
@@ -222,7 +226,8 @@ class AdoptRules:
 
     nan: Values = "reject"
     zeros: Values = "reject"
-    ragged: tuple[str, ...] = ()
+    ragged: Mapping[str, tuple[int, ...]] = dataclass_field(default_factory=dict[str, tuple[int, ...]])
+    """By field the axes that vary, in addition to those that the first samples show."""
 
 
 class AdoptSource:
@@ -235,7 +240,8 @@ class AdoptSource:
         rules: What counts as damage.
 
     Raises:
-        SourceError: None of the first samples can be read, or their shapes vary along several axes.
+        SourceError: None of the first samples can be read, or their fields differ in dtype or number of axes.
+        ConfigError: A rule names a field or an axis that is not there.
     """
 
     def __init__(self, root: Path, layout: Layout, listing: Listing, rules: AdoptRules) -> None:
@@ -281,7 +287,8 @@ class AdoptSource:
         listed = self.listing.sample(index)
         fields, files = self._fields(listed)
         self._compare(listed, fields, files)
-        sample = {name: fields[name].values for name in self._schema}
+        arrays = {name: fields[name].values for name in without_sizes(self._schema)}
+        sample = fold(arrays, self._schema)
         if start is not None or stop is not None:
             steps = slice(start, stop)
             sample = {n: a[steps] if self._schema[n].time else a for n, a in sample.items()}
@@ -333,7 +340,7 @@ class AdoptSource:
         settings: dict[str, Json] = {
             "layout": self._layout.name,
             "classes": cast("Json", self._classes),
-            "ragged": [*sorted(self._rules.ragged)],
+            "ragged": {name: [*axes] for name, axes in sorted(self._rules.ragged.items())},
             "zeros": self._rules.zeros,
         }
         return SourceIdentity(
@@ -396,7 +403,7 @@ class AdoptSource:
         Raises:
             DecodeError: Names the file.
         """
-        schema, first = self._schema, listed.parts[0].file if listed.parts else listed.key
+        schema, first = without_sizes(self._schema), listed.parts[0].file if listed.parts else listed.key
         if fields.keys() != schema.keys():
             lacking, more = sorted(schema.keys() - fields.keys()), sorted(fields.keys() - schema.keys())
             said = f"lacks {', '.join(lacking)}" if lacking else f"has also {', '.join(more)}"
@@ -405,9 +412,10 @@ class AdoptSource:
         for name, spec in schema.items():
             array = fields[name]
             place = f"{self.folder / files[name]}: field {name!r}"
-            if array.dtype != spec.dtype or not _fits(array.values.shape, spec):
+            if array.dtype != spec.dtype or not fits_field(array.values.shape, spec):
                 raise DecodeError(
-                    f"{place} is {array.dtype} {array.values.shape}, most are {spec.dtype} {spec.shape}"
+                    f"{place} is {array.dtype} {array.values.shape}, most are {spec.dtype} {shape_text(spec)}"
+                    + _ragged_cure(name, array, spec)
                 )
             if spec.dtype not in FLOATS or not array.values.size:
                 continue
@@ -471,30 +479,41 @@ class AdoptSource:
                 name: Field(shape=spec.shape, dtype=spec.dtype, time=spec.shape[:1] == (steps,))
                 for name, spec in sorted(schema.items())
             }
-        return schema
+        if unknown := sorted(self._rules.ragged.keys() - schema.keys()):
+            raise ConfigError(f"ragged names {', '.join(unknown)}; the fields are {', '.join(schema)}")
+        sizes = {name + SHAPE_SUFFIX: size_field(field) for name, field in schema.items() if field.folded}
+        if twice := sorted(sizes.keys() & schema.keys()):
+            raise SourceError(
+                f"{self.folder}: sizes of a field are stored as {twice[0]!r}, which the files hold as well",
+                hint="Rename it in the files",
+            )
+        return schema | sizes
 
     def _field_of(self, name: str, alike: Sequence[tuple[ListedSample, Arrays]]) -> Field:
-        """Return what most samples have under a name.
+        """Return what most samples have under a name, with the axes along which they differ.
 
         Raises:
-            SourceError: More than a few differ along another axis than the first.
+            SourceError: More than a few differ in dtype or number of axes.
+            ConfigError: A rule names an axis that is not there.
         """
         found = [(fields[name].values.shape, fields[name].dtype) for _, fields in alike]
         (shape, dtype), often = Counter(found).most_common(1)[0]
-        declared = name in self._layout.ragged or name in self._rules.ragged
-        alike_but_first = sum(
-            own == dtype and len(other) == len(shape) and other[1:] == shape[1:] for other, own in found
-        )
-        odd = len(found) - often
-        if shape and (
-            declared or (odd > ODD * len(found) and len(found) - alike_but_first <= ODD * len(found))
-        ):
-            return Field(shape=(-1, *shape[1:]), dtype=dtype, ragged=True)
-        if odd > ODD * len(found):
-            self._refuse_shapes(name, alike)
-        return Field(shape=shape, dtype=dtype, time=name in self._layout.time)
+        shapes = [other for other, own in found if own == dtype and len(other) == len(shape)]
+        if len(found) - len(shapes) > ODD * len(found):
+            self._refuse(name, alike)
+        declared = self._rules.ragged.get(name, (0,) if name in self._layout.ragged and shape else ())
+        if declared and max(declared) >= len(shape):
+            raise ConfigError(
+                f"field {name!r} has {len(shape)} axes", hint=f"{max(declared)} in ragged is not one of them"
+            )
+        varying = {*declared}
+        sized = name in self._layout.sized
+        if sized or len(found) - often > ODD * len(found):
+            rare = 1 if sized else max(1, RARE * len(shapes))
+            varying |= {at for at, own in enumerate(zip(*shapes, strict=True)) if _odd(own) > rare}
+        return varying_field(shape, dtype, varying, time=name in self._layout.time and not varying)
 
-    def _refuse_shapes(self, name: str, alike: Sequence[tuple[ListedSample, Arrays]]) -> None:
+    def _refuse(self, name: str, alike: Sequence[tuple[ListedSample, Arrays]]) -> None:
         first: dict[str, str] = {}
         for listed, fields in alike:
             array = fields[name]
@@ -502,12 +521,17 @@ class AdoptSource:
         said = ", ".join(f"{shape} in {file}" for shape, file in list(first.items())[:4])
         suffix = PurePosixPath(alike[0][0].parts[0].file).suffix
         raise SourceError(
-            f"{self.folder}: field {name!r} has several shapes: {said}. A cache holds one, or one that "
-            "varies along axis 0 alone",
-            hint="Adopt the files of each shape into a cache of its own, with a pattern of their names, as "
-            f"{arg('layout', '{key}_0512x0512_sd' + suffix, setting='--layout')}",
+            f"{self.folder}: field {name!r} differs in dtype or number of axes: {said}",
+            hint="Adopt the files of each kind into a cache of its own, with a pattern of their names, as "
+            f"{arg('layout', '{key}_512' + suffix, setting='--layout')}",
         )
 
 
-def _fits(shape: tuple[int, ...], spec: Field) -> bool:
-    return len(shape) == len(spec.shape) and shape[spec.ragged :] == spec.shape[spec.ragged :]
+def _odd(sizes: Sequence[int]) -> int:
+    """Return how many differ from the most frequent one."""
+    return len(sizes) - Counter(sizes).most_common(1)[0][1]
+
+
+def _ragged_cure(name: str, array: Array, spec: Field) -> str:
+    axes = differing_axes(array.values.shape, array.dtype, spec)
+    return f" (ragged {':'.join([name, *map(str, axes)])}, if sizes may vary)" if axes else ""
