@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import stoker
-from stoker.errors import ConfigError, MissingRecordError
+from stoker.errors import ConfigError, MissingRecordError, SourceError
+from stoker.sources.splits import Subset
 from stoker.store.transfer import pull, push
 
 Items = list[dict[str, Any]]
@@ -86,6 +87,60 @@ def test_other_keys_for_the_same_samples_are_noted(tmp_path: Path) -> None:
 
     assert second.fingerprint == first.fingerprint
     assert list(second.keys()) == ["x", "y", "z"]
+
+
+def test_other_names_of_the_files_of_a_complete_cache_are_noted(tmp_path: Path) -> None:
+    """The same files, found by a pattern and by their folder."""
+    for name in ("run1", "run2"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        np.save(tmp_path / "data" / name / "x.npy", np.arange(6, dtype=np.float32).reshape(3, 2))
+    paths = [tmp_path / "data" / name / "x.npy" for name in ("run1", "run2")]
+    sources = [stoker.ArraySource(tmp_path / "data" / "*" / "x.npy"), stoker.ArraySource(paths)]
+    named = [list(source.keys()) for source in sources]
+    assert named[0] != named[1]
+
+    for source, keys in zip((*sources, sources[0]), (*named, named[0]), strict=True):
+        cache = stoker.precompute(source, None, tmp_path / "caches", name="runs", workers=0, progress=None)
+        assert list(cache.keys()) == keys
+
+    assert len([*(tmp_path / "caches" / "runs").iterdir()]) == 1
+
+
+def test_given_keys_that_are_left_out_later_are_not_kept(tmp_path: Path) -> None:
+    keyed(tmp_path, ["a", "b", "c"])
+
+    source = stoker.TorchSource(items(3), version="1")
+    cache = stoker.precompute(source, None, tmp_path, name="keyed", workers=0, progress=None)
+
+    assert list(cache.keys()) == ["0", "1", "2"]
+
+
+def test_other_keys_of_some_of_the_samples_are_noted(tmp_path: Path) -> None:
+    def first_two(keys: Sequence[str]) -> stoker.Cache:
+        source = Subset(stoker.TorchSource(items(len(keys)), keys=keys, version="1"), 2)
+        return stoker.precompute(source, None, tmp_path, name="some", workers=0, progress=None)
+
+    first = first_two(["a", "b", "c"])
+
+    assert list(first_two(["b", "c", "d"]).keys()) == ["b", "c"]
+    assert list(stoker.open_cache(first.path).keys()) == ["b", "c"]
+
+
+def test_a_source_whose_keys_cannot_be_listed_leaves_those_of_its_complete_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unlisted(stoker.TorchSource):
+        def keys(self) -> Sequence[str]:
+            raise SourceError("the table of names is gone")
+
+    keyed(tmp_path, ["a", "b", "c"])
+
+    source = Unlisted(items(3), version="1")
+    cache = stoker.precompute(source, None, tmp_path, name="keyed", workers=0, progress=None)
+
+    assert list(cache.keys()) == ["a", "b", "c"]
+    assert "keeps the keys" in caplog.text
+    assert "the table of names is gone" in caplog.text
 
 
 def test_keys_travel_with_a_cache(tmp_path: Path) -> None:
