@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from stoker import native
 from stoker.runtime import threads
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -19,6 +20,12 @@ def short_idle() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "IDLE_S", 0.5)
         yield
+
+
+@pytest.fixture
+def twins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled code: for tests that look at single reads and calls."""
+    monkeypatch.setattr(native, "library", lambda: None)
 
 
 @pytest.fixture(scope="module")

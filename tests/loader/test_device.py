@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker import native
 from stoker.errors import CorruptError, StalledError
 from stoker.loader import Loader, disk, placement
 from stoker.loader import tiers as device_tier
@@ -277,11 +276,9 @@ class Gathers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("width", "calls"), [(8, 1), (65_536, 2), (2_097_152, 5)])
-def test_one_call_gathers_many_batches_on_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, calls: int
-) -> None:
+@pytest.mark.usefixtures("twins_alone")  # as on a device
+def test_one_call_gathers_many_batches_on_a_device(tmp_path: Path, width: int, calls: int) -> None:
     """Starting a call takes longer than gathering a batch of small records."""
-    monkeypatch.setattr(native, "library", lambda: None)  # as on a device
     values = torch.randint(0, 256, (20, width), dtype=torch.uint8)
     cache = write_cache(tmp_path, {"x": values})
     memory = on_cpu(cache)

@@ -19,6 +19,8 @@ from stoker.store import Cache
 from stoker.store.format import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
+pytestmark = pytest.mark.usefixtures("twins_alone")
+
 
 class PageCache:
     """Stands for the system's: it has everything, or nothing."""

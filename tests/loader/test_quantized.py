@@ -196,6 +196,7 @@ def test_nothing_is_added_for_caches_that_are_not_packed(tmp_path: Path) -> None
     assert stored_outputs(outputs) == outputs
 
 
+@pytest.mark.usefixtures("twins_alone")
 def test_large_values_with_small_scales_are_gathered_a_batch_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

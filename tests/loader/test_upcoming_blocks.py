@@ -43,6 +43,7 @@ def horizon_of(loader: Loader, *, most: int = 1000) -> tuple[BlockLocator, Upcom
     return reach, UpcomingBlocks(design.share, design.order.epoch, reach.blocks, lambda: most)
 
 
+@pytest.mark.usefixtures("twins_alone")
 @pytest.mark.parametrize(
     ("which", "settings"),
     [

@@ -146,7 +146,7 @@ class OpenFile(Protocol):
 
     @property
     def direct_fd(self) -> int:
-        """A descriptor that has the bytes which are `here`, at the same offsets; -1 where they are elsewhere."""
+        """A descriptor with the bytes that are `here`, at the same offsets; -1 where they are elsewhere."""
         ...
 
     def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
