@@ -105,16 +105,18 @@ def make_records(folder: Path) -> dict[str, Any]:
     return {"data": data, "seeds": seeds, "sums": np.array(sums, np.uint64), "path": folder / "file"}
 
 
-def read(records: dict[str, Any], rows: list[int], *, flags: int = 0, check: bool = True) -> tuple[Any, Any]:
+def read(
+    records: dict[str, Any], rows: list[int], *, size: int = RECORD, check: bool = True
+) -> tuple[Any, Any]:
     """The states and bytes of some records."""
-    out = np.zeros((len(rows), RECORD), np.uint8)
+    out = np.zeros((len(rows), size), np.uint8)
     numbers = np.array(rows, np.int64)
     fd = os.open(records["path"], os.O_RDONLY)
     try:
         states = native.read_records(
-            np.full(len(rows), fd, np.int32), numbers * RECORD, np.full(len(rows), RECORD, np.int64),
-            address(out) + np.arange(len(rows)) * RECORD, BLOCK, address(records["seeds"]) + 8 * numbers,
-            address(records["sums"]) + 24 * numbers if check else None, flags,
+            np.full(len(rows), fd, np.int32), numbers * size, np.full(len(rows), size, np.int64),
+            address(out) + np.arange(len(rows)) * size, BLOCK, address(records["seeds"]) + 8 * numbers,
+            address(records["sums"]) + 24 * numbers if check else None, 0,
         )  # fmt: skip
     finally:
         os.close(fd)
@@ -145,6 +147,23 @@ def test_damage_and_a_short_file_are_told_by_record(records: dict[str, Any]) -> 
     assert all(told[row] == native.NOT_READ for row in range(49, COUNT))
     unchecked, _ = read(records, [7], check=False)
     assert unchecked.tolist() == [native.READ]
+
+
+@needs_library
+@pytest.mark.parametrize("damaged", [None, 0, 700_000])
+def test_a_record_that_is_read_in_pieces_is_compared_in_all_of_them(
+    tmp_path: Path, damaged: int | None
+) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 700_001, np.uint8)
+    sums = [xxhash.xxh3_64_intdigest(data[at : at + BLOCK], 5) for at in range(0, len(data), BLOCK)]
+    stored = data.copy()
+    if damaged is not None:
+        stored[damaged] ^= 1
+    (tmp_path / "file").write_bytes(stored.tobytes())
+    made = {"seeds": np.array([5], np.uint64), "sums": np.array(sums, np.uint64), "path": tmp_path / "file"}
+    states, out = read(made, [0], size=len(data))
+    assert states.tolist() == [native.READ if damaged is None else native.WRONG]
+    assert damaged is not None or np.array_equal(out[0], data)
 
 
 @needs_library

@@ -240,10 +240,8 @@ PUBLIC uint64_t stoker_digest(const uint8_t *data, size_t size, uint64_t seed) {
 enum { JOINED = 256 * 1024, BUFFERS = 64 };  // most bytes, and records, of one call to the system
 enum { READ = 0, NOT_READ = 1, WRONG = 2 };
 
-static int matches(
-    const uint8_t *data, size_t size, size_t block, uint64_t seed, const uint64_t *sums, Stripes add) {
-  uint8_t secret[SECRET];
-  if (size > SHORT) make_secret(secret, seed);
+static int matches(const uint8_t *data, size_t size, size_t block, uint64_t seed, const uint8_t *secret,
+    const uint64_t *sums, Stripes add) {
   for (size_t at = 0; at < size; at += block) {
     size_t some = size - at < block ? size - at : block;
     uint64_t found = some > SHORT ? digest(data + at, some, secret, add) : short_digest(data + at, some, seed);
@@ -268,12 +266,26 @@ static int filled(int fd, int64_t offset, struct iovec *into, int count, size_t 
   return 1;
 }
 
+// A record that is larger than what is read in one call comes in pieces of whole blocks.
+static int read_large(int fd, int64_t offset, uint8_t *out, size_t size, size_t block, uint64_t seed,
+    const uint8_t *secret, const uint64_t *sums, int flags, Stripes add) {
+  size_t piece = block > JOINED ? block : JOINED / block * block;
+  for (size_t at = 0; at < size; at += piece) {
+    size_t some = size - at < piece ? size - at : piece;
+    struct iovec into = {out + at, some};
+    if (!filled(fd, offset + (int64_t)at, &into, 1, some, flags)) return NOT_READ;
+    if (sums && !matches(out + at, some, block, seed, secret, sums + at / block, add)) return WRONG;
+  }
+  return READ;
+}
+
 // `seeds` and `sums`: where those of each record are, the sum of its first block; null: nothing is checked.
 // Returns how many records were not read, or are wrong; `states` says which.
 PUBLIC int64_t stoker_read(size_t count, const int32_t *fds, const int64_t *offsets, const int64_t *sizes,
     uint8_t *const *outs, size_t block, const uint64_t *const *seeds, const uint64_t *const *sums, int flags,
     uint8_t *states) {
   Stripes add = best_stripes();
+  uint8_t secret[SECRET];
   int64_t failed = 0;
   for (size_t i = 0, next; i < count; i = next) {
     struct iovec into[BUFFERS];
@@ -286,10 +298,16 @@ PUBLIC int64_t stoker_read(size_t count, const int32_t *fds, const int64_t *offs
       into[next - i].iov_len = (size_t)sizes[next];
       bytes += (size_t)sizes[next];
     }
-    int got = filled(fds[i], offsets[i], into, (int)(next - i), bytes, flags);
+    int got = bytes <= JOINED && filled(fds[i], offsets[i], into, (int)(next - i), bytes, flags);
     for (size_t j = i; j < next; j++) {
-      states[j] = !got ? NOT_READ
-          : sums && !matches(outs[j], (size_t)sizes[j], block, word(seeds[j]), sums[j], add) ? WRONG : READ;
+      uint64_t seed = sums ? word(seeds[j]) : 0;
+      const uint64_t *own = sums ? sums[j] : NULL;
+      size_t size = (size_t)sizes[j];
+      if (sums && size > SHORT) make_secret(secret, seed);
+      if (bytes > JOINED)
+        states[j] = (uint8_t)read_large(fds[j], offsets[j], outs[j], size, block, seed, secret, own, flags, add);
+      else
+        states[j] = !got ? NOT_READ : own && !matches(outs[j], size, block, seed, secret, own, add) ? WRONG : READ;
       failed += states[j] != READ;
     }
   }
