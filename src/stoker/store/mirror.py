@@ -284,6 +284,7 @@ class MirrorFile:
         found = (ends <= blocks.size) & (before[np.minimum(last, blocks.count)] == before[first])
         for low, high in zip(first[found].tolist(), last[found].tolist(), strict=True):
             blocks.touch(low, high)
+        self._counters.hits += int(found.sum())
         return found
 
     def prefetch(self, offset: int, size: int) -> None:
