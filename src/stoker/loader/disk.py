@@ -37,6 +37,7 @@ from stoker.loader.gather import (
     view_for,
 )
 from stoker.loader.outputs import OutputSpec, StepRun, plan_runs
+from stoker.loader.record_reads import RecordReads
 from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
 from stoker.store.format import rows_per_block
@@ -232,6 +233,7 @@ class PieceReader:
         self._at_once = max(1, most_open() // threads)
         self._native = native.library() is not None
         self._only_records = len(self._whole) == len(outputs)
+        """True if nothing is left where all whole records were read together."""
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
         """Shards of which nothing is read on by the system."""
 
@@ -271,43 +273,21 @@ class PieceReader:
         Returns:
             Which are there and right, and how many were waited for. The others are to be read one by one.
         """
-        done, name, size = np.zeros(len(piece), np.bool_), self._outputs[i].field, self._sizes[i]
+        name, rows = self._outputs[i].field, wanted.row[piece].astype(np.int64)
         numbers, own = np.unique(wanted.shard[piece], return_inverse=True)
         shards = [cache.shard(number) for number in numbers.tolist()]
-        places = [shard.fields[name].record_places for shard in shards]
-        fds = [shard.file.direct_fd for shard in shards]
-        space = wanted.spaces[i]
-        if max(fds) < 0 or not size or space is None:
-            return done, 0
-        table = np.array([place or (0,) * 6 for place in places], np.int64)[own]
-        rows, fd = wanted.row[piece].astype(np.int64), np.array(fds, np.int32)[own]
-        begins = table[:, 0] + rows * size
-        may = (fd >= 0) & (table[:, 1] == size)
-        generations: dict[int, object] = {}
-        for number, shard in enumerate(shards):
+        for shard in shards:
             self._tell(shard)
-            if (generation := shard.file.generation) is not None and fds[number] >= 0:
-                generations[number] = generation
-                of_shard = np.flatnonzero(own == number)
-                may[of_shard] &= shard.file.here(begins[of_shard], begins[of_shard] + size)
-        outs = np.frombuffer(space, np.uint8).ctypes.data + piece * size
-        block = int(table[:, 2].max())
-        seeds, sums = table[:, 3] + 8 * rows, table[:, 4] + table[:, 5] * rows
-        waited = 0
-        for flags in (os.RWF_NOWAIT, 0) if hasattr(os, "RWF_NOWAIT") else (0,):
-            some = np.flatnonzero(may & ~done)
-            if not len(some):
-                break
-            states = native.read_records(
-                fd[some], begins[some], np.full(len(some), size), outs[some], block, seeds[some],
-                None if verify == "off" else sums[some], flags,
-            )  # fmt: skip
-            done[some] = states == native.READ
-            waited = 0 if flags else len(some)
-        for number, generation in generations.items():
-            if shards[number].file.generation != generation:
-                done[own == number] = False
-        return done, waited
+        reads = RecordReads(shards, own, rows, name)
+        if not reads.may.any():
+            return reads.may, 0
+        if (space := wanted.spaces[i]) is None:
+            for k, j in enumerate(piece.tolist()):
+                self._place(shards[own[k]], i, int(rows[k]), wanted, j)
+            outs = np.array([wanted.values[i][j].data_ptr() for j in piece.tolist()], np.int64)
+        else:
+            outs = np.frombuffer(space, np.uint8).ctypes.data + piece * self._sizes[i]
+        return reads.read(outs, check=verify != "off")
 
     def _tell(self, shard: Shard) -> None:
         """Have the system read nothing on of a shard whose records are large."""

@@ -11,7 +11,7 @@ import functools
 import platform
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ def library() -> Any:
     found.stoker_gather.restype = _number
     found.stoker_digest.argtypes = (_pointer, _size, ctypes.c_uint64)
     found.stoker_digest.restype = ctypes.c_uint64
+    found.stoker_announce.argtypes = (_size, _pointer, _pointer, _pointer)
+    found.stoker_announce.restype = None
     pointers = (_pointer,) * 4
     found.stoker_read.argtypes = (_size, *pointers, _size, _pointer, _pointer, ctypes.c_int, _pointer)
     found.stoker_read.restype = _number
@@ -92,31 +94,47 @@ class RowGather:
         return out
 
 
-def read_records(  # noqa: PLR0913, PLR0917 - what the call of C takes
-    fds: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    outs: NDArray[np.int64],
-    block_bytes: int,
-    seeds: NDArray[np.int64],
-    sums: NDArray[np.int64] | None,
-    flags: int,
-) -> NDArray[np.uint8]:
-    """Read records into memory and compare them with their sums, `(n,)` each.
+class Extents(NamedTuple):
+    """Bytes of records in files, and where they go, `(n,)` each."""
+
+    fds: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    outs: NDArray[np.int64]
+    """Addresses."""
+    seeds: NDArray[np.int64]
+    """Addresses of the records' seeds, uint64."""
+    sums: NDArray[np.int64]
+    """Addresses of the sums of their first blocks, uint64."""
+
+    def take(self, some: NDArray[np.int64]) -> Extents:
+        """Return these of them."""
+        fds, offsets, sizes, outs, seeds, sums = self
+        return Extents(fds[some], offsets[some], sizes[some], outs[some], seeds[some], sums[some])
+
+
+def announce(records: Extents) -> None:
+    """Have the system begin to load these bytes."""
+    fds, offsets, sizes = records[:3]
+    library().stoker_announce(len(fds), fds.ctypes.data, offsets.ctypes.data, sizes.ctypes.data)
+
+
+def read_records(records: Extents, block_bytes: int, *, check: bool, flags: int = 0) -> NDArray[np.uint8]:
+    """Read records into memory and compare them with their sums.
 
     Args:
-        fds, offsets, sizes: The bytes to read.
-        outs: Addresses that they go to.
+        records: Which, and where to; all in range, since nothing is checked here.
         block_bytes: Bytes that share a sum; the last of a record may be fewer.
-        seeds: Addresses of the records' seeds, uint64.
-        sums: Addresses of the sum of each record's first block, uint64; None: nothing is compared.
+        check: Whether to compare.
         flags: Of `preadv2`, as `os.RWF_NOWAIT`.
+
     Returns:
         `READ`, `NOT_READ` or `WRONG` for each.
     """
-    states = np.empty(len(fds), np.uint8)
+    states = np.empty(len(records.fds), np.uint8)
+    fds, offsets, sizes, outs, seeds, sums = (values.ctypes.data for values in records)
     library().stoker_read(
-        len(fds), fds.ctypes.data, offsets.ctypes.data, sizes.ctypes.data, outs.ctypes.data, block_bytes,
-        seeds.ctypes.data, None if sums is None else sums.ctypes.data, flags, states.ctypes.data,
+        len(states), fds, offsets, sizes, outs, block_bytes, seeds, sums if check else None, flags,
+        states.ctypes.data,
     )  # fmt: skip
     return states

@@ -7,6 +7,7 @@
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -277,6 +278,11 @@ static int read_large(int fd, int64_t offset, uint8_t *out, size_t size, size_t 
     if (sums && !matches(out + at, some, block, seed, secret, sums + at / block, add)) return WRONG;
   }
   return READ;
+}
+
+// Has the system begin to load what will be read, so that more is under way than there are threads.
+PUBLIC void stoker_announce(size_t count, const int32_t *fds, const int64_t *offsets, const int64_t *sizes) {
+  for (size_t i = 0; i < count; i++) (void)posix_fadvise(fds[i], offsets[i], sizes[i], POSIX_FADV_WILLNEED);
 }
 
 // `seeds` and `sums`: where those of each record are, the sum of its first block; null: nothing is checked.

@@ -53,17 +53,23 @@ fetched, where bytes come from a store), or never."""
 
 
 class RecordPlaces(NamedTuple):
-    """Where the records of one field of fixed shape are, their seeds and sums, which the shard keeps."""
+    """Where the records of one field are, their seeds and their sums, which the shard keeps in memory."""
 
     begin: int
     """Offset of the first record in the file."""
-    record_bytes: int
+    unit_bytes: int
+    """Bytes of a record; of a step, where `offsets` are given."""
     block_bytes: int
     seeds: int
     """Address of the first record's seed, 8 bytes each."""
     sums: int
-    """Address of the first record's sums, `sum_bytes` each."""
-    sum_bytes: int
+    """Address of the first sum, 8 bytes each."""
+    sums_each: int
+    """Sums of a record, where `firsts` are not given."""
+    offsets: NDArray[np.int64] | None
+    """Steps before each record of a ragged field, and their total, `(rows + 1,)`."""
+    firsts: NDArray[np.int64] | None
+    """Sums before each record of a ragged field."""
 
 
 class Blocks:
@@ -108,22 +114,23 @@ class Blocks:
             raise FormatError(f"{len(sums)} sums for field {name!r}, expected {count}")
         self._sums: Any = sums.data  # items are plain integers, which numpy's are not
         self._seeds: Any = seeds.data
-        self.record_places = self._record_places(seeds, sums)
-        """What `native.read_records` takes of entire records; None: their lengths vary."""
+        self.record_places = self._record_places(seeds, sums, offsets)
+        """For reads of many records in one call."""
         self._seen: dict[object, bytearray] = {}
         """For `verify="first"`: 1 for each block that was found right, in the file's present generation."""
 
-    def _record_places(self, seeds: NDArray[np.uint64], sums: NDArray[np.uint64]) -> RecordPlaces | None:
-        size = self._length * self.step_bytes
-        if self._offsets is not None or not size:
-            return None
+    def _record_places(
+        self, seeds: NDArray[np.uint64], sums: NDArray[np.uint64], offsets: NDArray[np.int64] | None
+    ) -> RecordPlaces:
         return RecordPlaces(
             begin=self._begin,
-            record_bytes=size,
+            unit_bytes=self.step_bytes * (self._length if offsets is None else 1),
             block_bytes=self._bytes,
             seeds=seeds.ctypes.data,
             sums=sums.ctypes.data,
-            sum_bytes=8 * self._each,
+            sums_each=self._each,
+            offsets=offsets,
+            firsts=None if self._firsts is None else np.asarray(self._firsts),
         )
 
     def length(self, row: int) -> int:
