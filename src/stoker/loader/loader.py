@@ -452,7 +452,7 @@ def _restored(cache: Cache, options: Options, structure: ItemStructure, state: d
 
 
 # pyright: reportPrivateUsage=false
-# For mixtures, which put several loaders together.
+# For mixtures, which put several loaders together, and for adapters to frameworks.
 
 
 def design_of(loader: Loader) -> Design:
@@ -502,7 +502,12 @@ def follow(loader: Loader, state: dict[str, Any]) -> None:
         loader._follow(state)
 
 
+def place_of(loader: Loader, epoch: int, batch: int) -> tuple[int, int]:
+    """Return epoch and position at which the batch of that number of an epoch begins."""
+    return epoch, loader._serving.begin(epoch, batch)
+
+
 def pass_from(loader: Loader, epoch: int, batch: int) -> Iterator[Any]:
     """Return a pass that begins with batch `batch` of an epoch, from where the loader serves now."""
-    loader._place.restore((epoch, loader._serving.begin(epoch, batch)))
+    loader._place.restore(place_of(loader, epoch, batch))
     return loader._pass()
