@@ -19,7 +19,7 @@ def make_cache(folder: Path) -> Cache:
 
 
 def make_varied_cache(folder: Path) -> Cache:
-    """24 records: 13, 8 and 3 of three kinds, with texts of 1 to 5 words; many batches of a kind are short."""
+    """24 records: 13, 8 and 3 of three kinds, with texts of 1 to 5 words; many batches are short."""
     kinds = torch.tensor([0, 1, 0, 0, 1, 2, 0, 1] * 3)
     generator = torch.Generator().manual_seed(7)
     fields = {

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a source, before anything is read.
+"""Checks of arguments, before anything is read.
 
 Later, a wrong argument would be an error of Python's own, which names neither the argument nor what was
 expected.
@@ -6,11 +6,14 @@ expected.
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import SupportsIndex, cast
+
+import numpy as np
 
 from stoker.errors import ConfigError, arg
 from stoker.sources.files import SUFFIXES
@@ -124,6 +127,61 @@ def check_int(what: str, value: object, *, least: int | None = None) -> None:
             f"{what} is {value!r}",
             hint=f"Expected a whole number{'' if least is None else f' of at least {least}'}",
         )
+
+
+def check_bool(what: str, value: object) -> None:
+    """Refuse what is not True or False.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{what} is {value!r}", hint="Expected True or False")
+
+
+def check_number(
+    what: str,
+    value: object,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    finite: bool = True,
+) -> None:
+    """Refuse what is not a number, or is out of range; a bool is not a number.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    fits = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if fits:
+        number = cast("float", value)
+        fits = not finite or -math.inf < number < math.inf
+        fits = fits and (least is None or number >= least) and (most is None or number <= most)
+        fits = fits and (above is None or number > above)
+    if not fits:
+        limits = (
+            "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
+        )
+        limits = limits if above is None else f" above {above}"
+        raise ConfigError(
+            f"{what} is {value!r}", hint=f"Expected a {'finite ' if finite else ''}number{limits}"
+        )
+
+
+def check_numbers(
+    what: str, value: object, *, least: float | None = None, above: float | None = None
+) -> None:
+    """Refuse what is neither a finite number nor a list of at least one.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    several = listed(value)
+    if several == ():
+        raise ConfigError(f"{what} is {value!r}", hint="Expected a number, or a list of them")
+    for number in (value,) if several is None else several:
+        check_number(what, number, least=least, above=above)
 
 
 def check_splits(split: object, splits: object, seed: object) -> None:
