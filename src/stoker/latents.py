@@ -203,7 +203,7 @@ class DropCondition(FieldTransform):
         null = self.null[name] if isinstance(self.null, Mapping) else self.null
         dtype = (values[0] if isinstance(values, list) else values).dtype
         if null is None and not dtype.is_floating_point:
-            known = "False" if dtype == torch.bool else "1000"
+            known = False if dtype == torch.bool else min(1000, torch.iinfo(dtype).max)
             raise ConfigError(
                 f"DropCondition: null= is left out, and field {name!r} holds {dtype}, where 0 is a value "
                 "like any other",

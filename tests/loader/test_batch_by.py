@@ -270,6 +270,26 @@ def test_a_state_is_of_one_rule_and_of_equal_steps(tmp_path: Path) -> None:
         ragged.load_state_dict(state)
 
 
+def test_a_state_of_other_steps_says_what_continues_and_another_epoch_may_begin(cache: Cache) -> None:
+    two = Loader(cache, 8, batch_by="shape", shuffle=True, rank=0, world_size=2)
+    state = two.state_dict(next(iter(two)).position)
+    one = Loader(cache, 8, batch_by="shape", shuffle=True)
+    for allow in (False, True):
+        with pytest.raises(StaleStateError, match=r"global_batch 16 there, 8 here") as refused:
+            one.load_state_dict(state, allow_rebatch=allow)
+        assert "allow_rebatch" not in str(refused.value)
+        assert "2 ranks of batch_size=8" in str(refused.value)
+    one.set_epoch(0)  # as the hint says
+    assert sorted(i for b in one for i in b["index"].tolist()) == [*range(COUNT)]
+
+    list(two)  # from one epoch to the next, whatever a step was
+    with pytest.raises(StaleStateError, match="allow_rebatch=True"):
+        one.load_state_dict(two.state_dict())
+    one.load_state_dict(two.state_dict(), allow_rebatch=True)
+    assert one.position == (1, 0)
+    assert sorted(i for b in one for i in b["index"].tolist()) == [*range(COUNT)]
+
+
 def test_drop_last_leaves_full_batches(cache: Cache) -> None:
     loader = Loader(cache, 8, batch_by="shape", shuffle=True, drop_last=True)
     batches = list(loader)
