@@ -43,6 +43,7 @@ from stoker.loader.records import (
     cuts_points,
     find_records,
     groups_of,
+    joined_keys,
     lengths_of,
     tokens_of,
     trajectory_lengths,
@@ -137,7 +138,8 @@ def decide(
     outputs = outputs_of(cache, options)
     table = find_records(cache, options.indices)
     batches = make_planner(cache, table, options)
-    join = make_joiner(options, outputs, cache.schema)
+    by_column = bool(joined_keys(cache, options.batch_by))  # then fields differ in shape as without it
+    join = make_joiner(replace(options, batch_by=None) if by_column else options, outputs, cache.schema)
     if join is not None:
         check_lengths(join, cache, table)
     check_sizes(options.choose, cache, table)
@@ -286,7 +288,10 @@ def make_planner(cache: Cache, table: RecordTable, options: Options) -> BatchPla
         return TokenPlanner(lengths, options.batch_tokens, **settings)
     if options.batch_by is not None:
         groups = groups_of(cache, table, options.batch_by)
-        return GroupPlanner(groups, options.batch_size, by=options.batch_by, **settings)
+        by = options.batch_by
+        if joined_keys(cache, by):  # whose values the cache's fingerprint does not cover
+            by = f"{by} ({digest_of(groups)})"
+        return GroupPlanner(groups, options.batch_size, by=by, **settings)
     return None
 
 

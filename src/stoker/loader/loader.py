@@ -117,8 +117,8 @@ class Loader(EpochIterable):
             normalize: By field how values are normalized on the way, in float32 and on every tier alike.
             ragged: Entire records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             batch_by: What examples of a batch have in common: `"shape"`, all of their shapes; the name of a
-                field of varying shape, its shape; or of an integer field, its value. Fields whose shape is
-                then the same are stacked to `(B, *shape)`. See docs/how-to/batching.md.
+                field of varying shape, its shape; or of an integer field or joined column, its value. Fields
+                whose shape is then the same are stacked to `(B, *shape)`. See docs/how-to/batching.md.
             batch_tokens: Tokens of a batch at most, in place of `batch_size`: entire records of fields of one
                 varying length, packed to `(total, *step)`, with `cu_seqlens`, `position_ids`, `max_seqlen`.
             static: Every batch at the same addresses, overwriting the last; device tier only.

@@ -22,6 +22,7 @@ from stoker.errors import ConfigError, MissingRecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
 from stoker.loader.choose import Choices, FieldGroup, resolve_choices
+from stoker.loader.records import no_indices
 from stoker.schema import SHAPE_SUFFIX, Schema, digest_json
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
@@ -425,6 +426,13 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
             raise MissingRecordError(
                 f"indices= names sample {wanted[~there][0]}, which is not among those of {joined!r}"
             )
+    if not len(joined):
+        raise ConfigError(
+            f"{joined!r} is empty, so there is nothing to serve",
+            hint="From where() comes no record if none meets its condition",
+        )
+    if not len(place):
+        raise no_indices()
     told = tuple(
         f"{name}: {cache.fingerprint} {digest_json(joined.numbers[name][place].tolist())[:16]}"
         for name, cache in [*joined.caches.items()][1:]
