@@ -232,7 +232,7 @@ class Normalize(FieldTransform):
 
         Args:
             cache: Whose statistics; give the cache of the train split for the other splits too.
-            name: The field; None: the one that windows are cut from, and the states made of it.
+            name: The field; None: the one with time, that windows are cut from, and the states made of it.
             dtype: Name of the float dtype that comes out, as of `Normalize`.
 
         Raises:
@@ -245,6 +245,13 @@ class Normalize(FieldTransform):
             >>> Normalize.of(stoker.precompute(data, None, "caches", name="pairs"), "x").mean
             (2.0, 4.0)
         """
+        if name is None and not any(one.evolves for one in cache.schema.values()):
+            known_fields = [repr(one) for one in cache.statistics]
+            raise ConfigError(
+                f"Normalize.of: no field of {cache.path} has time, so it is not clear which is meant",
+                hint=f"Name it, as Normalize.of(cache, {known_fields[0] if known_fields else 'name'}); there "
+                f"are {', '.join(known_fields) or 'none'}",
+            )
         field_name = time_field(cache.schema, None) if name is None else name
         known: Mapping[str, Any] = cache.statistics.get(field_name, {})
         found: Mapping[str, Any] = known.get("channels", known)

@@ -316,6 +316,19 @@ def test_what_makes_no_sense_together_is_refused(cache: Cache, setting: dict[str
         Loader(cache, **{"batch_size": 4, "batch_by": "shape", **setting})
 
 
+def test_means_by_channel_of_images_of_many_sizes_are_for_the_transform(cache: Cache) -> None:
+    each = {"mean": (0.5, -0.5), "std": (1.0, 2.0)}
+    with pytest.raises(ConfigError, match=r"2 means for axis -3 .*\(2, \*, \*\).*Normalize") as refused:
+        Loader(cache, 4, batch_by="shape", normalize={"image": stoker.Normalization(**each)})
+    assert "batch_by='shape'" in str(refused.value)
+    change = stoker.transforms.Normalize(**each, axis=-3, fields=["image"])
+    for plain, made in zip(  # as the hint says
+        Loader(cache, 4, batch_by="shape"), Loader(cache, 4, batch_by="shape", transforms=change), strict=True
+    ):
+        mean, std = (torch.tensor(numbers).view(2, 1, 1) for numbers in each.values())
+        assert torch.allclose(made["image"], (plain["image"] - mean) / std)
+
+
 def test_a_mixture_and_one_shape_for_all_are_refused(cache: Cache, tmp_path: Path) -> None:
     plain = write_cache(tmp_path, {"x": torch.ones(4, 2)}, name="plain")
     with pytest.raises(ConfigError, match="batches of varying size"):

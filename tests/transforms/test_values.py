@@ -67,6 +67,13 @@ def test_normalize_by_the_statistics_of_the_cache(tmp_path: Path) -> None:
         Normalize.of(cache, "u")
 
 
+def test_statistics_of_records_without_time_want_the_name_of_a_field(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, {"x": torch.randn(6, 2), "y": torch.randn(6, 2)})
+    with pytest.raises(ConfigError, match=r"Normalize\.of\(cache, 'x'\).*'x', 'y'") as refused:
+        Normalize.of(cache)
+    assert "windows" not in str(refused.value)
+
+
 def test_statistics_of_the_window_field_are_for_all_its_states(tmp_path: Path) -> None:
     fields = {name: v for name, v in trajectories().items() if name in ("latent", "nu")}
     fields["latent"] = fields["latent"].float() * torch.tensor([1.0, 2, 3, 4, 5, 0]) + 7

@@ -154,6 +154,14 @@ def check_normalize(normalize: object, schema: Schema) -> Mapping[str, Normaliza
 
 def _inner(field: Field, axis: int, channels: int) -> int:
     step = field.step_shape
+    if field.plain and field.folded and -axis > len(step):
+        shape = ", ".join((*field.axes, *map(str, step)))
+        raise ConfigError(
+            f"normalize: {channels} means for axis {axis} of a field of shape ({shape}), whose records "
+            "differ in size and are stored as rows of their last axes",
+            hint="Give one mean and std; or batch_by='shape' and, in place of normalize=, the transform "
+            "stoker.transforms.Normalize with the same mean, std and axis, and fields= of that field",
+        )
     if -axis > len(step) or step[axis] != channels:
         raise ConfigError(
             f"normalize: {channels} means for axis {axis} of a field whose "
