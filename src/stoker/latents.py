@@ -76,16 +76,16 @@ class DrawLatent(FieldTransform):
         given = [name for name in ("std", "logvar", "moments") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"DrawLatent has {' and '.join(given)}", hint="Name one of them")
-        check_numbers("DrawLatent.scale", self.scale)
-        check_numbers("DrawLatent.shift", self.shift)
-        check_bool("DrawLatent.random", self.random)
+        check_numbers("DrawLatent: scale", self.scale)
+        check_numbers("DrawLatent: shift", self.shift)
+        check_bool("DrawLatent: random", self.random)
         names = (self.mean, self.name, *(getattr(self, name) for name in given))
         parse_names("DrawLatent: a field", names, "the name of a field")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ConfigError(
                 f"DrawLatent(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
             )
-        check_int("DrawLatent.axis", self.axis)
+        check_int("DrawLatent: axis", self.axis)
         if self.axis >= 0:
             raise ConfigError(f"DrawLatent(axis={self.axis})", hint="Count from the last: -3 for (C, H, W)")
 
@@ -177,8 +177,8 @@ class DropCondition(FieldTransform):
 
     def __post_init__(self) -> None:
         """Refuse a wrong probability, and a null without one of the fields."""
-        names = parse_names("DropCondition.fields", self.fields, "the name of a field")
-        check_number("DropCondition.p", self.p, least=0, most=1)
+        names = parse_names("DropCondition: fields", self.fields, "the name of a field")
+        check_number("DropCondition: p", self.p, least=0, most=1)
         if not isinstance(self.null, Mapping):
             _check_null(self.null, "null")
             return

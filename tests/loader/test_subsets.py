@@ -56,7 +56,7 @@ def test_no_fraction_is_refused(cache: Cache, fraction: float) -> None:
 
 
 def test_a_share_in_words_is_refused(cache: Cache) -> None:
-    with pytest.raises(ConfigError, match=r"fraction '10%'. Expected a number"):
+    with pytest.raises(ConfigError, match=r"fraction is '10%'"):
         subset(cache, "10%")  # type: ignore[arg-type]
 
 

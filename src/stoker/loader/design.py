@@ -7,6 +7,7 @@ then stored elsewhere, and the examples are the same.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
-from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, check_lengths, make_joiner
+from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, Pad, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, main_field, number_examples
 from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
 from stoker.loader.choose import check_sizes
@@ -51,7 +52,7 @@ from stoker.loader.records import (
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
 from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
-from stoker.units import format_count
+from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from stoker.loader.filling import FillOrder
@@ -319,6 +320,10 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     reservation = ledger.claim()
     probed = probe(device=str(options.device), path=cache.path)
     resources = reservation.usable(probed, shard_parts(cache, table.shards(), demand.record_bytes))
+    on_gpu = options.device.type == "cuda"
+    _check_batch_bytes(
+        options, outputs, share.batch_size, probed.device_total_bytes if on_gpu else probed.host_total_bytes
+    )
     # Joined columns and caches come later, and may have to move along.
     early = () if cache.joined or options.zipped else options.transforms
     return Design(
@@ -341,6 +346,32 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
         fill=fill,
         fused_cuts=find_fused_cuts(early, outputs, options.seed, windowed=options.windowed),
     )
+
+
+def _check_batch_bytes(
+    options: Options, outputs: tuple[OutputSpec, ...], batch_size: int, limit_bytes: int
+) -> None:
+    """Refuse a choice or a padding whose batch is larger than all of the memory that it is made in.
+
+    Raises:
+        ConfigError: As said.
+    """
+    sizes: dict[str, int] = {}
+    for group in options.choose:
+        rows = sum(output.example_bytes for output in outputs if output.group == group.name)
+        sizes[f"choose={{{group.fields[0]!r}: {group.choice!r}}}"] = rows + 8 * group.count  # and its numbers
+    pad = options.ragged
+    if isinstance(pad, Pad) and pad.to is not None:
+        for output in (one for one in outputs if one.ragged):
+            row_bytes = math.prod(output.row_shape) * (output.cast or output.dtype).itemsize
+            sizes[f"ragged=Pad(to={pad.to})"] = pad.to * row_bytes
+    for what, example_bytes in sizes.items():
+        if batch_size * example_bytes > limit_bytes:
+            raise ConfigError(
+                f"{what} makes batches of {format_bytes(batch_size * example_bytes)}, and there are "
+                f"{format_bytes(limit_bytes)} of memory",
+                hint="Choose fewer rows, or a smaller batch_size",
+            )
 
 
 def is_served_while_filling(cache: Cache, world_size: int) -> bool:

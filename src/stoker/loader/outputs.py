@@ -22,6 +22,7 @@ from stoker.loader.batch import STATES, Role, Windows, check_conditions, conditi
 from stoker.loader.choose import LENGTHS, START, Choices, FieldGroup, OneOf, Taken
 from stoker.loader.chunks import RECORD
 from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
+from stoker.sources.arguments import check_int, check_number
 from stoker.units import KIB
 
 # ----------------------------------------------------------------------------------------------------------
@@ -67,7 +68,9 @@ class Normalization:
             raise ConfigError(
                 f"normalize: {len(means)} means and {len(stds)} deviations", hint="Give one each"
             )
-        if 0.0 in stds or not self.divisor or not math.isfinite(self.divisor):
+        check_int("normalize: axis", self.axis)
+        check_number("normalize: divisor", self.divisor)
+        if 0.0 in stds or not self.divisor:
             raise ConfigError(
                 f"normalize: std {self.std} and divisor {self.divisor} divide, so none may be 0"
             )
@@ -173,7 +176,8 @@ def _inner(field: Field, axis: int, channels: int) -> int:
 
 def _numbers(name: str, given: object) -> tuple[float, ...]:
     try:
-        flat: list[float] = np.asarray(given, dtype=np.float64).reshape(-1).tolist()
+        array = np.asarray(given)
+        flat: list[float] = array.reshape(-1).astype(np.float64).tolist() if array.dtype.kind in "iuf" else []
     except (TypeError, ValueError):
         flat = []
     if not flat or not all(math.isfinite(value) for value in flat):

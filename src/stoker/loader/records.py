@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.batch import Windows, main_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
+from stoker.sources.arguments import check_int, check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.access import MemorySink, read_column
 from stoker.store.index import spread
@@ -214,7 +215,7 @@ def groups_of(cache: Cache, table: RecordTable, batch_by: str) -> NDArray[np.int
 
 
 def joined_keys(cache: Cache, batch_by: str | None) -> list[NDArray[Any]]:
-    """Return a joined column of whole numbers by sample, and which are known; empty: it is no such column."""
+    """Return a joined column of whole numbers, by sample, and which are known; empty: another or none."""
     joined = cache.joined
     if joined is None or batch_by is None or batch_by not in joined.schema:
         return []
@@ -402,8 +403,8 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
         >>> len(tenth), len(stoker.Loader(cache, batch_size=5, indices=tenth))
         (10, 2)
     """
-    if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"subset: fraction {fraction!r}", hint="Expected a number above 0 and at most 1")
+    check_number("subset: fraction", fraction, above=0, most=1)
+    check_int("subset: seed", seed)
     numbers = cache.indices
     keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])

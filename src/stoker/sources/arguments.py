@@ -10,6 +10,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import SupportsIndex, cast
 
@@ -80,6 +81,18 @@ def parse_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[s
     if found is None or len(found) < least or not all(isinstance(name, str) and name for name in found):
         raise ConfigError(f"{what} is {value!r}", hint=f"Expected {of}, or a list of names")
     return cast("tuple[str, ...]", found)
+
+
+def parse_list(what: str, value: object, of: str) -> tuple[object, ...]:
+    """Return the entries of a list.
+
+    Raises:
+        ConfigError: It is not one; `of` says what was expected.
+    """
+    found = listed(value)
+    if found is None:
+        raise ConfigError(f"{what} is {value!r}", hint=f"Expected {of}")
+    return found
 
 
 def listed(value: object, count: int | None = None) -> tuple[object, ...] | None:
@@ -160,10 +173,10 @@ def check_number(
         fits = fits and (least is None or number >= least) and (most is None or number <= most)
         fits = fits and (above is None or number > above)
     if not fits:
-        limits = (
-            "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
-        )
-        limits = limits if above is None else f" above {above}"
+        limits = "" if least is None else f" of at least {least}"
+        limits += "" if above is None else f" above {above}"
+        limits += "" if most is None else f" and at most {most}"
+        limits = f" from {least} to {most}" if least is not None and most is not None else limits
         raise ConfigError(
             f"{what} is {value!r}", hint=f"Expected a {'finite ' if finite else ''}number{limits}"
         )
@@ -178,10 +191,56 @@ def check_numbers(
         ConfigError: Names the argument.
     """
     several = listed(value)
-    if several == ():
-        raise ConfigError(f"{what} is {value!r}", hint="Expected a number, or a list of them")
-    for number in (value,) if several is None else several:
-        check_number(what, number, least=least, above=above)
+    for number in (None,) if several == () else (value,) if several is None else several:
+        try:
+            check_number(what, number, least=least, above=above)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{what} is {value!r}", hint=f"{error.hint}, or a list of such numbers"
+            ) from None
+
+
+def check_axes(axes: Sequence[int]) -> None:
+    """Refuse axes that are not counted from the last, or come twice.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if isinstance(axes, int):
+        raise ConfigError(f"axes are {axes}", hint=f"Expected a list, as ({axes},)")
+    whole = all(not isinstance(axis, bool) and isinstance(axis, Integral) for axis in listed(axes) or ())
+    if not listed(axes) or not whole or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
+        raise ConfigError(
+            f"axes are {axes!r}",
+            hint="Expected different negative numbers, counted from the last: -3 and -2 are height and "
+            "width of (H, W, C)",
+        )
+
+
+def check_size(what: str, size: object) -> None:
+    """Refuse what is not a height and a width.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    sides = listed(size, 2)
+    if sides is None:
+        raise ConfigError(
+            f"{what}: size is {size!r}", hint="Expected (height, width) in pixels, as (224, 224)"
+        )
+    for side in sides:
+        check_int(f"{what}: size", side, least=1)
+
+
+def check_fields(transform: object, fields: object) -> None:
+    """Refuse what is not a list of names, or None; one name alone becomes a list.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if fields is not None:
+        names = parse_names(f"{type(transform).__name__}: fields", fields, "the name of a field")
+        object.__setattr__(transform, "fields", names)
 
 
 def check_splits(split: object, splits: object, seed: object) -> None:
